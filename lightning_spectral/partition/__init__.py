@@ -1,0 +1,20 @@
+"""Which examples belong to whom, decided once."""
+
+from lightning_spectral.partition.base import Partitioner
+from lightning_spectral.partition.dirichlet import DirichletPartitioner
+from lightning_spectral.partition.iid import IIDPartitioner
+from lightning_spectral.partition.labels import dataset_labels
+from lightning_spectral.partition.natural import NaturalPartitioner
+from lightning_spectral.partition.partition import Partition
+from lightning_spectral.partition.report import PartitionReport, report
+
+__all__ = [
+    "DirichletPartitioner",
+    "IIDPartitioner",
+    "NaturalPartitioner",
+    "Partition",
+    "PartitionReport",
+    "Partitioner",
+    "dataset_labels",
+    "report",
+]

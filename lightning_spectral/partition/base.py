@@ -1,0 +1,117 @@
+"""What a partitioner is."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.partition.partition import Partition
+
+__all__ = ["Partitioner", "check_num_clients", "equal_shares"]
+
+
+class Partitioner(ABC):
+    """A way to deal the examples of a data set to clients: a frozen dataclass that implements :meth:`split`.
+
+    ``partitioner(num_examples, labels, generator)`` checks the arguments and returns the :class:`Partition`,
+    a pure function of them. ``testing.check_partitioner`` is the contract in executable form.
+
+    Attributes:
+        needs_labels: Whether the split depends on the labels; if not, they may be ``None``.
+        num_clients: Number of clients, at least 1.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Blocks(Partitioner):
+        ...     num_clients: int
+        ...     def split(self, num_examples, labels, generator):
+        ...         client = torch.arange(num_examples) * self.num_clients // num_examples
+        ...         return Partition.from_assignment(client, self.num_clients)
+        >>> list(Blocks(num_clients=2)(4, None, torch.Generator()))
+        [tensor([0, 1]), tensor([2, 3])]
+    """
+
+    needs_labels: ClassVar[bool] = False
+    num_clients: int
+
+    def __call__(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        """Deal the examples to the clients.
+
+        Args:
+            num_examples: Number of examples.
+            labels: Class of each example, integers, shape ``(num_examples,)``, or ``None``.
+            generator: CPU generator, the only source of randomness.
+
+        Returns:
+            The partition; every client owns at least one example.
+
+        Raises:
+            ValueError: If there are more clients than examples, or the labels are missing, not integers or
+                not one per example.
+        """
+        name = type(self).__name__
+        if self.num_clients > num_examples:
+            raise ValueError(
+                f"{name}(num_clients={self.num_clients}) needs an example per client, "
+                f"got {num_examples} examples; lower num_clients or add data."
+            )
+        if labels is not None:
+            _check_labels(labels, num_examples)
+        elif self.needs_labels:
+            raise ValueError(f"{name} splits by class; pass labels=... with one class index per example.")
+        return self.split(num_examples, labels, generator)
+
+    @abstractmethod
+    def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        """Deal the examples, the arguments already checked; see :meth:`__call__`."""
+
+
+def check_num_clients(num_clients: int) -> None:
+    """Refuse an impossible number of clients.
+
+    Args:
+        num_clients: Number of clients.
+
+    Raises:
+        ValueError: If it is below 1.
+
+    Example:
+        >>> check_num_clients(0)
+        Traceback (most recent call last):
+        ValueError: `num_clients` must be at least 1, got 0.
+    """
+    if num_clients < 1:
+        raise ValueError(f"`num_clients` must be at least 1, got {num_clients}.")
+
+
+def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Clients in a random order, the first ``num_examples % num_clients`` of which get one example more.
+
+    Args:
+        num_examples: Examples to deal.
+        num_clients: Clients to deal them to.
+        generator: CPU generator of the order.
+
+    Returns:
+        Client ids in the order in which they are served, and the share of each in that order; both int64 of
+        shape ``(num_clients,)``.
+
+    Example:
+        >>> order, sizes = equal_shares(11, 4, torch.Generator().manual_seed(0))
+        >>> sizes
+        tensor([3, 3, 3, 2])
+    """
+    share, remainder = divmod(num_examples, num_clients)
+    order = torch.randperm(num_clients, generator=generator)
+    return order, share + (torch.arange(num_clients) < remainder).long()
+
+
+def _check_labels(labels: Tensor, num_examples: int) -> None:
+    if labels.shape != (num_examples,):
+        raise ValueError(
+            f"`labels` must hold one class index per example, shape ({num_examples},), got {tuple(labels.shape)}."
+        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"`labels` must be integers, got {labels.dtype}; pass class indices.")

@@ -1,0 +1,88 @@
+"""The labels of a data set, without the examples where possible."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+__all__ = ["dataset_labels"]
+
+_REMEDY = "pass labels=... with one class index per example."
+
+
+def dataset_labels(dataset: Dataset[Any]) -> Tensor:
+    """Class index of each example of a map-style data set.
+
+    Looks, in this order, at an attribute ``targets`` or ``labels`` with one entry per example, the last
+    tensor of a :class:`~torch.utils.data.TensorDataset`, and through :class:`~torch.utils.data.Subset` and
+    :class:`~torch.utils.data.ConcatDataset`. Otherwise every example is read once and its last element taken,
+    which runs the data set's transforms and may draw from the global generators.
+
+    Args:
+        dataset: Data set with a length.
+
+    Returns:
+        Labels, int64, shape ``(len(dataset),)``. Stored labels are those before any ``target_transform``.
+
+    Raises:
+        ValueError: If the data set has no length or its labels are not one integer per example.
+
+    Example:
+        >>> data = TensorDataset(torch.randn(3, 2), torch.tensor([1, 0, 1]))
+        >>> dataset_labels(Subset(data, [2, 1]))
+        tensor([1, 0])
+    """
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(f"{type(dataset).__name__} has no length, so its labels cannot be listed; {_REMEDY}")
+    stored = _stored(dataset)
+    if stored is None and isinstance(dataset, ConcatDataset):
+        return torch.cat([dataset_labels(part) for part in dataset.datasets])
+    return _read(dataset) if stored is None else stored
+
+
+def _stored(dataset: Any) -> Tensor | None:
+    """Labels that the data set keeps as a whole, if it does."""
+    for name in ("targets", "labels"):
+        values: Any = getattr(dataset, name, None)
+        # `labels` is the list of class names in some data sets: one entry per example or it is something else
+        if hasattr(values, "__len__") and len(values) == len(dataset):
+            return _as_classes(values, f"`{type(dataset).__name__}.{name}`")
+    if isinstance(dataset, TensorDataset):
+        return _as_classes(dataset.tensors[-1], "The last tensor of the TensorDataset")
+    if isinstance(dataset, Subset):
+        whole = _stored(dataset.dataset)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [part for part in map(_stored, dataset.datasets) if part is not None]
+        return torch.cat(parts) if len(parts) == len(dataset.datasets) else None
+    return None
+
+
+def _read(dataset: Any) -> Tensor:
+    """Labels from the examples themselves."""
+    labels = []
+    for index in range(len(dataset)):
+        example = dataset[index]
+        if not isinstance(example, tuple | list) or len(example) < 2:
+            raise ValueError(
+                f"Examples of {type(dataset).__name__} must be tuples that end in a label, got "
+                f"{type(example).__name__}; {_REMEDY}"
+            )
+        labels.append(_as_classes(example[-1], f"The label of example {index}").reshape(-1))
+        if labels[-1].numel() != 1:
+            raise ValueError(f"Example {index} must have one label, got {labels[-1].numel()}; {_REMEDY}")
+    return torch.cat(labels) if labels else torch.empty(0, dtype=torch.int64)
+
+
+def _as_classes(values: Any, owner: str) -> Tensor:
+    """``values`` as int64, refused unless they are integers, at most one-dimensional."""
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{owner} must be integers, got {type(values).__name__}; {_REMEDY}") from error
+    if labels.is_floating_point() or labels.is_complex() or labels.ndim > 1:
+        raise ValueError(
+            f"{owner} must be one integer per example, got {labels.dtype} of shape {tuple(labels.shape)}; {_REMEDY}"
+        )
+    return labels.cpu().long()

@@ -1,0 +1,80 @@
+"""Clients that the data set already has: authors, subjects, devices."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import InitVar, dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_spectral.partition.base import Partitioner
+from lightning_spectral.partition.partition import Partition
+
+__all__ = ["NaturalPartitioner"]
+
+Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, eq=False)
+class NaturalPartitioner(Partitioner):
+    """One client per distinct key; every example is used and nothing is drawn.
+
+    Clients are numbered in the order in which their keys first appear, which works for any keys, also such as
+    cannot be compared. Ignores the labels and the generator.
+
+    Args:
+        keys: Key of each example, shape ``(num_examples,)``: hashable objects, a tensor or an array.
+
+    Attributes:
+        num_clients: Number of distinct keys.
+        client_names: Key of each client, by client id.
+        client_of_example: Client id of each example, int64, shape ``(num_examples,)``.
+
+    Raises:
+        ValueError: If there are no keys, they are not one-dimensional, or one is a tensor or NaN.
+        TypeError: If a key is not hashable.
+
+    Example:
+        >>> partitioner = NaturalPartitioner(["romeo", "juliet", "romeo", "nurse"])
+        >>> partitioner.client_names
+        ('romeo', 'juliet', 'nurse')
+        >>> list(partitioner(4, None, torch.Generator()))
+        [tensor([0, 2]), tensor([1]), tensor([3])]
+    """
+
+    keys: InitVar[Keys]
+    num_clients: int = field(init=False)
+    client_names: tuple[Hashable, ...] = field(init=False, repr=False)
+    client_of_example: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self, keys: Keys) -> None:
+        client_of_key: dict[Hashable, int] = {}
+        clients = [client_of_key.setdefault(key, len(client_of_key)) for key in _as_objects(keys)]
+        # the dataclass is frozen for others, not while it is built
+        object.__setattr__(self, "num_clients", len(client_of_key))
+        object.__setattr__(self, "client_names", tuple(client_of_key))
+        object.__setattr__(self, "client_of_example", torch.tensor(clients, dtype=torch.int64))
+
+    def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        """Group the examples by key; ``labels`` and ``generator`` are ignored."""
+        if self.client_of_example.numel() != num_examples:
+            raise ValueError(
+                f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."
+            )
+        return Partition.from_assignment(self.client_of_example, self.num_clients)
+
+
+def _as_objects(keys: Keys) -> Sequence[Hashable]:
+    """Keys as Python objects that are equal when their values are."""
+    if isinstance(keys, Tensor | np.ndarray):
+        if keys.ndim != 1:
+            raise ValueError(f"`keys` must be one-dimensional, got shape {tuple(keys.shape)}.")
+        keys = keys.tolist()
+    if not len(keys):
+        raise ValueError("`keys` must hold at least one key, got none.")
+    # tensors hash by identity: a list of them would make every example a client of its own; so would NaN
+    odd = next((key for key in keys if isinstance(key, Tensor) or key != key), None)
+    if odd is not None:
+        raise ValueError(f"Keys must be hashable by value, got {odd!r}; pass a tensor, an array, or plain keys.")
+    return keys

@@ -1,0 +1,149 @@
+"""The record of who owns which example."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Partition"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partition:
+    """Examples of every client, in compressed sparse row form: two tensors, however many clients.
+
+    ``partition[client_id]`` is a view of shape ``(sizes[client_id],)``; iterating gives the clients in order.
+    Examples that nobody owns are simply absent.
+
+    Attributes:
+        indices: Example indices, all clients one after the other, int64, shape ``(num_assigned,)``, on the
+            CPU.
+        offsets: Client c owns ``indices[offsets[c]:offsets[c + 1]]``, int64, shape ``(num_clients + 1,)``.
+
+    Raises:
+        ValueError: If the two tensors do not describe a partition.
+
+    Example:
+        >>> partition = Partition.from_lists([[4, 0], [], [2, 3, 1]])
+        >>> partition[2], partition.sizes
+        (tensor([2, 3, 1]), tensor([2, 0, 3]))
+        >>> partition
+        Partition(num_clients=3, num_assigned=5)
+    """
+
+    indices: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("indices", self.indices), ("offsets", self.offsets)):
+            if tensor.dtype != torch.int64 or tensor.ndim != 1 or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"`{name}` must be a one-dimensional int64 tensor on the CPU, "
+                    f"got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}."
+                )
+        if self.offsets.numel() < 2:
+            raise ValueError("A partition must have at least one client, got none.")
+        if self.offsets[0] != 0 or self.offsets[-1] != self.indices.numel() or bool((self.sizes < 0).any()):
+            raise ValueError(f"`offsets` must rise from 0 to len(indices)={self.indices.numel()}.")
+        if bool((self.indices < 0).any()):
+            raise ValueError(f"Example indices must be >= 0, got {int(self.indices.min())}.")
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int] | Tensor]) -> "Partition":
+        """Partition from the example indices of each client, kept in the given order.
+
+        Args:
+            lists: One sequence of example indices per client; may be empty.
+
+        Returns:
+            The partition.
+
+        Example:
+            >>> Partition.from_lists([[0, 3], [1]]).offsets
+            tensor([0, 2, 3])
+        """
+        rows = [torch.as_tensor(row, dtype=torch.int64) for row in lists]
+        indices = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        return cls(indices, _offsets(torch.tensor([row.numel() for row in rows], dtype=torch.int64)))
+
+    @classmethod
+    def from_assignment(cls, client_of_example: Tensor, num_clients: int) -> "Partition":
+        """Partition from the owner of each example; a client's examples come in ascending order.
+
+        Args:
+            client_of_example: Client ids, integers, shape ``(num_examples,)``; -1 for an example nobody owns.
+            num_clients: Number of clients; those not named own nothing.
+
+        Returns:
+            The partition.
+
+        Raises:
+            ValueError: If a client id is outside ``[-1, num_clients)``.
+
+        Example:
+            >>> list(Partition.from_assignment(torch.tensor([1, 0, -1, 1]), num_clients=2))
+            [tensor([1]), tensor([0, 3])]
+        """
+        owner = client_of_example.to("cpu", torch.int64)
+        outside = owner[(owner < -1) | (owner >= num_clients)]
+        if outside.numel():
+            raise ValueError(
+                f"Client ids must be in [0, num_clients={num_clients}), or -1 for an example nobody owns, "
+                f"got {int(outside[0])}."
+            )
+        by_client = torch.argsort(owner, stable=True)
+        num_unowned = int((owner == -1).sum())  # they sort to the front
+        sizes = torch.bincount(owner + 1, minlength=num_clients + 1)[1:]
+        return cls(by_client[num_unowned:], _offsets(sizes))
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients, also of those that own nothing."""
+        return self.offsets.numel() - 1
+
+    @property
+    def num_assigned(self) -> int:
+        """Number of examples that have an owner."""
+        return self.indices.numel()
+
+    @property
+    def sizes(self) -> Tensor:
+        """Examples per client, int64, shape ``(num_clients,)``."""
+        return self.offsets.diff()
+
+    def fingerprint(self) -> str:
+        """Short stable hash of the split, to recognise it in a checkpoint.
+
+        Returns:
+            16 hexadecimal digits; equal for equal splits on every platform.
+
+        Example:
+            >>> split, swapped = Partition.from_lists([[0], [1]]), Partition.from_lists([[1], [0]])
+            >>> split.fingerprint() == swapped.fingerprint()
+            False
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (torch.tensor([self.num_clients]), self.offsets, self.indices):
+            digest.update(tensor.numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __getitem__(self, client_id: int) -> Tensor:
+        if not 0 <= client_id < self.num_clients:
+            raise IndexError(f"`client_id` must be in [0, num_clients={self.num_clients}), got {client_id}.")
+        return self.indices[int(self.offsets[client_id]) : int(self.offsets[client_id + 1])]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[client_id] for client_id in range(self.num_clients))
+
+    def __repr__(self) -> str:
+        return f"Partition(num_clients={self.num_clients}, num_assigned={self.num_assigned})"
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    """Row starts and the end, from the row lengths."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])

@@ -1,0 +1,96 @@
+"""Labels of all kinds of data sets against reading every example."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_spectral.partition import dataset_labels
+
+
+class Stored(Dataset[Any]):
+    """Keeps its labels in an attribute; reading an example is an error."""
+
+    def __init__(self, num_examples: int, **attributes: Any) -> None:
+        self.num_examples = num_examples
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("no example should be read")
+
+
+class Examples(Dataset[Any]):
+    """Has nothing but its examples."""
+
+    def __init__(self, examples: list[Any], **attributes: Any) -> None:
+        self.examples = examples
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.examples[index]
+
+
+TENSORS = TensorDataset(torch.randn(3, 2), torch.tensor([4, 0, 4], dtype=torch.int32))
+LISTED = Examples([("x", 5), ("y", np.int64(6)), ("z", torch.tensor(7)), ("w", torch.tensor([8]))])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (Stored(3, targets=[2, 0, 1]), [2, 0, 1]),
+        (Stored(3, targets=np.array([2, 0, 1], dtype=np.uint8)), [2, 0, 1]),
+        (Stored(3, labels=torch.tensor([2, 0, 1])), [2, 0, 1]),
+        (Stored(3, targets=None, labels=[1, 1, 0]), [1, 1, 0]),
+        (TENSORS, [4, 0, 4]),
+        (LISTED, [5, 6, 7, 8]),
+        (Subset(Stored(3, targets=[2, 0, 1]), [2, 0]), [1, 2]),
+        (Subset(Subset(TENSORS, [1, 2]), [1]), [4]),
+        (Subset(LISTED, [3, 0]), [8, 5]),
+        (Subset(ConcatDataset([TENSORS, LISTED]), [4, 0]), [6, 4]),
+        (Subset(ConcatDataset([TENSORS, Stored(2, targets=[9, 8])]), [3, 0]), [9, 4]),
+        (ConcatDataset([TENSORS, LISTED, Subset(TENSORS, [1])]), [4, 0, 4, 5, 6, 7, 8, 0]),
+        (Examples([("x", 1), ("y", 0)], labels=["cat", "dog", "cow"]), [1, 0]),
+        (Examples([]), []),
+    ],
+)
+def test_labels_are_found(dataset: Dataset[Any], expected: list[int]) -> None:
+    labels = dataset_labels(dataset)
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(torch.randn(3, 2), torch.randn(3)),
+        TensorDataset(torch.randn(3, 2), torch.ones(3, 2, dtype=torch.long)),
+        Stored(2, targets=["cat", "dog"]),
+        Stored(2, targets=[0.5, 1.0]),
+        Examples([("x", 0.5)]),
+        Examples([("x", "cat")]),
+        Examples([("x", torch.tensor([1, 2]))]),
+        Examples([{"x": 1, "label": 0}]),
+        Examples([torch.tensor([1, 2])]),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_with_the_remedy(dataset: Dataset[Any]) -> None:
+    with pytest.raises(ValueError, match=r"pass labels=\.\.\. with one class index per example"):
+        dataset_labels(dataset)
+
+
+def test_stream_is_refused_with_the_remedy() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([("x", 0)])
+
+    with pytest.raises(ValueError, match="Stream has no length"):
+        dataset_labels(Stream())

@@ -1,0 +1,249 @@
+"""The record, the two simple partitioners and the contract over all of them."""
+
+import random
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_spectral.partition import (
+    DirichletPartitioner,
+    IIDPartitioner,
+    NaturalPartitioner,
+    Partition,
+    Partitioner,
+)
+from lightning_spectral.testing import check_partitioner
+
+LABELS = torch.arange(60) % 5
+
+PARTITIONERS = [
+    IIDPartitioner(7),
+    IIDPartitioner(1),
+    IIDPartitioner(60),
+    DirichletPartitioner(7, alpha=1.0),
+    DirichletPartitioner(7, alpha=0.01),
+    DirichletPartitioner(60, alpha=10.0, symmetric=True),
+    NaturalPartitioner((torch.arange(60) // 9).tolist()),
+]
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS, ids=str)
+def test_every_partitioner_keeps_the_contract(partitioner: Partitioner) -> None:
+    check_partitioner(partitioner, 60, LABELS)
+
+
+def blocks(num_examples: int, num_clients: int) -> Tensor:
+    return torch.arange(num_examples) * num_clients // num_examples
+
+
+def same_whatever_the_seed(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    torch.rand(1, generator=generator)
+    return Partition.from_assignment(blocks(n, 3), 3)
+
+
+def from_the_global_generator(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    return Partition.from_assignment(blocks(n, 3)[torch.randperm(n)], 3)
+
+
+def from_pythons_generator(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    random.random()
+    return Partition.from_assignment(blocks(n, 3), 3)
+
+
+def from_numpys_generator(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    np.random.rand()
+    return Partition.from_assignment(blocks(n, 3), 3)
+
+
+def with_an_empty_client(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    return Partition.from_assignment(blocks(n, 2), 3)
+
+
+def with_a_shared_example(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    return Partition.from_lists([[0, 1], [1, 2], [3]])
+
+
+def beyond_the_data_set(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    return Partition.from_lists([[0], [1], [n]])
+
+
+def with_too_few_clients(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    return Partition.from_assignment(blocks(n, 2), 2)
+
+
+def by_label_in_secret(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    return Partition.from_assignment(blocks(n, 3) if labels is None else labels % 3, 3)
+
+
+def spoiling_the_labels(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+    if labels is not None:
+        labels.zero_()
+    return Partition.from_assignment(blocks(n, 3), 3)
+
+
+Split = Callable[[int, Tensor | None, torch.Generator], Partition]
+
+
+@pytest.mark.parametrize(
+    ("split", "promise"),
+    [
+        (same_whatever_the_seed, "different seeds gave one and the same split"),
+        (from_the_global_generator, "global generators must be left"),
+        (from_pythons_generator, "global generators must be left"),
+        (from_numpys_generator, "global generators must be left"),
+        (with_an_empty_client, "a client has no examples"),
+        (with_a_shared_example, "an example is used twice"),
+        (beyond_the_data_set, "an index is beyond the data set"),
+        (with_too_few_clients, "`num_clients` is not that of the split"),
+        (by_label_in_secret, "the labels change the split"),
+        (spoiling_the_labels, "the labels must be left"),
+    ],
+)
+def test_contract_refuses_a_partitioner_that_breaks_it(split: Split, promise: str) -> None:
+    class Broken(Partitioner):
+        num_clients = 3
+
+        def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+            return split(num_examples, labels, generator)
+
+    with pytest.raises(AssertionError, match=promise):
+        check_partitioner(Broken(), 60, LABELS.clone())
+
+
+def test_contract_refuses_a_false_claim_to_need_labels() -> None:
+    @dataclass(frozen=True)
+    class Claims(IIDPartitioner):
+        needs_labels: ClassVar[bool] = True
+
+        def __call__(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+            return self.split(num_examples, labels, generator)
+
+    with pytest.raises(AssertionError, match="missing labels raise no ValueError"):
+        check_partitioner(Claims(3), 60, LABELS)
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 200), share=st.floats(0.0, 1.0), seed=st.integers(0, 2**31))
+def test_iid_uses_every_example_once_in_shares_that_differ_by_at_most_one(n: int, share: float, seed: int) -> None:
+    num_clients = 1 + int(share * (n - 1))
+    partition = IIDPartitioner(num_clients)(n, None, torch.Generator().manual_seed(seed))
+    assert sorted(partition.indices.tolist()) == list(range(n))
+    assert int(partition.sizes.max() - partition.sizes.min()) == (1 if n % num_clients else 0)
+
+
+def test_iid_gives_every_example_to_every_client_equally_often() -> None:
+    num_seeds, owners = 4000, torch.zeros(4, 2)
+    for seed in range(num_seeds):
+        partition = IIDPartitioner(2)(4, None, torch.Generator().manual_seed(seed))
+        owners[partition[0], 0] += 1
+        owners[partition[1], 1] += 1
+    assert ((owners / num_seeds - 0.5).abs() <= 5.0 * 0.5 / num_seeds**0.5).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(st.lists(st.integers(0, 99), max_size=5), min_size=1, max_size=8))
+def test_rows_come_back_as_they_went_in(rows: list[list[int]]) -> None:
+    partition = Partition.from_lists(rows)
+    assert [row.tolist() for row in partition] == rows
+    assert partition.sizes.tolist() == [len(row) for row in rows]
+    assert (len(partition), partition.num_assigned) == (len(rows), sum(map(len, rows)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(owner=st.lists(st.integers(-1, 4), min_size=0, max_size=30))
+def test_assignment_groups_examples_by_owner(owner: list[int]) -> None:
+    partition = Partition.from_assignment(torch.tensor(owner, dtype=torch.int64), num_clients=5)
+    expected = [[i for i, client in enumerate(owner) if client == c] for c in range(5)]
+    assert [row.tolist() for row in partition] == expected
+
+
+def test_a_clients_examples_are_a_view() -> None:
+    partition = Partition.from_lists([[3], [1, 2]])
+    assert partition[1].data_ptr() == partition.indices[1:].data_ptr()
+
+
+def test_a_million_clients_fit_in_two_tensors() -> None:
+    partition = Partition.from_assignment(torch.arange(1_000_000), 1_000_000)
+    assert partition.indices.nbytes + partition.offsets.nbytes <= 16_000_008
+    assert partition[999_999].tolist() == [999_999]
+
+
+def test_partition_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Partition.from_lists([[0]]).indices = torch.tensor([1])  # type: ignore[misc]
+
+
+def test_fingerprint_tells_splits_apart_and_is_stable() -> None:
+    splits = [[[0, 1], [2]], [[0], [1, 2]], [[1, 0], [2]], [[0, 1], [2], []], [[], [0, 1], [2]], [[0, 1, 2]]]
+    fingerprints = [Partition.from_lists(split).fingerprint() for split in splits]
+    assert len(set(fingerprints)) == len(splits)
+    assert fingerprints[0] == "e57d6bc5dc5056e6"  # hashlib.blake2b(digest_size=8) of int64 LE: 2, 0 2 3, 0 1 2
+
+
+@pytest.mark.parametrize("client_id", [-1, 2])
+def test_unknown_client_is_refused(client_id: int) -> None:
+    with pytest.raises(IndexError, match=r"must be in \[0, num_clients=2\), got"):
+        Partition.from_lists([[0], [1]])[client_id]
+
+
+@pytest.mark.parametrize(
+    ("indices", "offsets", "rule"),
+    [
+        ([0.0], [0, 1], "`indices` must be a one-dimensional int64"),
+        ([0], [[0, 1]], "`offsets` must be a one-dimensional int64"),
+        ([0], [0], "at least one client"),
+        ([0, 1], [0, 1], "must rise from 0"),
+        ([0, 1], [1, 2], "must rise from 0"),
+        ([0, 1], [0, 2, 1, 2], "must rise from 0"),
+        ([-1], [0, 1], "must be >= 0, got -1"),
+    ],
+)
+def test_malformed_record_is_refused(indices: list[float], offsets: list[int], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        Partition(torch.tensor(indices), torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("owner", [[0, 2], [-2, 0]])
+def test_assignment_to_an_unknown_client_is_refused(owner: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"must be in \[0, num_clients=2\)"):
+        Partition.from_assignment(torch.tensor(owner), num_clients=2)
+
+
+def test_partition_without_clients_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one client"):
+        Partition.from_lists([])
+
+
+def test_more_clients_than_examples_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"IIDPartitioner\(num_clients=5\) needs an example per client, got 4"):
+        IIDPartitioner(5)(4, None, torch.Generator())
+
+
+def test_missing_labels_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="pass labels="):
+        DirichletPartitioner(2, 1.0)(4, None, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("labels", "rule"),
+    [
+        (torch.zeros(3, dtype=torch.long), r"shape \(4,\), got \(3,\)"),
+        (torch.zeros(4, 1, dtype=torch.long), r"shape \(4,\), got \(4, 1\)"),
+        (torch.zeros(4), "must be integers, got torch.float32"),
+    ],
+)
+def test_wrong_labels_are_refused(labels: Tensor, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        DirichletPartitioner(2, 1.0)(4, labels, torch.Generator())
+
+
+def test_no_clients_are_refused() -> None:
+    with pytest.raises(ValueError, match="`num_clients` must be at least 1, got 0"):
+        IIDPartitioner(0)

@@ -1,0 +1,30 @@
+"""From averaged changes of singular terms to a change of the weight."""
+
+import torch
+from torch import Tensor
+
+
+def weight_change(u: Tensor, v: Tensor, u_change: Tensor, v_change: Tensor) -> Tensor:
+    r"""Change of :math:`W = \sum_i u_i v_i^T` when every term moves a little.
+
+    The sum is taken over the differences, :math:`\Delta u\,(v + \Delta v) + u\,\Delta v`, never as a
+    new product minus an old one: where no term moved the change is exactly zero.
+
+    Args:
+        u: Left vectors before, shape ``(c_out, n)``.
+        v: Right vectors before, shape ``(n, c_in k)``.
+        u_change: Their averaged change, shape ``(c_out, n)``.
+        v_change: Their averaged change, shape ``(n, c_in k)``.
+
+    Returns:
+        The change of the weight as a matrix, shape ``(c_out, c_in k)``.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.1, step 3.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> weight_change(2 * one, 3 * one, one, 0 * one)  # (2 + 1) * 3 - 2 * 3
+        tensor([[3.]])
+    """
+    return torch.cat([u_change, u], dim=1) @ torch.cat([v + v_change, v_change], dim=0)

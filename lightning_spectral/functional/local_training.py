@@ -1,0 +1,90 @@
+"""The two corrections of a client's gradients: effective-learning-rate clipping and Frobenius decay."""
+
+from torch import Tensor
+
+
+def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
+    r"""Factors :math:`\min(1, \tau/\omega_i)` on the gradients of the two vectors of each term.
+
+    A multiplier scales the gradient of its term's vectors; the factor keeps their effective learning rate below
+    ``tau`` times the nominal one.
+
+    Args:
+        multipliers: Auxiliary multipliers omega, shape ``(n,)``, positive.
+        tau: Largest allowed effective learning rate, in units of the nominal one, at least 1; ``inf`` changes nothing.
+
+    Returns:
+        Factors in ``(0, 1]``, shape ``(n,)``.
+
+    Raises:
+        ValueError: If ``tau`` is below 1.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.3, "Effective learning rate".
+
+    Note:
+        The bound holds for the step of the two vectors; the step of the term in weight space still grows with
+        omega times tau.
+
+    Example:
+        >>> import torch
+        >>> effective_lr_factors(torch.tensor([1.0, 10.0, 40.0]), tau=10.0)
+        tensor([1.0000, 1.0000, 0.2500])
+    """
+    check_tau(tau)
+    return (tau / multipliers).clamp(max=1.0)
+
+
+def check_tau(tau: float) -> None:
+    """Raise ``ValueError`` unless ``tau`` is at least 1."""
+    if not tau >= 1.0:
+        raise ValueError(
+            f"`tau` must be at least 1, got {tau!r}: it bounds the effective learning rate in units of the nominal one "
+            "(use float('inf') for no bound)."
+        )
+
+
+def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
+    r"""Squared Frobenius norm of :math:`U \Omega V` through two n x n Gram matrices.
+
+    Args:
+        u: Shape ``(c_out, n)``.
+        multipliers: Shape ``(n,)``.
+        v: Shape ``(n, c_in k)``.
+
+    Returns:
+        A scalar tensor.
+
+    Example:
+        >>> import torch
+        >>> squared_frobenius_norm(torch.eye(2), torch.tensor([1.0, 2.0]), torch.eye(2))
+        tensor(5.)
+    """
+    scaled = u * multipliers
+    return ((scaled.T @ scaled) * (v @ v.T)).sum()
+
+
+def frobenius_decay_gradients(u: Tensor, multipliers: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Gradients of :math:`\frac12 \|U \Omega V\|_F^2` for both factors, without forming the product.
+
+    Args:
+        u: Shape ``(c_out, n)``.
+        multipliers: Auxiliary multipliers omega, shape ``(n,)``.
+        v: Shape ``(n, c_in k)``.
+
+    Returns:
+        :math:`U\Omega VV^T\Omega` of shape ``(c_out, n)`` and :math:`\Omega U^TU\Omega V` of shape ``(n, c_in k)``.
+
+    Reference:
+        Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3. The half is the convention of the published
+        code of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper prints no half.
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1, 1)
+        >>> frobenius_decay_gradients(2 * one, torch.ones(1), 3 * one)
+        (tensor([[18.]]), tensor([[12.]]))
+    """
+    scaled = u * multipliers
+    gram_u = (scaled.T @ u) * multipliers
+    return scaled @ ((v @ v.T) * multipliers), gram_u @ v

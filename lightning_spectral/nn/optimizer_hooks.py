@@ -1,0 +1,106 @@
+"""What happens to the gradients of sharded layers just before an optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_spectral.functional.local_training import check_tau, effective_lr_factors, frobenius_decay_gradients
+from lightning_spectral.nn.replace import sharded_layers
+from lightning_spectral.nn.sharded import SpectralShardedLayer
+
+
+@dataclass(frozen=True)
+class EffectiveLRClip:
+    r"""Optimizer hook: the gradients of both vectors of term i are multiplied by :math:`\min(1, \tau/\omega_i)`.
+
+    It acts before momentum. For plain SGD, with or without momentum, this is exactly a smaller learning rate of the
+    term; optimizers that rescale gradients by their own history undo part of it.
+
+    Args:
+        tau: Largest effective learning rate, in units of the nominal one, at least 1; ``float("inf")`` changes nothing.
+
+    Raises:
+        ValueError: If ``tau`` is below 1.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.3; the paper uses tau = 10.
+
+    Example:
+        >>> from lightning_spectral.nn import SpectralShardedLinear
+        >>> layer = SpectralShardedLinear(2, 2, num_terms=2, bias=False)
+        >>> layer.load_terms(torch.eye(2), torch.eye(2), torch.tensor([1.0, 20.0]))
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        >>> handle = EffectiveLRClip(tau=10.0).register(optimizer, layer)
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> layer.u.grad
+        tensor([[ 1., 20.],
+                [ 1., 20.]])
+        >>> optimizer.step()
+        >>> layer.u.grad
+        tensor([[ 1., 10.],
+                [ 1., 10.]])
+    """
+
+    tau: float
+
+    def __post_init__(self) -> None:
+        check_tau(self.tau)
+
+    def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
+        """Attach the hook for every sharded layer of ``module``; ``handle.remove()`` takes it off."""
+        layers = list(sharded_layers(module).values())
+        return _before_step(optimizer, lambda: self._scale(layers))
+
+    @torch.no_grad()
+    def _scale(self, layers: list[SpectralShardedLayer]) -> None:
+        for layer in layers:
+            factors = effective_lr_factors(layer.omega, self.tau)
+            if layer.u.grad is not None:
+                layer.u.grad.mul_(factors)
+            if layer.v.grad is not None:
+                layer.v.grad.mul_(factors[:, None])
+
+
+@dataclass(frozen=True)
+class FrobeniusDecay:
+    r"""Optimizer hook: adds the gradient of :math:`\frac{\lambda}{2}\|U\Omega V\|_F^2` for each sharded layer.
+
+    It decays the effective weight, as ``weight_decay`` decays a dense one, where decaying u and v apart would not.
+
+    Args:
+        coefficients: For each dotted layer name, lambda; layers that are not named, or have 0, do not decay.
+
+    Reference:
+        Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3.
+    """
+
+    coefficients: Mapping[str, float]
+
+    def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
+        """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` takes it off."""
+        layers = sharded_layers(module)
+        decays = [(layers[name], decay) for name, decay in self.coefficients.items() if decay != 0.0]
+        return _before_step(optimizer, lambda: self._add(decays))
+
+    @torch.no_grad()
+    def _add(self, decays: list[tuple[SpectralShardedLayer, float]]) -> None:
+        for layer, decay in decays:
+            u_grad, v_grad = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
+            if layer.u.grad is not None:
+                layer.u.grad.add_(u_grad, alpha=decay)
+            if layer.v.grad is not None:
+                layer.v.grad.add_(v_grad, alpha=decay)
+
+
+def _before_step(optimizer: Optimizer, act: Callable[[], None]) -> RemovableHandle:
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        act()
+
+    return optimizer.register_step_pre_hook(hook)

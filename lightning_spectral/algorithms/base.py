@@ -1,0 +1,81 @@
+"""The contract of an algorithm: what a client holds, and how it goes down and comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.federated.local_optimizer import LocalOptimizer
+from lightning_spectral.federated.records import Download, Upload
+
+RoundT = TypeVar("RoundT")
+
+
+class Algorithm(ABC, Generic[RoundT]):
+    """What travels, as methods that hold no state of their own.
+
+    An algorithm is a choice the user makes: immutable, and free to be used in several runs at once. What belongs to
+    one round lives in the value that `refresh` returns and the other methods receive.
+    """
+
+    def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
+        """Keep ratio of every client, shape ``(num_clients,)``; a pure function of its arguments. Here: all hold 1."""
+        return torch.ones(num_clients, dtype=torch.float64)
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if this algorithm cannot train ``server``. Here: it can."""
+        return None
+
+    def check_optimizer(self, template: Optimizer) -> None:
+        """Look at the user's optimizer once, before training. Here: any will do."""
+        return None
+
+    @abstractmethod
+    def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
+        """A sub-model of ``server`` of one keep ratio; its values arrive later by `load`."""
+
+    @abstractmethod
+    def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
+        """The user's optimizer ``template``, over ``server``, rebuilt over a sub-model, with the hooks it needs."""
+
+    def untrained_layers(self, client: nn.Module) -> list[str]:
+        """After a backward pass: names of sharded layers that it did not reach. Here: nothing is sharded."""
+        return []
+
+    @abstractmethod
+    def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> RoundT:
+        """Open a round: look at the server's weights once.
+
+        Args:
+            server: The server's module.
+            cohort_sizes: For each distinct keep ratio of this round, its number of clients.
+        """
+
+    @abstractmethod
+    def sample(self, round_state: RoundT, keep_ratio: float, key: tuple[Any, ...]) -> Download:
+        """Draw what one client gets. ``key`` is (seed, round_idx, client_id): all that the draw depends on."""
+
+    @abstractmethod
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Overwrite a sub-model's values with what one client gets."""
+
+    @abstractmethod
+    def collect(self, round_state: RoundT, client: nn.Module, num_examples: int) -> Upload:
+        """What comes back from a trained sub-model."""
+
+    @abstractmethod
+    def add(self, round_state: RoundT, download: Download, upload: Upload) -> None:
+        """Add one client's update to the round's running sums."""
+
+    @abstractmethod
+    def apply(self, server: nn.Module, round_state: RoundT) -> None:
+        """Finish the average: pseudo-gradients into ``server``'s parameters, averaged buffers in place."""
+
+    def diagnostics(self, round_state: RoundT) -> Mapping[str, float]:
+        """Figures of a round to log, by name. Here: none."""
+        return {}

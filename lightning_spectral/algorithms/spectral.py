@@ -1,0 +1,189 @@
+"""Spectral model sharding: clients train sampled singular terms of every affine layer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.keep_ratios import KeepRatio, assign_keep_ratios, check_keep_ratios
+from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
+from lightning_spectral.designs import Design
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.federated.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    load_tensors,
+    select_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
+from lightning_spectral.federated.records import Download, Upload
+from lightning_spectral.federated.rng import derived_generator
+from lightning_spectral.federated.statistics import MeanChange
+from lightning_spectral.functional.local_training import check_tau
+from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.replace import dense_weight, sharded_layers, swap_layers
+from lightning_spectral.nn.report import LayerReport
+from lightning_spectral.nn.treatment import plan_layers
+from lightning_spectral.sharding import Collective, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class SpectralSharding(Algorithm[SpectralRound]):
+    """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
+
+    Args:
+        strategy: Turns a layer's singular values into inclusion probabilities and multipliers.
+        keep_ratio: Share r of the terms a client holds: one for all; ``{ratio: share of clients}``; or one per client.
+        design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling;
+            for PriSM what the published code draws).
+        clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
+        frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
+            ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.
+        exclude: Shell-style patterns of layer names that stay dense.
+        keep_first_and_last_dense: Keep the first and the last affine layer dense, as the papers do.
+
+    Raises:
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1 or
+            ``frobenius_decay`` is negative.
+
+    Note:
+        Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
+        clients in this round, as the 2024 paper does.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.1.
+
+    Example:
+        >>> SpectralSharding(Collective(), keep_ratio={0.2: 0.6, 0.4: 0.4}).keep_ratio
+        {0.2: 0.6, 0.4: 0.4}
+    """
+
+    strategy: ShardingStrategy = field(default_factory=Collective)
+    keep_ratio: KeepRatio = 0.2
+    design: Design | None = None
+    clip_tau: float = 10.0
+    frobenius_decay: float = 1e-4
+    exclude: Sequence[str] = ()
+    keep_first_and_last_dense: bool = True
+
+    def __post_init__(self) -> None:
+        check_keep_ratios(self.keep_ratio)
+        check_tau(self.clip_tau)
+        if not self.frobenius_decay >= 0.0:
+            raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
+
+    def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
+        """Keep ratio of every client, shape ``(num_clients,)``: exact shares, drawn from the seed."""
+        return assign_keep_ratios(self.keep_ratio, num_clients, seed)
+
+    def report(self, server: nn.Module) -> LayerReport:
+        """The treatment of every layer of ``server``."""
+        return plan_layers(server, exclude=self.exclude, keep_first_and_last_dense=self.keep_first_and_last_dense)
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if nothing can be sharded, weights are tied, or a pattern matches nothing."""
+        self.report(server)
+
+    def check_optimizer(self, template: Optimizer) -> None:
+        """Say where the optimizer's weight decay goes."""
+        if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
+            listed = ", ".join(f"{decay:g}" for decay in decays)
+            warnings.warn(
+                f"weight_decay={listed} of {type(template).__name__} does not act on the factors of sharded layers; "
+                f"it is added to their Frobenius decay of {self.frobenius_decay:g}.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
+        """A copy of ``server`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
+        names = self.report(server).sharded_names
+        # The dense weights that are about to be replaced are not worth copying: they stand for themselves in the copy.
+        weights = [dense_weight(server.get_submodule(name)) for name in names]
+        client = copy.deepcopy(server, {id(weight): weight for weight in weights})
+        swap_layers(client, names, lambda dense, kind, n: kind.like(dense, n), keep_ratio)
+        return client
+
+    def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
+        """The user's optimizer with factors in groups without weight decay, Frobenius decay, then clipping."""
+        factors = {f"{name}.{factor}": f"{name}.weight" for name in sharded_layers(client) for factor in ("u", "v")}
+        local = rebuild_optimizer(
+            template,
+            server,
+            client,
+            origin=lambda name: factors.get(name, name),
+            overrides=lambda name: {"weight_decay": 0.0} if name in factors else {},
+        )
+        FrobeniusDecay(self._decays(template, server, client)).register(local.optimizer, client)
+        EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
+        return local
+
+    def _decays(self, template: Optimizer, server: nn.Module, client: nn.Module) -> dict[str, float]:
+        weights = {id(dense_weight(server.get_submodule(name))): name for name in sharded_layers(client)}
+        return {
+            weights[id(p)]: self.frobenius_decay + group.get("weight_decay", 0.0)
+            for group in template.param_groups
+            for p in group["params"]
+            if id(p) in weights
+        }
+
+    def untrained_layers(self, client: nn.Module) -> list[str]:
+        """Sharded layers whose factors got no gradient."""
+        return [name for name, layer in sharded_layers(client).items() if layer.u.grad is None]
+
+    def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> SpectralRound:
+        """Factorise every sharded layer once; inclusion probabilities and multipliers for each keep ratio."""
+        names = self.report(server).sharded_names
+        layers = {name: self._open(name, server.get_submodule(name), cohort_sizes) for name in names}
+        without = {f"{name}.weight" for name in names}
+        return SpectralRound(layers, travelling_tensors(server, without), MeanChange(averaged_tensors(server, without)))
+
+    def _open(self, name: str, layer: nn.Module, cohort_sizes: Mapping[float, int]) -> LayerRound:
+        try:
+            return open_layer(dense_weight(layer), self.strategy, self.design, cohort_sizes)
+        except ValueError as error:
+            raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
+
+    def sample(self, round_state: SpectralRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
+        """Draw the client's terms of every layer, independently."""
+        tensors, terms = dict(round_state.tensors), {}
+        for name, layer in round_state.layers.items():
+            terms[name], parts = layer.draw(keep_ratio, derived_generator(key[0], "terms", *key[1:], name))
+            tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+        return Download(keep_ratio, tensors, terms)
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Overwrite terms, multipliers and dense tensors in place."""
+        load_tensors(client, download.tensors)
+
+    def collect(self, round_state: SpectralRound, client: nn.Module, num_examples: int) -> Upload:
+        """The trained factors and dense tensors; multipliers stay."""
+        factors = [f"{name}.{factor}" for name in round_state.layers for factor in ("u", "v")]
+        return Upload(select_tensors(client, [*round_state.mean.names, *factors]), num_examples)
+
+    def add(self, round_state: SpectralRound, download: Download, upload: Upload) -> None:
+        """Add the client's change: dense tensors whole, sharded layers term by term."""
+        round_state.mean.add(upload.tensors, upload.num_examples)
+        for name, layer in round_state.layers.items():
+            u, v = (upload.tensors[part] - download.tensors[part] for part in (f"{name}.u", f"{name}.v"))
+            layer.mean.add(download.terms[name], u, v, upload.num_examples)
+
+    def apply(self, server: nn.Module, round_state: SpectralRound) -> None:
+        """Pseudo-gradients of the dense tensors, and of each sharded weight from the mean change of its terms."""
+        apply_mean_change(server, round_state.mean.finish())
+        for name, layer in round_state.layers.items():
+            weight = dense_weight(server.get_submodule(name))
+            weight.grad = -layer.weight_change().to(weight.dtype).view_as(weight)
+
+    def diagnostics(self, round_state: SpectralRound) -> Mapping[str, float]:
+        """Share of terms visited, normalised inclusion entropy and the largest multiplier."""
+        return round_state.diagnostics()
+

@@ -1,0 +1,209 @@
+"""One round after another in one process: plain torch, told when by callbacks and what by an algorithm."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.federated.local import LocalResult, Placement, first_backward, train_locally
+from lightning_spectral.federated.local_optimizer import LocalOptimizer
+from lightning_spectral.federated.recorder import Recorder
+from lightning_spectral.federated.records import ClientOutcome, ClientTask, Download, RoundSummary
+from lightning_spectral.federated.rng import derived_seed, isolated_rng
+
+STAGES = ("refresh", "sample", "train", "aggregate")
+
+
+@dataclass(frozen=True, eq=False)
+class SubModel:
+    """The client-side module of one keep ratio; every client of that ratio trains it in turn.
+
+    Attributes:
+        module: A copy of the user's module whose ``log`` is the engine's recorder.
+        optimizer: The user's optimizer over it.
+    """
+
+    module: Any
+    optimizer: LocalOptimizer
+
+
+class Engine:
+    """The server's module, one sub-model per keep ratio of the cohorts seen, and the open round.
+
+    Args:
+        server: The user's module with dense weights.
+        algorithm: What travels.
+        keep_ratios: Keep ratio of every client, shape ``(num_clients,)``.
+        make_sub_model: From a keep ratio and the recorder of what clients log to a sub-model.
+        local_epochs: Passes over a client's data in a round.
+        placement: Device and precision of local training.
+        seed: The run's seed.
+    """
+
+    def __init__(
+        self,
+        server: nn.Module,
+        algorithm: Algorithm[Any],
+        *,
+        keep_ratios: Tensor,
+        make_sub_model: Callable[[float, Recorder], SubModel],
+        local_epochs: int,
+        placement: Placement,
+        seed: int,
+    ) -> None:
+        self.server = server
+        self.algorithm = algorithm
+        self.keep_ratios = keep_ratios
+        self.local_epochs = local_epochs
+        self.placement = placement
+        self.seed = seed
+        self._make_sub_model = make_sub_model
+        self._sub_models: dict[float, SubModel] = {}
+        self._recorder = Recorder()
+        self._seconds: dict[str, float] = {}
+        self._outcomes: list[ClientOutcome] = []
+        self._round: Any = None
+
+    def open_round(self, client_ids: Sequence[int]) -> None:
+        """Look at the server's weights once and prepare for this cohort."""
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._outcomes = []
+        self._recorder.finish_round()  # what an interrupted round left behind
+        with self._timed("refresh"):
+            self._round = self.algorithm.refresh(self.server, Counter(map(self._keep_ratio, client_ids)))
+
+    def send(self, task: ClientTask) -> Download:
+        """Draw what one client gets and load it into the sub-model of its keep ratio."""
+        keep_ratio = self._keep_ratio(task.client_id)
+        with self._timed("sample"), _blamed(task, "sampling"):
+            key = (self.seed, task.round_idx, task.client_id)
+            download = self.algorithm.sample(self._round, keep_ratio, key)
+            self.algorithm.load(self.sub_model(keep_ratio).module, download)
+        return download
+
+    def train(self, task: ClientTask, download: Download) -> LocalResult:
+        """Run the client's local epochs on the loaded sub-model."""
+        sub_model = self.sub_model(download.keep_ratio)
+        with self._timed("train"), _blamed(task, "local training"), self._isolated_rng(task):
+            sub_model.optimizer.start_client()
+            self._recorder.start_client(sub_model.module)
+            return train_locally(
+                sub_model.module,
+                sub_model.optimizer.optimizer,
+                task.data,
+                local_epochs=self.local_epochs,
+                recorder=self._recorder,
+                placement=self.placement,
+            )
+
+    def receive(self, task: ClientTask, download: Download, result: LocalResult) -> ClientOutcome:
+        """Add the client's update to the round's sums; an update that is not finite is left out and said."""
+        with self._timed("aggregate"), _blamed(task, "aggregation"):
+            module = self.sub_model(download.keep_ratio).module
+            upload = self.algorithm.collect(self._round, module, task.num_examples)
+            left_out = not upload.is_finite()
+            if not left_out:
+                self.algorithm.add(self._round, download, upload)
+                self._recorder.keep_client(task.num_examples)
+        if left_out:
+            _warn_left_out(task)
+        outcome = ClientOutcome(
+            task.round_idx,
+            task.client_id,
+            download.keep_ratio,
+            task.num_examples,
+            result.num_steps,
+            result.loss,
+            download.num_bytes,
+            upload.num_bytes,
+            left_out,
+        )
+        self._outcomes.append(outcome)
+        return outcome
+
+    def close_round(self, round_idx: int) -> RoundSummary:
+        """Finish the average: afterwards the server's parameters carry the round's pseudo-gradient.
+
+        Raises:
+            RoundError: If no client's update could be used; the server's weights are as before the round.
+        """
+        if all(outcome.left_out for outcome in self._outcomes):
+            ids = ", ".join(str(outcome.client_id) for outcome in self._outcomes)
+            raise RoundError(
+                f"Round {round_idx}: no client returned a finite update (clients {ids}); the server's weights are "
+                "unchanged. Lower the learning rate, or clip (`clip_tau`), and look at these clients' data."
+            )
+        with self._timed("aggregate"):
+            self.algorithm.apply(self.server, self._round)
+        diagnostics = self.algorithm.diagnostics(self._round)
+        self._round = None
+        return RoundSummary(
+            round_idx, tuple(self._outcomes), dict(self._seconds), diagnostics, self._recorder.finish_round()
+        )
+
+    def check_participation(self, task: ClientTask) -> None:
+        """Raise unless every layer to be sharded gets a gradient from the first batch of one client.
+
+        Raises:
+            ValueError: If a layer does not take part in the forward pass of ``training_step``.
+        """
+        self.open_round([task.client_id])
+        download = self.send(task)
+        sub_model = self.sub_model(download.keep_ratio)
+        with _blamed(task, "the first forward pass"), self._isolated_rng(task):
+            self._recorder.start_client(sub_model.module)
+            first_backward(sub_model.module, task.data, self.placement)
+        untrained = self.algorithm.untrained_layers(sub_model.module)
+        self._sub_models.clear()  # a user's module may count its calls: clients start from a fresh copy
+        if untrained:
+            raise ValueError(
+                f"Layers that would be sharded do not take part in the forward pass of `training_step`: "
+                f"{', '.join(untrained)}. Keep them dense with `exclude=`, or remove them from the module."
+            )
+
+    def sub_model(self, keep_ratio: float) -> SubModel:
+        """The sub-model of one keep ratio, built when its first client comes."""
+        if keep_ratio not in self._sub_models:
+            self._sub_models[keep_ratio] = self._make_sub_model(keep_ratio, self._recorder)
+        return self._sub_models[keep_ratio]
+
+    def _keep_ratio(self, client_id: int) -> float:
+        return float(self.keep_ratios[client_id])
+
+    def _isolated_rng(self, task: ClientTask) -> AbstractContextManager[None]:
+        """Dropout and augmentation draw from the global generators: seeded per client, restored afterwards."""
+        seed = derived_seed(self.seed, "local training", task.round_idx, task.client_id)
+        return isolated_rng(seed, [self.placement.device])
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[stage] += time.perf_counter() - start
+
+
+@contextmanager
+def _blamed(task: ClientTask, stage: str) -> Iterator[None]:
+    """Name the round, the client and the stage of whatever fails."""
+    try:
+        yield
+    except Exception as error:
+        where = f"Round {task.round_idx}, client {task.client_id}, {stage}"
+        raise ClientError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _warn_left_out(task: ClientTask) -> None:
+    warnings.warn(
+        f"Round {task.round_idx}: the update of client {task.client_id} is not finite; it is left out of the average.",
+        SpectralWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,76 @@
+"""Named tensors out of a module and back into it, and an average into the server's module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+Tensors = Mapping[str, Tensor]
+
+
+def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, detached views: what a copy of the module needs to be this module.
+
+    Buffers that are not persistent are constants that every copy makes for itself.
+
+    Example:
+        >>> sorted(travelling_tensors(nn.BatchNorm1d(2), without={"bias"}))
+        ['num_batches_tracked', 'running_mean', 'running_var', 'weight']
+    """
+    return {name: tensor.detach() for name, tensor in _state(module).items() if name not in without}
+
+
+def averaged_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """The part of `travelling_tensors` that comes back and is averaged.
+
+    Trainable parameters, and floating-point buffers such as BatchNorm's running statistics. Integer buffers
+    (``num_batches_tracked``) and buffers with infinite entries (attention masks) keep the server's value.
+    """
+    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    moving = {name for name, buffer in module.named_buffers() if _is_average_of_clients(buffer)}
+    return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
+
+
+@torch.no_grad()
+def load_tensors(module: nn.Module, tensors: Tensors) -> None:
+    """Copy named tensors into a module's own, in place."""
+    own = _state(module)
+    if tensors:
+        torch._foreach_copy_([own[name].detach() for name in tensors], list(tensors.values()))
+
+
+def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Detached views of a module's parameters and buffers of the given names."""
+    own = _state(module)
+    return {name: own[name].detach() for name in names}
+
+
+@torch.no_grad()
+def apply_mean_change(server: nn.Module, changes: Tensors) -> None:
+    """Turn averaged changes into pseudo-gradients of parameters; buffers are not optimised, they just move.
+
+    Args:
+        server: The server's module; each named parameter gets ``grad = -change``, so that plain SGD with learning
+            rate 1 lands on the clients' weighted mean.
+        changes: Mean change of parameters and buffers by name.
+    """
+    parameters = dict(server.named_parameters())
+    buffers = dict(server.named_buffers())
+    for name, change in changes.items():
+        if name in parameters:
+            parameters[name].grad = -change.to(parameters[name].dtype)
+        else:
+            buffers[name].add_(change.to(buffers[name].dtype))
+
+
+def _is_average_of_clients(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters once each (tied ones under their first name) and persistent buffers."""
+    persistent = module.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return {**dict(module.named_parameters()), **buffers}

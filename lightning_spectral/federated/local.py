@@ -1,0 +1,119 @@
+"""One client's local epochs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spectral.federated.loader import ClientData
+from lightning_spectral.federated.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in which precision local steps run.
+
+    Attributes:
+        device: Device of the sub-models.
+        convert_batch: Applied to each batch before it moves, e.g. to the precision of the weights.
+        forward_context: Entered around each forward pass, e.g. autocast.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    convert_batch: Callable[[Any], Any] = lambda batch: batch
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What local training came to.
+
+    Attributes:
+        num_steps: Optimizer steps taken.
+        loss: Mean loss per example over all local epochs; NaN if no step was taken.
+    """
+
+    num_steps: int
+    loss: float
+
+
+def train_locally(
+    module: Any,
+    optimizer: Optimizer,
+    data: ClientData,
+    *,
+    local_epochs: int,
+    recorder: Recorder,
+    placement: Placement,
+) -> LocalResult:
+    """Run a user's ``training_step`` over one client's data, with the hooks Lightning would call around it.
+
+    Args:
+        module: A client's copy of the user's LightningModule; trained in place.
+        optimizer: Steps its parameters.
+        data: The client's data.
+        local_epochs: Passes over the data; 0 trains nothing.
+        recorder: Told the size of each batch, so that it can weight what the module logs.
+        placement: Device and precision.
+    """
+    takes_batch_idx = wants_batch_idx(module.training_step)
+    total = torch.zeros((), device=placement.device)
+    num_steps = num_examples = 0
+    for local_epoch in range(local_epochs):
+        module.on_train_epoch_start()
+        for batch_idx, (batch, size) in enumerate(data.epoch(local_epoch)):
+            recorder.num_examples = size
+            batch = _to_device(module, batch, placement)
+            if module.on_train_batch_start(batch, batch_idx) == -1:
+                break
+            with placement.forward_context():
+                output = module.training_step(*((batch, batch_idx) if takes_batch_idx else (batch,)))
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if loss is not None:
+                _step(module, optimizer, loss)
+                total += loss.detach() * size
+                num_steps, num_examples = num_steps + 1, num_examples + size
+            module.on_train_batch_end(output, batch, batch_idx)
+        module.on_train_epoch_end()
+    return LocalResult(num_steps, float(total) / num_examples if num_examples else float("nan"))
+
+
+def first_backward(module: Any, data: ClientData, placement: Placement) -> None:
+    """One forward and backward pass over the first batch, no step: shows which parameters take part."""
+    batch, _ = next(data.epoch(0))
+    batch = _to_device(module, batch, placement)
+    with placement.forward_context():
+        output = module.training_step(*((batch, 0) if wants_batch_idx(module.training_step) else (batch,)))
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is not None:
+        loss.backward()
+
+
+def wants_batch_idx(training_step: Callable[..., Any]) -> bool:
+    """Whether a ``training_step`` takes the index of the batch besides the batch."""
+    parameters = inspect.signature(training_step).parameters
+    return "batch_idx" in parameters or len(parameters) > 1
+
+
+def _to_device(module: Any, batch: Any, placement: Placement) -> Any:
+    batch = module.on_before_batch_transfer(placement.convert_batch(batch), 0)
+    batch = module.transfer_batch_to_device(batch, placement.device, 0)
+    return module.on_after_batch_transfer(batch, 0)
+
+
+def _step(module: Any, optimizer: Optimizer, loss: Tensor) -> None:
+    """The order of Lightning's automatic optimisation, written out."""
+    module.on_before_zero_grad(optimizer)
+    optimizer.zero_grad()
+    module.on_before_backward(loss)
+    loss.backward()  # type: ignore[no-untyped-call]
+    module.on_after_backward()
+    module.on_before_optimizer_step(optimizer)
+    optimizer.step()

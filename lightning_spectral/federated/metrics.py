@@ -1,0 +1,39 @@
+"""A finished round as named numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_spectral.federated.records import ClientOutcome, RoundSummary
+
+
+def round_metrics(summary: RoundSummary) -> dict[str, float]:
+    """What is logged of a round.
+
+    Returns:
+        - ``fl/round``: its index, from 0; the x axis of all others.
+        - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
+        - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: who is in the average, and who is not.
+        - ``fl/bytes_down``, ``fl/bytes_up``: bytes that travelled, summed over all clients.
+        - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
+        - ``fl/<name>`` for the algorithm's own figures.
+    """
+    kept = [client for client in summary.clients if not client.left_out]
+    return {
+        "fl/round": float(summary.round_idx),
+        "fl/loss": _mean_loss(kept),
+        "fl/clients": float(len(kept)),
+        "fl/clients_left_out": float(len(summary.clients) - len(kept)),
+        "fl/examples": float(sum(client.num_examples for client in kept)),
+        "fl/bytes_down": float(sum(client.downlink_bytes for client in summary.clients)),
+        "fl/bytes_up": float(sum(client.uplink_bytes for client in summary.clients)),
+        **{f"fl/seconds_{stage}": seconds for stage, seconds in summary.seconds.items()},
+        **{f"fl/{name}": value for name, value in summary.diagnostics.items()},
+    }
+
+
+def _mean_loss(clients: Sequence[ClientOutcome]) -> float:
+    trained = [client for client in clients if client.num_steps > 0]
+    weight = sum(client.num_examples for client in trained)
+    return math.fsum(client.loss * client.num_examples for client in trained) / weight if weight else math.nan

@@ -1,0 +1,109 @@
+"""What a client's own ``self.log`` calls come to: one example-weighted mean per name and round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_spectral.federated.records import LoggedValue
+
+
+@dataclass
+class _Entry:
+    total: Tensor | float
+    weight: float
+    prog_bar: bool
+    logger: bool
+
+
+class Recorder:
+    """Stands in for ``LightningModule.log`` and ``log_dict`` on a client's module.
+
+    Nothing is written while a client trains: values stay tensors, so the device is not waited for. ``torchmetrics``
+    objects are computed once, when the client is done.
+    """
+
+    def __init__(self) -> None:
+        self.num_examples = 1
+        self._client: dict[str, _Entry] = {}
+        self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
+        self._round: dict[str, _Entry] = {}
+
+    def log(
+        self,
+        name: str,
+        value: Metric | Tensor | float,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *args: Any,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Take one value, as ``LightningModule.log`` would; the other options have no meaning inside a client."""
+        name = f"{name}_epoch" if on_step and on_epoch else name
+        to_logger = logger is not False
+        if isinstance(value, Metric):
+            self._metrics[name] = (value, prog_bar, to_logger)
+            return
+        weight = float(self.num_examples if batch_size is None else batch_size)
+        value = value.detach().float().mean() if isinstance(value, Tensor) else float(value)
+        _accumulate(self._client, name, value * weight, weight, prog_bar, to_logger)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Take several values."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
+
+    def start_client(self, module: nn.Module) -> None:
+        """Forget what the last client logged, and what the module's metrics have seen."""
+        self._client.clear()
+        self._metrics.clear()
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
+
+    def keep_client(self, num_examples: int) -> None:
+        """Take the finished client's means into the round, weighted by its number of examples."""
+        for name, entry in self._client.items():
+            mean = entry.total / entry.weight
+            _accumulate(self._round, name, mean * num_examples, num_examples, entry.prog_bar, entry.logger)
+        for name, (metric, prog_bar, logger) in self._metrics.items():
+            value = torch.as_tensor(metric.compute()).detach().float()
+            _accumulate(self._round, name, value * num_examples, num_examples, prog_bar, logger)
+
+    def finish_round(self) -> dict[str, LoggedValue]:
+        """The round's means; the next round starts empty."""
+        finished = {
+            name: LoggedValue(float(entry.total / entry.weight), entry.prog_bar, entry.logger)
+            for name, entry in self._round.items()
+        }
+        self._round.clear()
+        return finished
+
+
+def isolate_metrics(module: nn.Module) -> None:
+    """Keep a client's ``torchmetrics`` to itself: they must not sync over processes, which hold other clients."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = _never
+
+
+def _never() -> bool:
+    return False
+
+
+def _accumulate(
+    entries: dict[str, _Entry], name: str, total: Tensor | float, weight: float, prog_bar: bool, logger: bool
+) -> None:
+    if name in entries:
+        entries[name].total = entries[name].total + total
+        entries[name].weight += weight
+    else:
+        entries[name] = _Entry(total, weight, prog_bar, logger)

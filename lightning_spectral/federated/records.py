@@ -1,0 +1,143 @@
+"""What travels between the parts of a round, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.federated.loader import ClientData
+
+Tensors = Mapping[str, Tensor]
+
+
+class ClientTask(NamedTuple):
+    """One client's turn in one round: what Lightning sees as a batch.
+
+    A named tuple, because Lightning rebuilds dataclasses that travel as batches and cannot rebuild frozen ones.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        client_id: Which client, from 0.
+        num_examples: Number of the client's training examples; its weight in every average.
+        data: Where its batches come from.
+    """
+
+    round_idx: int
+    client_id: int
+    num_examples: int
+    data: ClientData
+
+
+@dataclass(frozen=True)
+class Download:
+    """What the server sends to one client.
+
+    Attributes:
+        keep_ratio: The client's capacity, which decides the sub-model it trains.
+        tensors: Every parameter and buffer of the sub-model by name.
+        terms: For each sharded layer, the sorted indices of the sent terms, shape ``(n,)``. The server's own note of
+            what it drew: it does not travel.
+    """
+
+    keep_ratio: float
+    tensors: Tensors
+    terms: Tensors = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors that travel down."""
+        return num_bytes(self.tensors)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one client sends back.
+
+    Attributes:
+        tensors: The trained parameters and the floating-point buffers, by the names under which they went down.
+            They are the sub-model's own tensors, to be read before the next client is loaded.
+        num_examples: The client's weight in the average.
+    """
+
+    tensors: Tensors
+    num_examples: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors that travel up."""
+        return num_bytes(self.tensors)
+
+    def is_finite(self) -> bool:
+        """Whether every value is finite; one look at the device for all tensors."""
+        finite = [torch.isfinite(tensor).all() for tensor in self.tensors.values()]
+        return bool(torch.stack(finite).all()) if finite else True
+
+
+@dataclass(frozen=True)
+class ClientOutcome:
+    """What a client's turn came to.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        client_id: Which client.
+        keep_ratio: Share of singular terms it held.
+        num_examples: Its weight in the average.
+        num_steps: Local optimizer steps taken.
+        loss: Mean training loss per example over its local epochs; NaN if it took no step.
+        downlink_bytes: Bytes sent to it.
+        uplink_bytes: Bytes it sent back.
+        left_out: Whether its update was not finite and is not part of the average.
+    """
+
+    round_idx: int
+    client_id: int
+    keep_ratio: float
+    num_examples: int
+    num_steps: int
+    loss: float
+    downlink_bytes: int
+    uplink_bytes: int
+    left_out: bool
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    """What a finished round came to.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        clients: One outcome per client, in the order they were trained.
+        seconds: Wall-clock seconds per stage: refresh, sample, train, aggregate, apply.
+        diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
+        logged: What the clients' own ``self.log`` calls came to: example-weighted means over the round.
+    """
+
+    round_idx: int
+    clients: tuple[ClientOutcome, ...]
+    seconds: Mapping[str, float]
+    diagnostics: Mapping[str, float]
+    logged: Mapping[str, LoggedValue]
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """One value that clients logged, averaged over the round.
+
+    Attributes:
+        value: The example-weighted mean.
+        prog_bar: Whether the user's call asked for the progress bar.
+        logger: Whether the user's call asked for the loggers.
+    """
+
+    value: float
+    prog_bar: bool
+    logger: bool
+
+
+def num_bytes(tensors: Tensors) -> int:
+    """Bytes of the values of some named tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,56 @@
+"""Federated learning of models that no client can hold whole: spectral model sharding for PyTorch Lightning."""
+
+from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
+from lightning_spectral.callbacks import (
+    Aggregation,
+    CommunicationLedger,
+    RoundHistory,
+    RoundProgressBar,
+    SubmodelSampling,
+    SVDRefresh,
+)
+from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.data import FederatedDataModule
+from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
+from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.module import FederatedModule
+from lightning_spectral.nn import SpectralShardedConv2d, SpectralShardedLinear, replace_layers, validate
+from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
+from lightning_spectral.sharding import Collective, PriSM, ShardingStrategy, TopN, Unbiased
+
+__all__ = [
+    "Aggregation",
+    "Algorithm",
+    "ClientError",
+    "Collective",
+    "CommunicationLedger",
+    "ConditionalPoisson",
+    "Design",
+    "DirichletPartitioner",
+    "EffectiveLRClip",
+    "FedAvg",
+    "FederatedDataModule",
+    "FederatedModule",
+    "FrobeniusDecay",
+    "IIDPartitioner",
+    "NaturalPartitioner",
+    "Partitioner",
+    "PriSM",
+    "RoundCallback",
+    "RoundError",
+    "RoundHistory",
+    "RoundProgressBar",
+    "SVDRefresh",
+    "ShardingStrategy",
+    "SpectralShardedConv2d",
+    "SpectralShardedLinear",
+    "SpectralSharding",
+    "SpectralWarning",
+    "SubmodelSampling",
+    "SuccessiveSampling",
+    "TopN",
+    "Unbiased",
+    "replace_layers",
+    "validate",
+]

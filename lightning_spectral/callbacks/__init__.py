@@ -1,0 +1,17 @@
+"""When things happen: round boundaries, and what watches rounds go by."""
+
+from lightning_spectral.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
+from lightning_spectral.callbacks.history import RoundHistory
+from lightning_spectral.callbacks.ledger import CommunicationLedger
+from lightning_spectral.callbacks.progress import RoundProgressBar
+from lightning_spectral.callbacks.wandb import WandbRounds
+
+__all__ = [
+    "Aggregation",
+    "CommunicationLedger",
+    "RoundHistory",
+    "RoundProgressBar",
+    "SVDRefresh",
+    "SubmodelSampling",
+    "WandbRounds",
+]

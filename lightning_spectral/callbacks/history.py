@@ -1,0 +1,59 @@
+"""What each round came to, kept for a table or a picture at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.federated.metrics import round_metrics
+from lightning_spectral.federated.records import RoundSummary
+
+
+class RoundHistory(RoundCallback):
+    """One row of metrics per round: the round's own (``fl/...``), what clients logged, and validation's.
+
+    It is part of the checkpoint, so a resumed run has the rounds before it.
+
+    Attributes:
+        rows: One dictionary per round, in order.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        """Add the round."""
+        logged = {name: entry.value for name, entry in summary.logged.items()}
+        self.rows.append({**round_metrics(summary), **logged})
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add what validation said of the aggregated model."""
+        if self.rows and not trainer.sanity_checking:
+            validated = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.rows[-1] = {**validated, **self.rows[-1]}
+
+    def column(self, name: str) -> list[float]:
+        """One metric over the rounds that have it."""
+        return [row[name] for row in self.rows if name in row]
+
+    def plot(self, name: str, path: str | Path) -> None:
+        """Draw one metric per round into a picture file; needs matplotlib (the ``examples`` extra)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.0, 3.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="round", ylabel=name)
+        points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
+        axes.plot(*zip(*points, strict=True), marker=".")
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=150)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, for the checkpoint."""
+        return {"rows": [dict(row) for row in self.rows]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The rows of the rounds before."""
+        self.rows = [dict(row) for row in state_dict["rows"]]

@@ -1,0 +1,75 @@
+"""Bytes down and up, per client and round."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+
+from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.federated.records import RoundSummary
+
+
+class LedgerRow(NamedTuple):
+    """What one client's turn cost to send.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        client_id: Which client.
+        keep_ratio: Share of singular terms it held.
+        downlink_bytes: Bytes sent to it.
+        uplink_bytes: Bytes it sent back.
+    """
+
+    round_idx: int
+    client_id: int
+    keep_ratio: float
+    downlink_bytes: int
+    uplink_bytes: int
+
+
+class CommunicationLedger(RoundCallback):
+    """Counts the tensors that travel: their values, without any framing of a network protocol.
+
+    It is part of the checkpoint. One row is kept per client and round, so this callback is for those who ask for it;
+    the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
+
+    Attributes:
+        rows: One `LedgerRow` per client and round, in order.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[LedgerRow] = []
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        """Enter the round's clients."""
+        self.rows.extend(
+            LedgerRow(c.round_idx, c.client_id, c.keep_ratio, c.downlink_bytes, c.uplink_bytes) for c in summary.clients
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes of the run so far, both ways."""
+        return sum(row.downlink_bytes + row.uplink_bytes for row in self.rows)
+
+    def bytes_per_client(self) -> dict[float, tuple[float, float]]:
+        """For each keep ratio, the mean bytes (down, up) of one client's turn."""
+        groups: dict[float, list[LedgerRow]] = defaultdict(list)
+        for row in self.rows:
+            groups[row.keep_ratio].append(row)
+        return {ratio: _mean_bytes(rows) for ratio, rows in sorted(groups.items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, for the checkpoint."""
+        return {"rows": [tuple(row) for row in self.rows]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The rows of the rounds before."""
+        self.rows = [LedgerRow(*row) for row in state_dict["rows"]]
+
+
+def _mean_bytes(rows: list[LedgerRow]) -> tuple[float, float]:
+    down = sum(row.downlink_bytes for row in rows)
+    up = sum(row.uplink_bytes for row in rows)
+    return down / len(rows), up / len(rows)

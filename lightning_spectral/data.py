@@ -1,0 +1,219 @@
+"""FederatedDataModule: a data set, dealt to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_spectral.federated.loader import BatchSource, ClientData, Collate, EvaluationLoader
+from lightning_spectral.federated.records import ClientTask
+from lightning_spectral.federated.rng import derived_generator
+from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
+
+
+class RoundPlan(Protocol):
+    """What a loader of clients needs to know: which round it is and who takes part."""
+
+    @property
+    def current_epoch(self) -> int:
+        """The round, from 0."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+
+    def cohort(self, round_idx: int) -> list[int]:
+        """Clients of a round, in the order they are trained."""
+
+
+class FederatedDataModule(pl.LightningDataModule):
+    """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
+
+    Args:
+        train: Any map-style data set.
+        partitioner: Decides which examples belong to whom.
+        val: Validation data: a data set, or a dataloader of your own.
+        test: Test data, likewise.
+        batch_size: Examples per local step of a client.
+        eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
+        labels: Class of each training example, shape ``(len(train),)``; ``None`` to read them from the data set.
+        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes for data that does not lie in memory.
+        seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
+
+    Raises:
+        ValueError: If a size is not positive.
+
+    Note:
+        Data in a `torch.utils.data.TensorDataset` is indexed directly, without a DataLoader.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_spectral.partition import IIDPartitioner
+        >>> train = TensorDataset(torch.randn(100, 3), torch.randint(2, (100,)))
+        >>> FederatedDataModule(train, IIDPartitioner(num_clients=10)).partition.sizes.tolist()
+        [10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+    """
+
+    def __init__(
+        self,
+        train: Dataset[Any],
+        partitioner: Partitioner,
+        *,
+        val: Dataset[Any] | DataLoader[Any] | None = None,
+        test: Dataset[Any] | DataLoader[Any] | None = None,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        labels: Tensor | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, size in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
+            if size is not None and size < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        self.train = train
+        self.partitioner = partitioner
+        self.val = val
+        self.test = test
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or max(batch_size, 256)
+        self.collate_fn = collate_fn
+        self.num_workers = num_workers
+        self.seed = seed
+        self._labels = labels
+        self._source = BatchSource(train, collate_fn, num_workers)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Class of each training example, int64, shape ``(len(train),)``; read once."""
+        return self._labels if self._labels is not None else dataset_labels(self.train)
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Which examples belong to whom; drawn once from the seed.
+
+        Raises:
+            ValueError: If a client has no examples.
+        """
+        labels = self.labels if self.partitioner.needs_labels else None
+        generator = derived_generator(self.seed, "partition")
+        partition = self.partitioner(_length(self.train), labels, generator)
+        _check_no_client_is_empty(partition)
+        return partition
+
+    def report(self) -> PartitionReport:
+        """Examples and label histogram of every client; it prints and plots."""
+        return report(self.partition, self.labels)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return self.partition.num_clients
+
+    def setup(self, stage: str) -> None:
+        """Deal the data before training, so that a split that cannot be is refused here."""
+        if stage == "fit":
+            self.partition  # noqa: B018
+
+    def client_task(self, client_id: int, round_idx: int, seed: int) -> ClientTask:
+        """One client's turn in one round."""
+        indices = self.partition[client_id]
+        data = ClientData(self._source, indices, self.batch_size, (seed, round_idx, client_id))
+        return ClientTask(round_idx, client_id, len(indices), data)
+
+    def train_dataloader(self) -> RoundLoader:
+        """One item per client of the round that Lightning is about to run."""
+        plan = self.trainer.lightning_module if self.trainer is not None else None
+        if not hasattr(plan, "cohort"):
+            raise TypeError(
+                f"FederatedDataModule feeds clients, not batches, and {type(plan).__name__} trains on batches; "
+                "wrap it: FederatedModule(module, clients_per_round=...)."
+            )
+        return RoundLoader(self, plan)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        """The validation data in order, or nothing."""
+        return self._evaluation_loader(self.val)
+
+    def test_dataloader(self) -> Any:
+        """The test data in order, or nothing."""
+        return self._evaluation_loader(self.test)
+
+    # Lightning asks one object how batches move. A client's turn stays where it is, its batches move one by one
+    # while it trains; evaluation batches move as the user's module says.
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The user's hook, for evaluation batches."""
+        return self._user_hook("on_before_batch_transfer", batch, dataloader_idx)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The user's hook, for evaluation batches."""
+        return self._user_hook("transfer_batch_to_device", batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The user's hook, for evaluation batches."""
+        return self._user_hook("on_after_batch_transfer", batch, dataloader_idx)
+
+    def _user_hook(self, hook: str, batch: Any, *args: Any) -> Any:
+        if isinstance(batch, ClientTask):
+            return batch
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        return getattr(getattr(module, "module", module), hook)(batch, *args)
+
+    def _evaluation_loader(self, data: Dataset[Any] | DataLoader[Any] | None) -> Any:
+        if data is None:
+            return []
+        if not isinstance(data, Dataset):
+            return data
+        if type(data) is TensorDataset and self.collate_fn is None:
+            return EvaluationLoader(BatchSource(data), len(data), self.eval_batch_size)
+        return DataLoader(data, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+
+
+class RoundLoader:
+    """What Lightning iterates over in one epoch: the clients of one round.
+
+    Args:
+        data: Where clients' examples come from.
+        plan: Which round it is and who takes part. Looked up when the first client is fetched, because Lightning
+            asks for an iterator before it knows which epoch a resumed run is in.
+    """
+
+    def __init__(self, data: FederatedDataModule, plan: RoundPlan) -> None:
+        self.data = data
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan.cohort(self.plan.current_epoch))
+
+    def __iter__(self) -> Iterator[ClientTask]:
+        round_idx = self.plan.current_epoch
+        for client_id in self.plan.cohort(round_idx):
+            yield self.data.client_task(client_id, round_idx, self.plan.seed)
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
+            "pass a map-style data set, with `__len__` and `__getitem__`."
+        )
+    return len(dataset)
+
+
+def _check_no_client_is_empty(partition: Partition) -> None:
+    empty = (partition.sizes == 0).nonzero().flatten().tolist()
+    if empty:
+        shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+        raise ValueError(
+            f"{len(empty)} of {partition.num_clients} clients have no examples (clients {shown}); "
+            "use fewer clients or a partitioner that gives every client some."
+        )

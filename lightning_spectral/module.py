@@ -1,0 +1,269 @@
+"""FederatedModule: a user's LightningModule, trained federatedly by a Lightning Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_spectral.algorithms import Algorithm, FedAvg
+from lightning_spectral.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
+from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.data import FederatedDataModule
+from lightning_spectral.engine import Engine, SubModel
+from lightning_spectral.federated.local import Placement
+from lightning_spectral.federated.local_optimizer import check_optimizer
+from lightning_spectral.federated.metrics import round_metrics
+from lightning_spectral.federated.recorder import Recorder, isolate_metrics
+from lightning_spectral.federated.records import ClientTask, Download, RoundSummary
+from lightning_spectral.federated.rng import derived_generator
+from lightning_spectral.local_schedule import Schedule, read_optimizer
+from lightning_spectral.participation import UniformParticipation
+from lightning_spectral.server_hooks import ServerHooks
+from lightning_spectral.setup_checks import check_checkpoint, check_module, check_trainer
+from lightning_spectral.user_hooks import check_user_module
+
+ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class FederatedModule(ServerHooks):
+    """Trains your LightningModule on clients; one Trainer epoch is one communication round, one batch one client.
+
+    Your ``training_step``, ``configure_optimizers``, ``self.log`` and metrics run on each client's sub-model; your
+    ``validation_step`` and ``test_step`` run on the server's module, which is yours with dense weights.
+
+    Args:
+        module: Your LightningModule, unchanged. It holds the server's weights: train it and it is trained.
+        algorithm: What clients hold: `FedAvg` (the default) or `SpectralSharding`.
+        clients_per_round: Size of the cohort of each round, drawn uniformly.
+        local_epochs: Passes over a client's own data in a round; 0 trains nothing.
+        server_optimizer: From the server's parameters to the optimizer that steps once per round on the
+            pseudo-gradient; ``None`` for SGD with learning rate 1, which is plain averaging.
+        seed: Seed of participation, keep ratios, terms, data order and dropout.
+
+    Raises:
+        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``.
+        ValueError: If a count is out of range, or the module does what cannot be honoured.
+
+    Note:
+        Optimizer state is fresh for every client. The learning rate of a round is your scheduler's, read once per
+        round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients, others keep the
+        server's value.
+
+    Example:
+        >>> class LitLine(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.line = nn.Linear(3, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         return (self.line(x).squeeze(1) - y).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return SGD(self.parameters(), lr=0.1)
+        >>> FederatedModule(LitLine(), clients_per_round=2).algorithm
+        FedAvg()
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        algorithm: Algorithm[Any] | None = None,
+        clients_per_round: int,
+        local_epochs: int = 1,
+        server_optimizer: ServerOptimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        check_user_module(module)
+        if local_epochs < 0:
+            raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
+        self.automatic_optimization = False
+        self.module = module
+        self.algorithm = FedAvg() if algorithm is None else algorithm
+        self.algorithm.check(module)
+        self.participation = UniformParticipation(clients_per_round)
+        self.local_epochs = local_epochs
+        self.server_optimizer = server_optimizer
+        self.seed = seed
+        self.schedules: list[Schedule] = []
+        self._engine: Engine | None = None
+        self._download: Download | None = None
+        self._trainer_settings: dict[str, int] = {}
+        self.save_hyperparameters({"federation": self.configuration(), "module": dict(module.hparams)})
+
+    def configuration(self) -> dict[str, str | int]:
+        """What must be the same for a checkpoint to be resumed."""
+        return {
+            "algorithm": repr(self.algorithm),
+            "participation": repr(self.participation),
+            "local_epochs": self.local_epochs,
+            "seed": self.seed,
+        }
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module of the run."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(datamodule, FederatedDataModule)
+        return datamodule
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the rounds; exists while fitting."""
+        assert self._engine is not None, "the engine exists from `on_fit_start` on"
+        return self._engine
+
+    @property
+    def download(self) -> Download:
+        """What the client whose turn it is was sent."""
+        assert self._download is not None, "SubmodelSampling sends before a client trains"
+        return self._download
+
+    @download.setter
+    def download(self, download: Download) -> None:
+        self._download = download
+
+    def cohort(self, round_idx: int) -> list[int]:
+        """Clients of a round, in the order they are trained: a pure function of the seed and the round."""
+        generator = derived_generator(self.seed, "participation", round_idx)
+        ids: list[int] = self.participation.cohort(self.data.num_clients, generator).tolist()
+        return ids
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
+        own = self.module.configure_callbacks()
+        boundaries = [SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
+        present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in self._trainer_callbacks()))
+        missing = [boundary for boundary in boundaries if not isinstance(boundary, present)]
+        return [*(own if isinstance(own, Iterable) else [own]), *missing]
+
+    def _trainer_callbacks(self) -> list[pl.Callback]:
+        return list(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def prepare_data(self) -> None:
+        """The user's hook."""
+        self.module.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """The user's hook; for a fit, everything that can be refused is refused here."""
+        self.module.setup(stage)
+        if stage == "fit":
+            check_trainer(self.trainer, self.module)
+            self.participation.check(self.data.num_clients)
+            self._count_rounds_as_steps()
+
+    def teardown(self, stage: str) -> None:
+        """The user's hook; the Trainer gets its settings back."""
+        for name, value in self._trainer_settings.items():
+            setattr(self.trainer, name, value)
+        self._trainer_settings = {}
+        self._engine = self._download = None
+        self.module.teardown(stage)
+
+    def _count_rounds_as_steps(self) -> None:
+        """One server step ends a round, so Lightning shall count, and draw, rounds and not clients.
+
+        The cohort is to the server what accumulated batches are to an ordinary run; `estimated_stepping_batches`
+        then is the number of rounds. Logging once a round is not logging too rarely.
+        """
+        trainer: Any = self.trainer
+        size = self.participation.clients_per_round
+        settings = {"accumulate_grad_batches": size, "log_every_n_steps": min(size, trainer.log_every_n_steps)}
+        self._trainer_settings = {name: getattr(trainer, name) for name in settings}
+        for name, value in settings.items():
+            setattr(trainer, name, value)
+
+    def configure_optimizers(self) -> Any:
+        """The server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
+        local, self.schedules = read_optimizer(self.module.configure_optimizers(), type(self.module).__name__)
+        check_optimizer(local)
+        self.algorithm.check_optimizer(local)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
+        return [server, local], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedules]
+
+    def on_fit_start(self) -> None:
+        """Build the engine on the device, and let one client's first batch show that every sharded layer takes part."""
+        self._engine = Engine(
+            self.module,
+            self.algorithm,
+            keep_ratios=self.algorithm.keep_ratios(self.data.num_clients, self.seed),
+            make_sub_model=self._make_sub_model,
+            local_epochs=self.local_epochs,
+            placement=self._placement(),
+            seed=self.seed,
+        )
+        first = self.cohort(round_idx=0)[0]
+        self._engine.check_participation(self.data.client_task(first, round_idx=0, seed=self.seed))
+        self.module.on_fit_start()
+
+    def _placement(self) -> Placement:
+        precision = self.trainer.precision_plugin
+        return Placement(self.device, precision.convert_input, precision.train_step_context)
+
+    def _make_sub_model(self, keep_ratio: float, recorder: Recorder) -> SubModel:
+        """A copy of the user's module for clients of one keep ratio; the Trainer is shared, not copied."""
+        self.module.trainer = None
+        client: Any = self.algorithm.build(self.module, keep_ratio)
+        self.module.trainer = client.trainer = self.trainer
+        client.log, client.log_dict = recorder.log, recorder.log_dict
+        isolate_metrics(client)
+        template = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
+        local = self.algorithm.local_optimizer(template, self.module, client)
+        client.optimizers = lambda use_pl_optimizer=True: local.optimizer
+        return SubModel(client, local)
+
+    def training_step(self, batch: ClientTask, batch_idx: int) -> dict[str, Any]:
+        """One client's local epochs."""
+        return {"local_result": self.engine.train(batch, self.download)}
+
+    def finish_round(self, summary: RoundSummary) -> None:
+        """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
+        optimizers: Any = self.optimizers()
+        server, local = optimizers
+        server.step()
+        server.zero_grad()
+        self._log_round({**round_metrics(summary), "fl/lr": local.param_groups[0]["lr"]}, summary)
+        for schedule in self.schedules:
+            if not schedule.waits_for_metric:
+                schedule.step(summary.round_idx)
+        for callback in self._trainer_callbacks():
+            if isinstance(callback, RoundCallback):
+                callback.on_round_end(self.trainer, self, summary)
+
+    def _log_round(self, metrics: dict[str, float], summary: RoundSummary) -> None:
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        for name, entry in summary.logged.items():
+            logger = None if entry.logger else False  # True would warn where there is no logger
+            self.log(name, entry.value, entry.prog_bar, logger, on_step=False, on_epoch=True, batch_size=1)
+
+    def on_train_epoch_end(self) -> None:
+        """Schedules that wait for a metric have it now."""
+        for schedule in self.schedules:
+            if schedule.waits_for_metric:
+                schedule.step_on(self.trainer.callback_metrics, self.current_epoch)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The user's hook; note the configuration."""
+        self.module.on_save_checkpoint(checkpoint)
+        checkpoint["federation"] = self._full_configuration()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The user's hook; a run can only be resumed as what it was.
+
+        Raises:
+            ValueError: If a fit is resumed from a checkpoint of another configuration.
+        """
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_checkpoint(checkpoint, self._full_configuration())
+        self.module.on_load_checkpoint(checkpoint)
+
+    def _full_configuration(self) -> dict[str, str | int]:
+        return {**self.configuration(), "partition": self.data.partition.fingerprint()}

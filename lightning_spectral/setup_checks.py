@@ -1,0 +1,72 @@
+"""What is refused before the first round, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.data import FederatedDataModule
+from lightning_spectral.user_hooks import is_overridden
+
+
+def check_module(module: Any) -> None:
+    """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package."""
+    if isinstance(module, pl.LightningModule):
+        return
+    kind = type(module)
+    other_package = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
+    remedy = (
+        "it derives from `pytorch_lightning`, whose classes are other types than those of `lightning.pytorch`; "
+        "change the import to `import lightning.pytorch as pl`"
+        if other_package
+        else "wrap it in one, with `training_step` and `configure_optimizers`"
+    )
+    raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
+
+
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what a fit cannot do.
+
+    Raises:
+        TypeError: If the data does not come from a `FederatedDataModule`.
+        ValueError: If there are several processes, gradients are scaled, or there is no ``validation_step`` for the
+            validation data.
+    """
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(datamodule, FederatedDataModule):
+        raise TypeError(
+            f"FederatedModule needs clients: call trainer.fit(model, FederatedDataModule(train, partitioner)), "
+            f"got {type(datamodule).__name__}."
+        )
+    if trainer.world_size > 1:
+        raise ValueError(f"Clients run in one process here, got a world size of {trainer.world_size}; use devices=1.")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError('precision="16-mixed" scales gradients, which local steps do not; use "bf16-mixed".')
+    if datamodule.val is not None and not is_overridden(module, "validation_step"):
+        raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
+
+
+def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
+    """Refuse to resume a run as another one.
+
+    Raises:
+        ValueError: If the checkpoint was not written by a federated run, or names another configuration.
+    """
+    saved = checkpoint.get("federation")
+    if saved is None:
+        raise ValueError(
+            "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
+            "module first: module.load_state_dict(torch.load(path)['state_dict'])."
+        )
+    changed = [
+        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
+        for name, value in configuration.items()
+        if saved.get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            "The checkpoint is of another configuration, so resuming it would be neither run; "
+            "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
+        )

@@ -1,0 +1,79 @@
+"""Which hooks of a user's LightningModule run where, and which cannot be honoured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import lightning.pytorch as pl
+
+# Hooks that belong to one client's local steps run on the client's copy: see `federated.local`. Those below cannot.
+REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
+    {
+        "optimizer_step": "local steps are plain; use an optimizer that does what this hook does",
+        "optimizer_zero_grad": "local steps call `optimizer.zero_grad()`; remove the override",
+        "backward": "local steps call `loss.backward()`; put what it does into `on_after_backward`",
+        "lr_scheduler_step": "schedulers step once per round; remove the override",
+        "configure_gradient_clipping": "clip in `on_before_optimizer_step` instead",
+        "configure_model": "sub-models are made from the finished module; build its layers in `__init__`",
+        "configure_sharded_model": "sub-models are made from the finished module; build its layers in `__init__`",
+        "train_dataloader": "clients' data comes from FederatedDataModule(train, partitioner)",
+        "val_dataloader": "pass the data to FederatedDataModule(val=...)",
+        "test_dataloader": "pass the data to FederatedDataModule(test=...)",
+        "predict_dataloader": "pass a dataloader to `Trainer.predict`",
+        "on_validation_model_eval": "remove the override; the aggregated model is put into eval mode",
+        "on_validation_model_train": "remove the override; every module returns to the mode it had",
+        "on_validation_model_zero_grad": "remove the override; the server's gradients belong to the round",
+        "on_test_model_eval": "remove the override; the aggregated model is put into eval mode",
+        "on_test_model_train": "remove the override; every module returns to the mode it had",
+        "on_predict_model_eval": "remove the override; the aggregated model is put into eval mode",
+    }
+)
+
+
+def check_user_module(module: pl.LightningModule) -> None:
+    """Refuse by name what federated training cannot honour.
+
+    Raises:
+        ValueError: If the module optimises manually, takes a dataloader iterator, or overrides a refused hook.
+    """
+    name = type(module).__name__
+    problems = [f"`{hook}`: {remedy}." for hook, remedy in REFUSED_HOOKS.items() if is_overridden(module, hook)]
+    if not module.automatic_optimization:
+        problems.append(
+            "manual optimisation: local steps are taken for the module; return the loss from `training_step` and "
+            "leave `automatic_optimization` True."
+        )
+    if not is_overridden(module, "training_step"):
+        problems.append("`training_step` is missing: it is what clients run.")
+    elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        problems.append("`training_step(dataloader_iter)`: take `batch` (and `batch_idx`) instead.")
+    if problems:
+        raise ValueError(f"{name} cannot be trained federatedly as it is:\n  - " + "\n  - ".join(problems))
+
+
+def is_overridden(module: pl.LightningModule, hook: str) -> bool:
+    """Whether the module's class defines a hook itself; hooks that this Lightning does not know are not."""
+    return getattr(type(module), hook, None) is not getattr(pl.LightningModule, hook, None)
+
+
+@contextmanager
+def lent_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
+    """Within the block ``module.log`` and ``module.log_dict`` are those of the module that Lightning trains."""
+    borrower: Any = module
+    borrower.log, borrower.log_dict = to.log, to.log_dict
+    try:
+        yield
+    finally:
+        del borrower.log, borrower.log_dict
+
+
+def call_with_accepted(method: Callable[..., Any], *args: Any) -> Any:
+    """Call with as many leading arguments as the method takes: users leave out ``batch_idx``."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return method(*args)
+    return method(*args[: len(parameters)])

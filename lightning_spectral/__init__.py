@@ -9,7 +9,7 @@ from lightning_spectral.callbacks import (
     SubmodelSampling,
     SVDRefresh,
 )
-from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
-from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine, SubModel
 from lightning_spectral.federated.local import Placement
@@ -175,6 +176,8 @@ class FederatedModule(ServerHooks):
         trainer: Any = self.trainer
         size = self.participation.clients_per_round
         settings = {"accumulate_grad_batches": size, "log_every_n_steps": min(size, trainer.log_every_n_steps)}
+        if self.data.val is None:
+            settings["limit_val_batches"] = 0
         self._trainer_settings = {name: getattr(trainer, name) for name in settings}
         for name, value in settings.items():
             setattr(trainer, name, value)
@@ -219,9 +222,11 @@ class FederatedModule(ServerHooks):
         client.optimizers = lambda use_pl_optimizer=True: local.optimizer
         return SubModel(client, local)
 
-    def training_step(self, batch: ClientTask, batch_idx: int) -> dict[str, Any]:
-        """One client's local epochs."""
-        return {"local_result": self.engine.train(batch, self.download)}
+    def training_step(self, batch: ClientTask, batch_idx: int) -> None:
+        """One client's local epochs, then `Aggregation`."""
+        result = self.engine.train(batch, self.download)
+        for callback in self._round_callbacks():
+            callback.on_client_end(self.trainer, self, batch, result)
 
     def finish_round(self, summary: RoundSummary) -> None:
         """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
@@ -229,15 +234,19 @@ class FederatedModule(ServerHooks):
         server, local = optimizers
         server.step()
         server.zero_grad()
-        self._log_round({**round_metrics(summary), "fl/lr": local.param_groups[0]["lr"]}, summary)
+        summary = replace(summary, diagnostics={**summary.diagnostics, "lr": local.param_groups[0]["lr"]})
+        self._log_round(summary)
         for schedule in self.schedules:
             if not schedule.waits_for_metric:
                 schedule.step(summary.round_idx)
-        for callback in self._trainer_callbacks():
-            if isinstance(callback, RoundCallback):
-                callback.on_round_end(self.trainer, self, summary)
+        for callback in self._round_callbacks():
+            callback.on_round_end(self.trainer, self, summary)
 
-    def _log_round(self, metrics: dict[str, float], summary: RoundSummary) -> None:
+    def _round_callbacks(self) -> list[RoundCallback]:
+        return [callback for callback in self._trainer_callbacks() if isinstance(callback, RoundCallback)]
+
+    def _log_round(self, summary: RoundSummary) -> None:
+        metrics = round_metrics(summary)
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
         for name, entry in summary.logged.items():

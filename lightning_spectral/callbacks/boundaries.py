@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
+from lightning_spectral.callbacks.round_callback import RoundCallback
+
 if TYPE_CHECKING:
+    from lightning_spectral.federated.local import LocalResult
     from lightning_spectral.federated.records import ClientTask
     from lightning_spectral.module import FederatedModule
 
@@ -34,13 +37,17 @@ class SubmodelSampling(pl.Callback):
         pl_module.download = pl_module.engine.send(batch)
 
 
-class Aggregation(pl.Callback):
-    """After a client trained: add its update to the running sums. After the last one: one server step."""
+class Aggregation(RoundCallback):
+    """After a client trained: add its update to the running sums. After the last one: one server step.
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, outputs: Any, batch: ClientTask, batch_idx: int
+    This happens inside Lightning's training step, where an optimizer's step counts: ``global_step`` is the number of
+    finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``.
+    """
+
+    def on_client_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: FederatedModule, task: ClientTask, result: LocalResult
     ) -> None:
         """Receive the client's update; finish the round when it was the last."""
-        pl_module.engine.receive(batch, pl_module.download, outputs["local_result"])
+        pl_module.engine.receive(task, pl_module.download, result)
         if trainer.is_last_batch:
-            pl_module.finish_round(pl_module.engine.close_round(batch.round_idx))
+            pl_module.finish_round(pl_module.engine.close_round(task.round_idx))

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.federated.metrics import round_metrics
 from lightning_spectral.federated.records import RoundSummary
 
@@ -23,17 +23,20 @@ class RoundHistory(RoundCallback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self._from_clients: set[str] = set()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Add the round."""
         logged = {name: entry.value for name, entry in summary.logged.items()}
         self.rows.append({**round_metrics(summary), **logged})
+        self._from_clients |= self.rows[-1].keys()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add what validation said of the aggregated model."""
         if self.rows and not trainer.sanity_checking:
-            validated = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self.rows[-1] = {**validated, **self.rows[-1]}
+            # Lightning keeps the last value of every metric: what clients log is the last round's by now
+            validated = {n: float(v) for n, v in trainer.callback_metrics.items() if n not in self._from_clients}
+            self.rows[-1].update(validated)
 
     def column(self, name: str) -> list[float]:
         """One metric over the rounds that have it."""
@@ -52,8 +55,9 @@ class RoundHistory(RoundCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, for the checkpoint."""
-        return {"rows": [dict(row) for row in self.rows]}
+        return {"rows": [dict(row) for row in self.rows], "from_clients": sorted(self._from_clients)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The rows of the rounds before."""
         self.rows = [dict(row) for row in state_dict["rows"]]
+        self._from_clients = set(state_dict["from_clients"])

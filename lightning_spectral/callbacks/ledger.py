@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lightning_spectral.callbacks.round_end import RoundCallback
+from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.federated.records import RoundSummary
 
 

@@ -1,0 +1,66 @@
+"""The one-screen contract of a design: an exact fixed-size draw with given inclusion probabilities."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class FittedDesign(ABC):
+    """A design prepared for one vector of inclusion probabilities; draws are cheap and can be repeated."""
+
+    @abstractmethod
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Draw independent samples of terms.
+
+        Args:
+            num_samples: Number of samples, e.g. one for each client, at least 1.
+            generator: Source of randomness; the only one.
+
+        Returns:
+            Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the
+            generator's device.
+
+        Raises:
+            ValueError: If ``num_samples`` is below one.
+        """
+
+
+class Design(ABC):
+    """A way to draw exactly n of N terms so that term i comes up with probability ``inclusion_probs[i]``.
+
+    Subclasses write :meth:`fit`. Then ``lightning_spectral.testing.check_design(MyDesign())`` says whether
+    the draws keep the contract: size exactly n, ones always in, zeros never, the given frequencies,
+    independent rows.
+    """
+
+    @abstractmethod
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        """Do once whatever does not depend on the draw.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+
+        Returns:
+            The fitted design; in the federation it serves every client with these probabilities.
+
+        Raises:
+            ValueError: If ``inclusion_probs`` breaks a rule; ``functional.checks.as_inclusion_probs`` checks
+                them.
+        """
+
+    def sample(self, inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Fit and draw in one call.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+            num_samples: Number of independent samples, at least 1.
+            generator: Source of randomness.
+
+        Returns:
+            Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``.
+
+        Raises:
+            ValueError: If an argument breaks a rule.
+        """
+        return self.fit(inclusion_probs).draw(num_samples, generator)

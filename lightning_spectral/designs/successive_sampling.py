@@ -1,0 +1,70 @@
+"""Successive sampling: the law of ``numpy.random.choice`` without replacement, and so of PriSM."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.designs.base import Design, FittedDesign
+from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.successive_sampling import draw_successive, fit_log_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class SuccessiveSampling(Design):
+    """Draw terms one by one, in proportion to their sizes among those left.
+
+    Args:
+        log_sizes: Logarithms of the sizes, shape ``(N,)``, when they are known, as PriSM's are: then ``fit``
+            reads only the sample size n from its argument, which must be this design's own
+            :func:`~lightning_spectral.functional.successive_inclusion_probs`. None: ``fit`` finds the sizes
+            that give the inclusion probabilities, in some tenths of a second.
+
+    Example:
+        >>> design = SuccessiveSampling()
+        >>> design.sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=3, generator=torch.Generator()).shape
+        torch.Size([3, 1])
+    """
+
+    log_sizes: Tensor | None = None
+
+    def fit(self, inclusion_probs: Tensor) -> "FittedSuccessiveSampling":
+        """Find the sizes, or take the known ones.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Without known
+                sizes, entries within 1e-11 of one count as one.
+
+        Returns:
+            The fitted design.
+
+        Raises:
+            ValueError: If ``inclusion_probs`` breaks a rule, or has another length than the known sizes.
+        """
+        _, num_terms = as_inclusion_probs(inclusion_probs)
+        if self.log_sizes is None:
+            return FittedSuccessiveSampling(fit_log_sizes(inclusion_probs), num_terms)
+        if self.log_sizes.shape != inclusion_probs.shape:
+            raise ValueError(
+                f"`inclusion_probs` must be those of this design's {len(self.log_sizes)} sizes, got "
+                f"{len(inclusion_probs)} entries; use SuccessiveSampling() to fit sizes to any probabilities."
+            )
+        return FittedSuccessiveSampling(self.log_sizes, num_terms)
+
+
+@dataclass(frozen=True, eq=False)
+class FittedSuccessiveSampling(FittedDesign):
+    """Sizes, ready to draw from.
+
+    Attributes:
+        log_sizes: Logarithms of the sizes, shape ``(N,)``; ``+inf`` is always drawn, ``-inf`` only to fill
+            up.
+        num_terms: Sample size n.
+    """
+
+    log_sizes: Tensor
+    num_terms: int
+
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Draw independent samples; see :meth:`FittedDesign.draw`."""
+        return draw_successive(self.log_sizes, self.num_terms, num_samples, generator)

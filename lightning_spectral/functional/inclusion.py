@@ -1,0 +1,178 @@
+r"""Inclusion probabilities of the sharding strategies, from singular values.
+
+All take the N singular values in any order and any unit, the number n of terms that a client holds, and
+answer with probabilities that sum to n. Values below 1e-250 of the largest count as zero. When at most n
+values are positive, all of them are taken for certain and the first zero terms, in the order given, fill up
+to n: a term of size zero carries nothing, so the choice does not matter, but the size of the sample does.
+"""
+
+import bisect
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size, check_num_terms
+
+# Below this distance from one client, Collective is top-n to within the same relative error of its objective.
+ONE_CLIENT_TOLERANCE = 1e-6
+
+
+def _relative(values: Tensor) -> Tensor:
+    """Values in units of the largest, with zero for those so small that quotients would overflow."""
+    scaled = values / values.max().clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.where(scaled >= 1e-250, scaled, 0.0)
+
+
+def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
+    """One for the ``num_terms`` largest values, zero for the others; among equals the first ones win.
+
+    Args:
+        singular_values: Non-negative, shape ``(N,)``, any order, any unit.
+        num_terms: Sample size n, ``1 <= n <= N``.
+
+    Returns:
+        Zeros and ones, shape ``(N,)``, dtype and device of ``singular_values``.
+
+    Raises:
+        ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
+
+    Example:
+        >>> top_inclusion_probs(torch.tensor([1.0, 3.0, 2.0, 2.0]), num_terms=2)
+        tensor([0., 1., 1., 0.])
+    """
+    values = as_magnitudes(singular_values, "singular_values")
+    check_num_terms(num_terms, len(values))
+    return _top(values, num_terms).to(singular_values.dtype)
+
+
+def _top(values: Tensor, num_terms: int) -> Tensor:
+    order = torch.argsort(values, descending=True, stable=True)
+    return torch.zeros_like(values).index_fill_(0, order[:num_terms], 1.0)
+
+
+def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
+    r"""Inclusion probabilities proportional to size, capped at one.
+
+    Solves :math:`\pi_i = \min(1, c\,s_i)` with :math:`\sum_i \pi_i = n`: the unique minimiser of
+    :math:`\sum_i s_i^2 (1/\pi_i - 1)`, the Frobenius error of the unbiased estimator of one client.
+
+    Args:
+        sizes: Non-negative sizes, e.g. singular values, shape ``(N,)``, any order, any unit (only ratios
+            matter).
+        num_terms: Sample size n, ``1 <= n <= N``.
+
+    Returns:
+        Probabilities in ``[0, 1]``, shape ``(N,)``, dtype and device of ``sizes``; the arithmetic is float64.
+
+    Raises:
+        ValueError: If ``num_terms`` is out of range or a size is negative, infinite or NaN.
+
+    Note:
+        Algorithm 1 of the paper tries every number t of certain terms and keeps the best. The valid t form an
+        interval up to n - 1 and the error does not fall along it, so the smallest one is the optimum and no
+        search is needed.
+
+    Reference:
+        Korzhenkov & Louizos (2024), Theorem 3.1 and Algorithm 1.
+
+    Example:
+        >>> proportional_inclusion_probs(torch.tensor([6.0, 2.0, 1.0, 1.0]), num_terms=2)
+        tensor([1.0000, 0.5000, 0.2500, 0.2500])
+    """
+    values = _relative(as_magnitudes(sizes, "sizes"))
+    check_num_terms(num_terms, len(values))
+    if int((values > 0).sum()) <= num_terms:
+        return _top(values, num_terms).to(sizes.dtype)
+    ordered = values.sort(descending=True).values
+    # Sums of the tails, small values first: a difference of prefix sums loses the tail of a steep spectrum.
+    tails = ordered.flip(0).cumsum(0).flip(0)
+    left = num_terms - torch.arange(num_terms, device=values.device)
+    certain = int((ordered[:num_terms] * left <= tails[:num_terms]).nonzero()[0])
+    probs = (num_terms - certain) * values / tails[certain]
+    # Certain terms are at least as large as the cap by definition; say so exactly, whatever the rounding.
+    return torch.where(values > ordered[certain], 1.0, probs.clamp(max=1.0)).to(sizes.dtype)
+
+
+def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_size: float) -> Tensor:
+    r"""Inclusion probabilities with the least error of the average over a cohort of C clients.
+
+    Minimises :math:`\sum_i s_i^2 (1 - \pi_i) / (1 + (C - 1)\pi_i)` under :math:`\sum_i \pi_i = n`. The
+    solution is a water level L, :math:`\pi_i = \operatorname{clip}((s_i / L - 1) / (C - 1), 0, 1)`: terms
+    below L are never drawn, those above C L always. The expected number of terms falls with L, in pieces
+    between the 2N break points :math:`s_i` and :math:`s_i / C`, so bisecting on the sorted break points finds
+    the piece, and L in closed form.
+
+    Args:
+        singular_values: Non-negative, shape ``(N,)``, any order, any unit (only ratios matter).
+        num_terms: Sample size n, ``1 <= n <= N``.
+        cohort_size: Number of clients C whose terms are averaged; any real number >= 1. With one client (C
+            below 1 + 1e-6) the optimum is top-n, as it is for any C when :math:`s_n \ge C s_{n+1}`.
+
+    Returns:
+        Probabilities in ``[0, 1]``, shape ``(N,)``, dtype and device of ``singular_values``; float64
+        arithmetic.
+
+    Raises:
+        ValueError: If ``num_terms`` or ``cohort_size`` is out of range, or a value is negative, infinite or
+            NaN.
+
+    Note:
+        Algorithm 2 of the paper, as printed, has the wrong sign in line 30 and always returns top-n; with the
+        sign mended it finds the same optimum by trying all O(N n) active sets. For C to infinity the
+        probabilities tend to those of :func:`proportional_inclusion_probs`.
+
+    Reference:
+        Korzhenkov & Louizos (2024), Theorem 3.2 and Algorithm 2.
+
+    Example:
+        >>> collective_inclusion_probs(torch.tensor([3.0, 2.0, 1.0]), num_terms=2, cohort_size=3)
+        tensor([1.0000, 0.8333, 0.1667])
+    """
+    values = _relative(as_magnitudes(singular_values, "singular_values"))
+    check_num_terms(num_terms, len(values))
+    check_cohort_size(cohort_size)
+    if int((values > 0).sum()) <= num_terms or cohort_size - 1 < ONE_CLIENT_TOLERANCE:
+        return _top(values, num_terms).to(singular_values.dtype)
+    return _water_filling(values, num_terms, cohort_size).to(singular_values.dtype)
+
+
+def _water_filling(values: Tensor, num_terms: int, cohort_size: float) -> Tensor:
+    caps = values / cohort_size  # the level at which each term becomes certain
+
+    def probs_at(level: Tensor) -> Tensor:
+        return ((values / level - 1) / (cohort_size - 1)).clamp(0, 1)
+
+    levels = torch.cat([values, caps])
+    levels = levels[levels > 0].sort(descending=True).values
+    piece = bisect.bisect_left(range(len(levels)), float(num_terms), key=lambda k: float(probs_at(levels[k]).sum()))
+    upper = levels[piece - 1]
+    certain = caps >= upper
+    interior = (values >= upper) & ~certain
+    still_to_draw = num_terms - int(certain.sum())
+    level = values[interior].sum() / (still_to_draw * (cohort_size - 1) + int(interior.sum()))
+    return torch.where(certain, 1.0, torch.where(interior, probs_at(level), 0.0))
+
+
+def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tensor:
+    r"""Auxiliary multipliers :math:`\omega_i = C / (1 + (C - 1) \pi_i)`, the best for given probabilities.
+
+    Args:
+        inclusion_probs: Probabilities, shape ``(N,)``.
+        cohort_size: Number of clients C, any real number >= 1.
+
+    Returns:
+        Multipliers in ``[1, C]``, dimensionless, shape ``(N,)``, dtype and device of ``inclusion_probs``. A
+        term that is never drawn gets C, the limit of the formula, which nothing multiplies.
+
+    Raises:
+        ValueError: If ``cohort_size`` is out of range.
+
+    Reference:
+        Korzhenkov & Louizos (2024), Theorem 3.2, Eq. (8).
+
+    Example:
+        >>> collective_multipliers(torch.tensor([1.0, 0.5, 0.0]), cohort_size=3)
+        tensor([1.0000, 1.5000, 3.0000])
+    """
+    check_cohort_size(cohort_size)
+    return cohort_size / (1 + (cohort_size - 1) * inclusion_probs)

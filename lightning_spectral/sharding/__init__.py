@@ -1,0 +1,9 @@
+"""Sharding strategies: how likely each singular term is to be in a client's shard, and its multiplier."""
+
+from lightning_spectral.sharding.base import ShardingStrategy
+from lightning_spectral.sharding.collective import Collective
+from lightning_spectral.sharding.prism import PriSM
+from lightning_spectral.sharding.top_n import TopN
+from lightning_spectral.sharding.unbiased import Unbiased
+
+__all__ = ["Collective", "PriSM", "ShardingStrategy", "TopN", "Unbiased"]

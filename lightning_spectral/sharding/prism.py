@@ -1,0 +1,80 @@
+"""PriSM: terms drawn one by one in proportion to a power of their singular value."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.designs import SuccessiveSampling
+from lightning_spectral.functional.checks import as_magnitudes
+from lightning_spectral.functional.successive_sampling import successive_inclusion_probs
+from lightning_spectral.sharding.base import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class PriSM(ShardingStrategy):
+    """Successive sampling of sizes :math:`s_i^k`, i.e. ``numpy.random.choice(replace=False)``, unscaled.
+
+    Args:
+        exponent: The power k > 0. None follows Korzhenkov & Louizos (2024): 4 for keep ratios up to 0.2, else
+            2.5. PriSM's own experiments use one exponent for all clients.
+
+    Raises:
+        ValueError: If ``exponent`` is not positive and finite.
+
+    Note:
+        The inclusion probabilities are the exact marginals of this draw, so they belong to the strategy's
+        :meth:`own_design`; another design keeps the marginals and changes only which terms come together.
+
+    Reference:
+        Niu et al. (2022).
+
+    Example:
+        >>> s = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64)
+        >>> PriSM(exponent=1)(s, num_terms=2, cohort_size=10)[0]
+        tensor([0.8333, 0.5833, 0.5833], dtype=torch.float64)
+    """
+
+    exponent: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.exponent is not None and not (math.isfinite(self.exponent) and self.exponent > 0):
+            raise ValueError(f"`exponent` must be positive and finite, or None, got {self.exponent}.")
+
+    def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
+        """Exact marginals of the draw; all multipliers are one.
+
+        Args:
+            singular_values: Shape ``(N,)``, any order.
+            num_terms: Number n of terms that a client holds.
+            cohort_size: Ignored.
+
+        Returns:
+            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
+
+        Raises:
+            ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
+        """
+        probs = successive_inclusion_probs(self._log_sizes(singular_values, num_terms), num_terms)
+        return probs, torch.ones_like(probs)
+
+    def own_design(self, singular_values: Tensor, num_terms: int) -> SuccessiveSampling:
+        """Successive sampling with the strategy's own sizes.
+
+        Args:
+            singular_values: Shape ``(N,)``, the same as for the call.
+            num_terms: The same as for the call.
+
+        Returns:
+            The design whose inclusion probabilities the call returns.
+        """
+        return SuccessiveSampling(self._log_sizes(singular_values, num_terms))
+
+    def _log_sizes(self, singular_values: Tensor, num_terms: int) -> Tensor:
+        values = as_magnitudes(singular_values, "singular_values")
+        exponent = self.exponent
+        if exponent is None:
+            # r <= 0.2 is the same as n = ceil(r N) <= ceil(0.2 N), in integers; n / N may exceed 0.2: 13 / 64.
+            exponent = 4.0 if num_terms <= -(-len(values) // 5) else 2.5
+        return exponent * values.log()

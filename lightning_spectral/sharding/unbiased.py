@@ -1,0 +1,46 @@
+"""Unbiased: the estimator of one client is right on average, with the least error."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.inclusion import proportional_inclusion_probs
+from lightning_spectral.sharding.base import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Unbiased(ShardingStrategy):
+    r"""Horvitz-Thompson: :math:`\pi_i = \min(1, c\,s_i)` and multipliers :math:`1 / \pi_i`.
+
+    Each client's sub-model equals the full weight on average, with the least Frobenius error that this
+    allows. Multipliers of small terms can be large; clip the learning rate (``EffectiveLRClip``).
+
+    Note:
+        Terms that are never drawn, those of singular value zero, get multiplier 1, so that all are finite.
+
+    Reference:
+        Korzhenkov & Louizos (2024), Theorem 3.1 and Algorithm 1.
+
+    Example:
+        >>> s = torch.tensor([6.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+        >>> Unbiased()(s, num_terms=2, cohort_size=10)[1]
+        tensor([1., 2., 4., 4.], dtype=torch.float64)
+    """
+
+    def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
+        """Capped proportional probabilities and their inverses.
+
+        Args:
+            singular_values: Shape ``(N,)``, any order.
+            num_terms: Number n of terms that a client holds.
+            cohort_size: Ignored: the estimator of each client is unbiased by itself.
+
+        Returns:
+            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
+
+        Raises:
+            ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
+        """
+        probs = proportional_inclusion_probs(singular_values.double(), num_terms)
+        return probs, torch.where(probs > 0, probs, 1.0).reciprocal()

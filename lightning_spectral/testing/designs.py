@@ -1,0 +1,114 @@
+"""The contract of a sampling design, as a test."""
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.designs.base import Design
+
+
+def _cases() -> dict[str, Tensor]:
+    steep = [0.9, 0.8, 0.6, 0.3, 0.2, 0.1, 0.05, 0.05]
+    mixed = [0.2, 1.0, 0.05, 0.0, 0.8, 0.6, 1.0, 0.9, 0.1, 0.3, 0.05, 0.0]
+    cases = {
+        "uneven": steep,
+        "certain and impossible terms, shuffled": mixed,
+        "one of many": [0.4, 0.3, 0.15, 0.1, 0.05],
+        "all but one": [0.99, 0.9, 0.7, 0.41],
+        "one open place beside a certain term": [1.0, 0.5, 0.5],
+        "nearly certain terms": [1 - 1e-9, 0.5, 0.5, 1e-9, 0.7, 0.3],
+        "certain terms only": [0.0, 1.0, 1.0, 0.0],
+        "all terms": [1.0, 1.0, 1.0],
+        "twenty terms": [0.05 + 0.9 * i / 19 for i in range(20)],
+    }
+    return {name: torch.tensor(probs, dtype=torch.float64) for name, probs in cases.items()}
+
+
+def check_design(design: Design, *, num_samples: int = 4000) -> None:
+    """Check that a design keeps the contract of :class:`~lightning_spectral.designs.Design`.
+
+    Exact size, sorted and distinct terms, certain terms always and impossible ones never, the frequencies of
+    terms within five standard deviations of their inclusion probabilities, independent rows, the same draw
+    from the same generator state and another from another, ``sample`` equal to ``fit`` and ``draw``, and
+    errors for bad input.
+
+    Args:
+        design: The design. It must accept any inclusion probabilities.
+        num_samples: Number of draws of each case; more find smaller deviations.
+
+    Raises:
+        AssertionError: With the rule, the case and the values, at the first broken rule.
+
+    Example:
+        >>> from lightning_spectral.designs import ConditionalPoisson
+        >>> check_design(ConditionalPoisson())
+    """
+    for name, probs in _cases().items():
+        where = f"{design!r} on '{name}'"
+        draws = design.sample(probs, num_samples, torch.Generator().manual_seed(1))
+        check_rows(draws, probs, num_samples, where)
+        check_frequencies(draws, probs, where)
+        _check_independence(draws, probs, where)
+        _check_repeatable(design, probs, draws, where)
+    _check_errors(design)
+
+
+def check_rows(draws: Tensor, probs: Tensor, num_samples: int, where: str) -> None:
+    """Check type, shape, range and order of a draw; ``where`` starts the error message."""
+    shape = (num_samples, round(float(probs.sum())))
+    assert draws.dtype == torch.int64, f"{where}: terms have dtype {draws.dtype}, not int64."
+    assert tuple(draws.shape) == shape, f"{where}: the draw has shape {tuple(draws.shape)}, not {shape}."
+    assert bool(((draws >= 0) & (draws < len(probs))).all()), f"{where}: a term is not in [0, N)."
+    assert bool((draws.diff(dim=1) > 0).all()), f"{where}: the terms of a row are not sorted and distinct."
+
+
+def _indicators(draws: Tensor, num_total: int) -> Tensor:
+    """Who is in which sample, shape (num_samples, N), as float64."""
+    return torch.zeros(len(draws), num_total, dtype=torch.float64).scatter_(1, draws, 1.0)
+
+
+def check_frequencies(draws: Tensor, probs: Tensor, where: str) -> None:
+    """Check the frequency of each term against its probability; ``where`` starts the error message."""
+    frequencies = _indicators(draws, len(probs)).mean(0)
+    sigma = (probs * (1 - probs) / len(draws)).sqrt()
+    # One draw more or less of a term too rare for its frequency to be near normal.
+    bound = torch.where((probs > 0) & (probs < 1), 5 * sigma + 1 / len(draws), 0.0)
+    for term in range(len(probs)):
+        assert abs(frequencies[term] - probs[term]) <= bound[term], (
+            f"{where}: term {term} has frequency {float(frequencies[term]):.5f} in {len(draws)} samples, "
+            f"but inclusion probability {float(probs[term]):.5f}."
+        )
+
+
+def _check_independence(draws: Tensor, probs: Tensor, where: str) -> None:
+    variance = probs * (1 - probs)
+    tested = variance > 1e-3  # a correlation of terms that hardly ever change cannot be measured
+    deviations = (_indicators(draws, len(probs)) - probs)[:, tested] / variance[tested].sqrt()
+    correlations = (deviations[1:] * deviations[:-1]).mean(0)
+    # Under independence each correlation has mean 0 and variance 1 / (number of pairs).
+    bound = 5 / (len(draws) - 1) ** 0.5
+    assert bool((correlations.abs() <= bound).all()), (
+        f"{where}: consecutive samples are correlated by {float(correlations.abs().max()):.3f} > {bound:.3f}."
+    )
+
+
+def _check_repeatable(design: Design, probs: Tensor, draws: Tensor, where: str) -> None:
+    same = design.fit(probs).draw(len(draws), torch.Generator().manual_seed(1))
+    assert torch.equal(draws, same), f"{where}: fit and draw from the same generator state differ from sample."
+    other = design.sample(probs, len(draws), torch.Generator().manual_seed(2))
+    fixed = bool(((probs == 0) | (probs == 1)).all())
+    assert fixed or not torch.equal(draws, other), f"{where}: the draw does not depend on the generator."
+
+
+def _check_errors(design: Design) -> None:
+    for why, probs in {
+        "their sum 1.5 is not whole": [0.5, 0.5, 0.5],
+        "one is above 1": [1.5, 0.5],
+        "one is negative": [-0.5, 0.75, 0.75],
+        "one is NaN": [float("nan"), 1.0],
+        "they have two dimensions": [[0.5, 0.5]],
+    }.items():
+        try:
+            design.fit(torch.tensor(probs, dtype=torch.float64))
+        except ValueError:
+            continue
+        raise AssertionError(f"{design!r}: fit accepted inclusion probabilities although {why}.")

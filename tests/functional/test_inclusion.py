@@ -1,0 +1,304 @@
+"""Inclusion probabilities against the published algorithms, a general optimiser, and the optimality conditions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from lightning_spectral.functional import (
+    collective_inclusion_probs,
+    collective_multipliers,
+    proportional_inclusion_probs,
+    top_inclusion_probs,
+)
+
+COHORTS = [1, 1.5, 2, 4, 10, 1000]
+
+
+def algorithm_1(lam: np.ndarray, n: int) -> np.ndarray:
+    """Korzhenkov & Louizos (2024), Algorithm 1, line by line. Needs descending positive values and 0 < n < N."""
+    best_error, best = math.inf, None
+    for t in range(n):
+        tail = lam[t:].sum()
+        if lam[t] < tail / (n - t):
+            pi = np.ones(len(lam))
+            pi[t:] = (n - t) * lam[t:] / tail
+            error = (lam**2 * (1 / pi - 1)).sum()
+            if error < best_error:
+                best_error, best = error, pi
+    assert best is not None
+    return best
+
+
+def algorithm_2(lam: np.ndarray, n: int, C: float, sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Algorithm 2, line by line; line 30 with the sign mended, or as printed for ``sign=-1``."""
+    N = len(lam)
+    best_pi = (np.arange(N) < n).astype(float)
+    best_w = best_pi.copy()
+    best_error = -(lam[:n] ** 2).sum()
+    for t in range(n):
+        error_t = -(lam[:t] ** 2).sum()
+        for u in range(1, N - t + 1):
+            active = lam[t : t + u]
+            root = math.sqrt(C) * active.sum() / ((n - t) * (C - 1) + u)
+            previous = lam[t - 1] if t else math.inf  # lambda_0 is not defined in the paper: no constraint
+            below = lam[t] / math.sqrt(C) < root <= previous / math.sqrt(C)
+            if below and root < lam[t + u - 1] * math.sqrt(C):
+                pi, w = np.zeros(N), np.zeros(N)
+                pi[:t] = w[:t] = 1
+                pi[t : t + u] = (active * math.sqrt(C) / root - 1) / (C - 1)
+                w[t : t + u] = math.sqrt(C) * root / active
+                error = sign * (error_t - C / (C - 1) * (active * (active - root / math.sqrt(C))).sum())
+                if error < best_error:
+                    best_error, best_pi, best_w = error, pi, w
+    return best_pi, best_w
+
+
+def unbiased_error(pi: np.ndarray, lam: np.ndarray) -> float:
+    return float((lam**2 * (1 / pi - 1)).sum())
+
+
+def collective_error(pi: np.ndarray, lam: np.ndarray, C: float) -> float:
+    return float((lam**2 * (1 - pi) / (1 + (C - 1) * pi)).sum())
+
+
+def random_spectra(count: int, seed: int, max_terms: int = 14):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        N = int(rng.integers(2, max_terms))
+        lam = rng.choice([rng.random(N) + 0.01, 1 / np.arange(1, N + 1) ** rng.uniform(0.3, 3), np.exp(-np.arange(N))])
+        yield np.sort(lam)[::-1].copy(), int(rng.integers(1, N)), float(rng.choice([1.5, 2, 3, 10, 100]))
+
+
+def optimum(error, N: int, n: int) -> float:
+    """Least error that a general-purpose optimiser finds under sum pi = n and 0 <= pi <= 1."""
+    result = minimize(
+        error,
+        np.full(N, n / N),
+        method="SLSQP",
+        bounds=[(1e-9, 1)] * N,
+        constraints={"type": "eq", "fun": lambda pi: pi.sum() - n},
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    return float(result.fun)
+
+
+spectra = st.lists(
+    st.one_of(
+        st.just(0.0),
+        st.sampled_from([1.0, 2.0, 3.0]),  # ties
+        st.floats(-15, 0).map(lambda e: 10.0**e),  # fifteen decades
+        st.floats(0.1, 10),
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+@st.composite
+def problems(draw):
+    lam = torch.tensor(draw(spectra), dtype=torch.float64)
+    return lam, draw(st.integers(1, len(lam))), draw(st.sampled_from([1.5, 2.0, 3.7, 10.0, 1e3, 1e6]))
+
+
+def test_proportional_equals_algorithm_1_of_the_paper():
+    for lam, n, _ in random_spectra(300, seed=0):
+        expected = algorithm_1(lam, n)
+        np.testing.assert_allclose(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), expected, atol=4e-15)
+
+
+def test_collective_equals_algorithm_2_of_the_paper_with_the_sign_mended():
+    differs_from_top_n = 0
+    for lam, n, C in random_spectra(300, seed=1):
+        pi = collective_inclusion_probs(torch.tensor(lam), n, C)
+        expected, multipliers = algorithm_2(lam, n, C)
+        # Rounding grows like 1 / (C - 1) in both: 2 for the smallest C here.
+        np.testing.assert_allclose(pi.numpy(), expected, atol=2e-14)
+        drawn = expected > 1e-12
+        np.testing.assert_allclose(collective_multipliers(pi, C).numpy()[drawn], multipliers[drawn], rtol=1e-12)
+        differs_from_top_n += not np.array_equal(expected, np.arange(len(lam)) < n)
+    assert differs_from_top_n > 100
+
+
+def test_algorithm_2_as_printed_always_returns_top_n():
+    for lam, n, C in random_spectra(100, seed=2):
+        assert np.array_equal(algorithm_2(lam, n, C, sign=-1)[0], np.arange(len(lam)) < n)
+
+
+def test_no_optimiser_beats_the_unbiased_design():
+    for lam, n, _ in random_spectra(40, seed=3, max_terms=9):
+        ours = unbiased_error(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), lam)
+        best = optimum(lambda pi, lam=lam: unbiased_error(pi, lam), len(lam), n)
+        scale = (lam**2).sum()
+        assert ours <= best + 1e-9 * scale
+        assert best <= ours + 1e-5 * scale  # and the optimiser did look
+
+
+def test_no_optimiser_beats_the_collective_design():
+    for lam, n, C in random_spectra(40, seed=4, max_terms=9):
+        ours = collective_error(collective_inclusion_probs(torch.tensor(lam), n, C).numpy(), lam, C)
+        best = optimum(lambda pi, lam=lam, C=C: collective_error(pi, lam, C), len(lam), n)
+        scale = (lam**2).sum()
+        assert ours <= best + 1e-9 * scale
+        assert best <= ours + 1e-5 * scale
+
+
+def test_no_other_multipliers_beat_the_collective_ones():
+    """Eq. (22): the error as a function of the multipliers, term by term, against a fine grid."""
+    C, grid = 4.0, np.linspace(0, 8, 2001)
+    for pi in (0.05, 0.3, 0.9, 1.0):
+        error = 1 + grid * pi * (-2 + grid / C + grid * pi * (C - 1) / C)
+        best = collective_multipliers(torch.tensor([pi], dtype=torch.float64), C).item()
+        assert abs(grid[error.argmin()] - best) <= grid[1]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(problems())
+def test_proportional_satisfies_its_definition(problem):
+    lam, n, _ = problem
+    pi = proportional_inclusion_probs(lam, n)
+    assert pi.sum().item() == pytest.approx(n, rel=1e-12)
+    assert ((pi >= 0) & (pi <= 1)).all()
+    order = lam.argsort(stable=True)
+    if (lam > 0).sum() > n:
+        assert (pi[order].diff() >= 0).all()  # larger terms are never less likely
+        ratio = pi[lam > 0] / lam[lam > 0]
+        # pi = min(1, c s): one slope below the cap, no larger slope at it.
+        below = pi[lam > 0] < 1
+        slope = ratio[below].max()
+        assert ratio[below].min().item() == pytest.approx(slope.item(), rel=1e-12)
+        assert (ratio[~below] <= slope * (1 + 1e-12)).all()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(problems())
+def test_collective_satisfies_the_optimality_conditions(problem):
+    lam, n, C = problem
+    pi = collective_inclusion_probs(lam, n, C)
+    assert pi.sum().item() == pytest.approx(n, rel=1e-12)
+    assert ((pi >= 0) & (pi <= 1)).all()
+    if (lam > 0).sum() > n:
+        assert (pi[lam.argsort(stable=True)].diff() >= 0).all()
+        # Marginal gains lam^2 C / (1 + (C - 1) pi)^2: equal inside, larger at one, smaller at zero.
+        # In units of the level, lam / (1 + (C - 1) pi), where equality can be tested relatively.
+        gain = lam / (1 + (C - 1) * pi)
+        low = gain[pi < 1].max()
+        high = gain[pi > 0].min()
+        # pi near one carries a rounding error of 1e-16, relative to the level.
+        assert low <= high * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("C", COHORTS)
+@pytest.mark.parametrize("n", range(1, 8))
+def test_collective_is_top_n_across_a_spectral_gap_of_ratio_c(n, C):
+    lam = 2.0 ** -torch.arange(8, dtype=torch.float64)
+    lam[n:] = lam[n:] / (2 * C)  # s_n >= C s_(n+1)
+    assert torch.equal(collective_inclusion_probs(lam, n, C), top_inclusion_probs(lam, n))
+    assert torch.equal(collective_inclusion_probs(lam.flip(0), n, C), top_inclusion_probs(lam.flip(0), n))
+
+
+def test_collective_is_not_top_n_below_that_gap():
+    lam = torch.tensor([1.0, 1 / 2.9], dtype=torch.float64)
+    assert 0 < collective_inclusion_probs(lam, 1, 3.0)[1] < 1
+
+
+def test_collective_tends_to_the_unbiased_design_for_many_clients():
+    lam = 1 / torch.arange(1, 65, dtype=torch.float64)
+    limit = proportional_inclusion_probs(lam, 7)
+    worst = [float((collective_inclusion_probs(lam, 7, C) - limit).abs().max()) for C in (1e2, 1e4, 1e6, 1e9)]
+    # pi_C - pi = (u s / tail - 1) / (C - 1) exactly, on a common active set: below 8 / C here.
+    assert all(error <= 8 / C for error, C in zip(worst, (1e2, 1e4, 1e6, 1e9), strict=True))
+
+
+def test_collective_error_is_at_most_the_unbiased_error_divided_by_the_cohort():
+    for lam, n, C in random_spectra(100, seed=5):
+        collective = collective_error(collective_inclusion_probs(torch.tensor(lam), n, C).numpy(), lam, C)
+        unbiased = unbiased_error(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), lam)
+        assert collective <= unbiased / C * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("C", [1, 1 + 1e-9])
+def test_one_client_is_best_served_by_the_top_terms(C):
+    lam = torch.tensor([2.0, 3.0, 3.0, 3.0], dtype=torch.float64)
+    assert collective_inclusion_probs(lam, 2, C).tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("C", [1 + 1e-5, 1.001, 1e12, 1e100])
+def test_extreme_cohorts_keep_the_sum(C):
+    lam = torch.tensor([1.0, 1.0, 1.0, 0.999999, 0.5, 1e-9], dtype=torch.float64)
+    # The rounding error of a probability is that of s / level divided by C - 1.
+    assert collective_inclusion_probs(lam, 2, C).sum().item() == pytest.approx(2, abs=1e-14 * C / (C - 1))
+
+
+SOLVERS = [
+    top_inclusion_probs,
+    proportional_inclusion_probs,
+    lambda lam, n: collective_inclusion_probs(lam, n, 4),
+]
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_zero_terms_only_fill_up_in_the_order_given(solve):
+    lam = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    assert solve(lam, 2).tolist() == [0, 1, 0, 1, 0]
+    assert solve(lam, 3).tolist() == [1, 1, 0, 1, 0]
+    assert solve(lam, 4).tolist() == [1, 1, 1, 1, 0]
+    assert solve(lam, 1)[[0, 2, 4]].tolist() == [0, 0, 0]
+    assert solve(torch.zeros(3), 2).tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_all_terms_are_certain_when_all_are_drawn(solve):
+    assert solve(torch.tensor([1e-15, 3.0, 0.0, 3.0]), 4).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_answer_has_the_type_of_the_input(solve, dtype):
+    assert solve(torch.tensor([3.0, 1.0, 1.0], dtype=dtype), 2).dtype == dtype
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
+def test_the_unit_of_the_values_does_not_matter(solve, scale):
+    lam = torch.tensor([3.0, 2.0, 0.1, 1e-3, 1e-7], dtype=torch.float64)
+    torch.testing.assert_close(solve(scale * lam, 2), solve(lam, 2), rtol=1e-12, atol=0)
+
+
+def test_steep_spectra_keep_their_sum_where_prefix_sums_lose_it():
+    lam = torch.cat([torch.ones(3), torch.full((50,), 1e-17)]).double()
+    for solve in SOLVERS[1:]:
+        assert solve(lam, 5).sum().item() == pytest.approx(5, rel=1e-12)
+    # The negative control: the tail as a difference of prefix sums is zero.
+    assert lam.sum() - lam[:3].sum() == 0
+
+
+@pytest.mark.parametrize("solve", SOLVERS)
+@pytest.mark.parametrize(
+    ("lam", "n", "message"),
+    [
+        ([1.0, 2.0], 0, r"`num_terms` must be in \[1, N=2\], got 0"),
+        ([1.0, 2.0], 3, r"`num_terms` must be in \[1, N=2\], got 3"),
+        ([1.0, -2.0], 1, "got -2.0 at index 1"),
+        ([math.nan, 2.0], 1, "got nan at index 0"),
+        ([1.0, math.inf], 1, "got inf at index 1"),
+        ([[1.0, 2.0]], 1, r"shape \(N,\).*got shape \(1, 2\)"),
+        ([], 1, r"got shape \(0,\)"),
+        ([1, 2], 1, "floating-point tensor, got torch.int64"),
+    ],
+)
+def test_bad_input_is_named(solve, lam, n, message):
+    with pytest.raises(ValueError, match=message):
+        solve(torch.tensor(lam), n)
+
+
+@pytest.mark.parametrize("C", [0, 0.5, -1, math.nan, math.inf])
+def test_bad_cohorts_are_named(C):
+    with pytest.raises(ValueError, match=f"`cohort_size` must be a finite number >= 1, got {C}"):
+        collective_inclusion_probs(torch.ones(3), 1, C)
+    with pytest.raises(ValueError, match=f"got {C}"):
+        collective_multipliers(torch.ones(3), C)

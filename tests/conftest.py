@@ -1,0 +1,89 @@
+"""A tiny federation that the tests share."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+
+class LitMLP(pl.LightningModule):
+    """A user's module as it might come: metrics, dropout, momentum, a schedule."""
+
+    def __init__(self, lr: float = 0.1, momentum: float = 0.9, dropout: float = 0.1, width: int = 12) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.Dropout(dropout), nn.ReLU(), nn.Linear(width, 3)
+        )
+        self.train_acc = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+        self.val_acc = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.train_acc(logits, y)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log_dict({"train_acc": self.train_acc})
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.val_acc(logits, y)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y))
+        self.log("val_acc", self.val_acc, prog_bar=True)
+
+    def test_step(self, batch: Any) -> None:
+        x, y = batch
+        self.log("test_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=self.hparams.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)]
+
+
+@pytest.fixture
+def lit_mlp() -> type[LitMLP]:
+    return LitMLP
+
+
+@pytest.fixture
+def lit() -> LitMLP:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LitMLP()
+
+
+@pytest.fixture
+def toy() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 6, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+
+
+@pytest.fixture
+def data(toy: TensorDataset) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), val=toy, test=toy, batch_size=4)
+
+
+@pytest.fixture
+def quiet(tmp_path: Any) -> dict[str, Any]:
+    """Trainer options that write nothing and say nothing."""
+    return {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }

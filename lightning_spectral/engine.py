@@ -73,6 +73,11 @@ class Engine:
         self._outcomes: list[ClientOutcome] = []
         self._round: Any = None
 
+    @property
+    def round_is_open(self) -> bool:
+        """Whether clients have been, or are being, trained whose updates the server's weights do not have yet."""
+        return self._round is not None
+
     def open_round(self, client_ids: Sequence[int]) -> None:
         """Look at the server's weights once and prepare for this cohort."""
         self._seconds = dict.fromkeys(STAGES, 0.0)
@@ -163,6 +168,7 @@ class Engine:
             self._recorder.start_client(sub_model.module)
             first_backward(sub_model.module, task.data, self.placement)
         untrained = self.algorithm.untrained_layers(sub_model.module)
+        self._round = None
         self._sub_models.clear()  # a user's module may count its calls: clients start from a fresh copy
         if untrained:
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.callbacks.round_callback import RoundCallback
+from lightning_spectral.checkpointing import check_checkpoint, rewind_open_round
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine, SubModel
 from lightning_spectral.federated.local import Placement
@@ -25,7 +26,7 @@ from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.local_schedule import Schedule, read_optimizer
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.server_hooks import ServerHooks
-from lightning_spectral.setup_checks import check_checkpoint, check_module, check_trainer
+from lightning_spectral.setup_checks import check_module, check_trainer
 from lightning_spectral.user_hooks import check_user_module
 
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -260,9 +261,11 @@ class FederatedModule(ServerHooks):
                 schedule.step_on(self.trainer.callback_metrics, self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The user's hook; note the configuration."""
+        """The user's hook; note the configuration, and leave out a round that is not finished."""
         self.module.on_save_checkpoint(checkpoint)
         checkpoint["federation"] = self._full_configuration()
+        if self._engine is not None and self._engine.round_is_open:
+            rewind_open_round(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The user's hook; a run can only be resumed as what it was.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,27 +45,3 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise ValueError('precision="16-mixed" scales gradients, which local steps do not; use "bf16-mixed".')
     if datamodule.val is not None and not is_overridden(module, "validation_step"):
         raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
-
-
-def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
-    """Refuse to resume a run as another one.
-
-    Raises:
-        ValueError: If the checkpoint was not written by a federated run, or names another configuration.
-    """
-    saved = checkpoint.get("federation")
-    if saved is None:
-        raise ValueError(
-            "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
-            "module first: module.load_state_dict(torch.load(path)['state_dict'])."
-        )
-    changed = [
-        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
-        for name, value in configuration.items()
-        if saved.get(name) != value
-    ]
-    if changed:
-        raise ValueError(
-            "The checkpoint is of another configuration, so resuming it would be neither run; "
-            "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
-        )

@@ -186,4 +186,3 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def diagnostics(self, round_state: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""
         return round_state.diagnostics()
-

@@ -48,21 +48,23 @@ class BatchSource:
         )
 
 
-@dataclass(frozen=True, eq=False)
 class ClientData:
     """The training data of one client in one round.
 
-    Attributes:
+    A plain class, because Lightning converts the tensors of dataclasses that travel as batches.
+
+    Args:
         source: Where examples come from.
         indices: The client's examples, shape ``(num_examples,)``.
         batch_size: Examples per local step; the last batch of an epoch may be smaller.
         key: ``(seed, round_idx, client_id)``: all that the order depends on.
     """
 
-    source: BatchSource
-    indices: Tensor
-    batch_size: int
-    key: tuple[int, int, int]
+    def __init__(self, source: BatchSource, indices: Tensor, batch_size: int, key: tuple[int, int, int]) -> None:
+        self.source = source
+        self.indices = indices
+        self.batch_size = batch_size
+        self.key = key
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
         """One shuffled pass over the client's examples: pairs of (batch, number of examples in it)."""

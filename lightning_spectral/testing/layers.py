@@ -46,7 +46,8 @@ def _check_full(sharded: nn.Module, dense: nn.Module, x: Tensor) -> None:
         ("output", "input gradient", "bias gradient"), _run(sharded, x), _run(dense, x), strict=True
     ):
         if theirs is not None:
-            assert ours is not None and torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10), f"{name} differs"
+            assert ours is not None, f"{name} is missing"
+            assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10), f"{name} differs"
 
 
 def _run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -32,9 +32,8 @@ def check_strategy(strategy: ShardingStrategy, *, num_samples: int = 4000) -> No
 
     Tries spectra with slow and steep decay, ties, gaps, zeros and rank deficiency, several sample sizes and
     cohorts: shapes and types, the range and sum of the probabilities, finite positive multipliers, that order
-        and unit of the
-    singular values do not matter, that all is one for n = N, and that the strategy's own design draws with
-    these probabilities.
+    and unit of the singular values do not matter, that all is one for n = N, and that the strategy's own design
+    draws with these probabilities.
 
     Args:
         strategy: The strategy.

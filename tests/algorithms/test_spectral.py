@@ -1,0 +1,204 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_spectral as ls
+from lightning_spectral.federated.records import Download
+from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
+from lightning_spectral.nn.replace import sharded_layers
+
+STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()]
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(2, 6, 3), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 10), nn.Linear(10, 3)
+        )
+
+
+def draw(
+    algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], round_idx: int = 0
+) -> tuple[object, list[Download]]:
+    sizes = {ratio: ratios.count(ratio) for ratio in ratios}
+    state = algorithm.refresh(server, sizes)
+    return state, [algorithm.sample(state, ratio, (0, round_idx, c)) for c, ratio in enumerate(ratios)]
+
+
+def train(client: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in client.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def run_round(
+    algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], trained: bool = True
+) -> list[tuple[Download, dict[str, torch.Tensor]]]:
+    state, downloads = draw(algorithm, server, ratios)
+    seen = []
+    for c, download in enumerate(downloads):
+        client = algorithm.build(server, download.keep_ratio)
+        algorithm.load(client, download)
+        if trained:
+            train(client, seed=c)
+        upload = algorithm.collect(state, client, num_examples=c + 1)
+        algorithm.add(state, download, upload)
+        seen.append((download, {name: t.clone() for name, t in upload.tensors.items()}))
+    algorithm.apply(server, state)
+    torch.optim.SGD(server.parameters(), lr=1.0).step()
+    return seen
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_without_training_the_weights_do_not_change_by_one_bit(strategy: ls.ShardingStrategy) -> None:
+    server = net()
+    before = copy.deepcopy(server.state_dict())
+    run_round(ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}), server, [0.3, 0.6, 0.3], trained=False)
+    assert all(torch.equal(before[name], value) for name, value in server.state_dict().items())
+
+
+def test_aggregated_weight_is_the_slow_sum_over_terms_and_clients() -> None:
+    server = net()
+    before = copy.deepcopy(server)
+    seen = run_round(ls.SpectralSharding(ls.Unbiased()), server, [0.3, 0.6, 0.3, 0.3])
+    for name in ("1", "4"):
+        weight = before.get_submodule(name).weight
+        u, v = absorb(factorize(weight), torch.float32)
+        slow = torch.zeros(weight.flatten(1).shape).double()
+        for i in range(u.shape[1]):
+            total, new_u, new_v = 0, torch.zeros(len(u)).double(), torch.zeros(v.shape[1]).double()
+            for c, (download, tensors) in enumerate(seen):
+                terms = download.terms[name].tolist()
+                if i in terms:
+                    total += c + 1
+                    new_u += (c + 1) * tensors[f"{name}.u"][:, terms.index(i)].double()
+                    new_v += (c + 1) * tensors[f"{name}.v"][terms.index(i)].double()
+            slow += torch.outer(new_u / total, new_v / total) if total else torch.outer(u[:, i], v[i]).double()
+        actual = server.get_submodule(name).weight.detach().double().flatten(1)
+        # float32 weights: rounding of W = U V^T itself, a few ulp of the largest singular value
+        torch.testing.assert_close(actual, slow, rtol=0, atol=8 * 2**-24 * float(u.norm() * v.norm()))
+    dense = sum((c + 1) * tensors["0.weight"].double() for c, (_, tensors) in enumerate(seen)) / 10
+    torch.testing.assert_close(server[0].weight.double(), dense, rtol=1e-6, atol=1e-7)
+    variance = sum((c + 1) * tensors["2.running_var"].double() for c, (_, tensors) in enumerate(seen)) / 10
+    torch.testing.assert_close(server[2].running_var.double(), variance, rtol=1e-6, atol=1e-7)
+
+
+def test_shards_of_all_terms_sum_to_the_weight() -> None:
+    server = net()
+    _, (download,) = draw(ls.SpectralSharding(ls.Collective()), server, [1.0])
+    client = ls.SpectralSharding().build(server, 1.0)
+    ls.SpectralSharding().load(client, download)
+    for name, layer in sharded_layers(client).items():
+        torch.testing.assert_close(layer.weight, server.get_submodule(name).weight, rtol=1e-5, atol=1e-6)
+
+
+def test_unbiased_shard_averages_to_the_weight() -> None:
+    torch.manual_seed(0)
+    algorithm, server = ls.SpectralSharding(ls.Unbiased()), net()
+    state = algorithm.refresh(server, {0.3: 10})
+    count = 4000
+    total = torch.zeros(8, 54).double()
+    for c in range(count):
+        download = algorithm.sample(state, 0.3, (0, 0, c))
+        total += ((download.tensors["1.u"] * download.tensors["1.omega"]) @ download.tensors["1.v"]).double()
+    U, s, Vh = factorize(server[1].weight)
+    pi = state.layers["1"].groups[0.3].inclusion_probs
+    # coefficient of term i is s_i z_i / pi_i: mean s_i, variance s_i^2 (1 / pi_i - 1)
+    coefficients = torch.diagonal(U.T @ (total / count) @ Vh.T)
+    sigma = s * (1 / pi - 1).clamp(min=0).sqrt()
+    assert torch.all((coefficients - s).abs() <= 5 * sigma / math.sqrt(count) + 1e-6 * s)
+    without_multipliers = s * pi  # negative control: what would come out if omega were forgotten
+    assert not torch.all((without_multipliers - s).abs() <= 5 * sigma / math.sqrt(count) + 1e-6 * s)
+
+
+def test_each_group_is_planned_for_its_own_size() -> None:
+    server = net()
+    state, _ = draw(ls.SpectralSharding(ls.Collective()), server, [0.3, 0.3, 0.3, 0.6])
+    s = factorize(server[4].weight).s
+    for ratio, size in {0.3: 3, 0.6: 1}.items():
+        plan = state.layers["4"].groups[ratio]
+        pi, omega = ls.Collective()(s, num_terms_for(10, ratio), size)
+        assert torch.equal(plan.inclusion_probs, pi)
+        assert torch.equal(plan.multipliers, omega)
+
+
+def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
+    algorithm, server = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.3), net()
+    state = algorithm.refresh(server, {0.3: 5})
+    forward = [algorithm.sample(state, 0.3, (0, 1, c)).terms for c in range(5)]
+    backward = [algorithm.sample(state, 0.3, (0, 1, c)).terms for c in reversed(range(5))][::-1]
+    for one, two in zip(forward, backward, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    distinct = {
+        tuple(algorithm.sample(state, 0.3, key).terms["4"].tolist())
+        for key in [(s, r, 0) for s in (0, 1) for r in range(8)]
+    }
+    assert len(distinct) > 3
+
+
+def test_a_sub_model_shares_nothing_with_the_server() -> None:
+    server = net()
+    client = ls.SpectralSharding().build(server, 0.3)
+    theirs = {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
+    assert theirs.isdisjoint(tensor.data_ptr() for tensor in client.state_dict().values())
+    assert sharded_layers(client)["4"].num_terms == 3
+
+
+def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() -> None:
+    algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.01, clip_tau=math.inf), net()
+    template = torch.optim.SGD(server.parameters(), lr=1.0, weight_decay=0.05)
+    with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
+        algorithm.check_optimizer(template)
+    _, (download,) = draw(algorithm, server, [0.5])
+    client = algorithm.build(server, 0.5)
+    algorithm.load(client, download)
+    local = algorithm.local_optimizer(template, server, client)
+    local.start_client()
+    weights = {name: layer.weight.detach().clone() for name, layer in sharded_layers(client).items()}
+    oracle = copy.deepcopy(client)
+    penalty = sum(0.03 * layer.weight.square().sum() for layer in sharded_layers(oracle).values())
+    penalty.backward()
+    for parameter in client.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    local.optimizer.step()
+    for name, layer in sharded_layers(client).items():
+        expected = sharded_layers(oracle)[name]
+        torch.testing.assert_close(layer.u, expected.u - expected.u.grad)
+        torch.testing.assert_close(layer.v, expected.v - expected.v.grad)
+        assert layer.weight.detach().norm() < weights[name].norm()
+    torch.testing.assert_close(client[0].weight, 0.95 * server[0].weight)
+
+
+def test_clipping_acts_through_the_local_optimizer() -> None:
+    algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0), net()
+    template = torch.optim.SGD(server.parameters(), lr=1.0)
+    client = algorithm.build(server, 0.5)
+    layer = sharded_layers(client)["4"]
+    layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
+    layer.u.grad = torch.ones_like(layer.u)
+    algorithm.local_optimizer(template, server, client).optimizer.step()
+    assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
+
+
+def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
+    server = net()
+    with torch.no_grad():
+        server[4].weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"Layer '4' cannot be factorised.*must be finite"):
+        ls.SpectralSharding().refresh(server, {0.2: 1})
+
+
+def test_bytes_are_those_of_the_tensors_that_travel() -> None:
+    algorithm, server = ls.SpectralSharding(keep_ratio=0.5), net()
+    state, (download,) = draw(algorithm, server, [0.5])
+    client = algorithm.build(server, 0.5)
+    dense = 6 * 2 * 9 + 6 + 8 + 4 * 8 + 10 + 3 * 10 + 3
+    factors = 4 * (8 + 54) + 5 * (10 + 32)
+    assert download.num_bytes == 4 * (dense + factors + 4 + 5) + 8  # omega; num_batches_tracked is int64
+    upload = algorithm.collect(state, client, 1)
+    assert upload.num_bytes == 4 * (dense + factors)

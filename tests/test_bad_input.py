@@ -1,0 +1,246 @@
+"""What cannot work is refused early, with the rule, the value and the remedy."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import lightning_spectral as ls
+
+
+def fit(module: Any, data: Any, quiet: dict[str, Any], max_epochs: int = 1, **options: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {"clients_per_round": 4, **options}
+    trainer = pl.Trainer(max_epochs=max_epochs, **quiet)
+    trainer.fit(ls.FederatedModule(module, **settings), data)
+    return trainer
+
+
+class TestConstructor:
+    def test_a_module_that_is_no_lightning_module(self) -> None:
+        with pytest.raises(TypeError, match=r"must be a lightning\.pytorch\.LightningModule, got Linear: wrap it"):
+            ls.FederatedModule(nn.Linear(2, 2), clients_per_round=1)  # type: ignore[arg-type]
+
+    def test_a_module_of_the_other_lightning_package(self) -> None:
+        kind = type("LitOther", (nn.Module,), {"__module__": "pytorch_lightning.core"})
+        with pytest.raises(TypeError, match=r"derives from `pytorch_lightning`.*change the import"):
+            ls.FederatedModule(kind(), clients_per_round=1)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"clients_per_round": 0}, "`clients_per_round` must be at least 1, got 0"),
+            ({"local_epochs": -1}, "`local_epochs` must be at least 0, got -1"),
+        ],
+    )
+    def test_counts_out_of_range(self, options: dict[str, Any], message: str, lit: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            ls.FederatedModule(lit, **{"clients_per_round": 2, **options})
+
+    def test_a_module_with_no_layer_to_shard(self) -> None:
+        class LitTiny(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+            def training_step(self, batch: Any) -> None: ...
+
+        with pytest.raises(ValueError, match="No layer of this module can be sharded"):
+            ls.FederatedModule(LitTiny(), algorithm=ls.SpectralSharding(), clients_per_round=1)
+
+    @pytest.mark.parametrize(
+        "hook",
+        ["optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step", "train_dataloader"],
+    )
+    def test_a_hook_that_cannot_be_honoured(self, hook: str, lit_mlp: Any) -> None:
+        kind = type("LitHooked", (lit_mlp,), {hook: lambda self, *args: None})
+        with pytest.raises(ValueError, match=f"LitHooked cannot be trained federatedly as it is:\n  - `{hook}`: "):
+            ls.FederatedModule(kind(), clients_per_round=1)
+
+    def test_all_problems_in_one_report(self, lit_mlp: Any) -> None:
+        kind = type("LitHooked", (lit_mlp,), {"backward": None, "optimizer_step": None})
+        module = kind()
+        module.automatic_optimization = False
+        with pytest.raises(ValueError, match=r"(?s)`optimizer_step`.*`backward`.*manual optimisation"):
+            ls.FederatedModule(module, clients_per_round=1)
+
+    def test_sizes_of_batches(self, toy: Any) -> None:
+        with pytest.raises(ValueError, match="`batch_size` must be at least 1, got 0"):
+            ls.FederatedDataModule(toy, ls.IIDPartitioner(2), batch_size=0)
+
+
+class TestSetup:
+    def test_more_clients_per_round_than_clients(self, lit: Any, data: Any, quiet: Any) -> None:
+        with pytest.raises(ValueError, match=r"`clients_per_round` must be at most num_clients=12, got 13"):
+            fit(lit, data, quiet, clients_per_round=13)
+
+    def test_more_clients_than_examples(self, lit: Any, toy: Any, quiet: Any) -> None:
+        with pytest.raises(ValueError, match=r"num_clients=500.*got 120 examples"):
+            fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(500)), quiet)
+
+    def test_clients_without_examples(self, lit: Any, toy: Any, quiet: Any) -> None:
+        class Lazy(ls.Partitioner):
+            num_clients = 3
+
+            def split(self, num_examples: int, labels: Any, generator: Any) -> Any:
+                from lightning_spectral.partition import Partition
+
+                return Partition.from_lists([[0, 1], [], [2]])
+
+        with pytest.raises(ValueError, match=r"1 of 3 clients have no examples \(clients 1\); use fewer"):
+            fit(lit, ls.FederatedDataModule(toy, Lazy()), quiet, clients_per_round=1)
+
+    def test_data_without_a_length(self, lit: Any, quiet: Any) -> None:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                yield torch.zeros(1)
+
+        with pytest.raises(ValueError, match="Stream has no length"):
+            fit(lit, ls.FederatedDataModule(Stream(), ls.IIDPartitioner(2)), quiet, clients_per_round=1)
+
+    def test_data_that_is_not_federated(self, lit: Any, toy: Any, quiet: Any) -> None:
+        trainer = pl.Trainer(max_epochs=1, **quiet)
+        loader = torch.utils.data.DataLoader(toy, num_workers=0)
+        with pytest.raises(TypeError, match="FederatedModule needs clients"):
+            trainer.fit(ls.FederatedModule(lit, clients_per_round=1), loader, loader)
+
+    def test_federated_data_for_an_ordinary_module(self, lit: Any, data: Any, quiet: Any) -> None:
+        with pytest.raises(TypeError, match="feeds clients, not batches, and LitMLP trains on batches; wrap it"):
+            pl.Trainer(max_epochs=1, **quiet).fit(lit, data)
+
+    def test_several_optimizers(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        class LitTwo(lit_mlp):  # type: ignore[misc]
+            def configure_optimizers(self) -> Any:
+                return [torch.optim.SGD(self.net[0].parameters()), torch.optim.SGD(self.net[2].parameters())]
+
+        with pytest.raises(ValueError, match=r"LitTwo.configure_optimizers must return one torch optimizer, got 2"):
+            fit(LitTwo(), data, quiet)
+
+    def test_an_optimizer_with_a_closure(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        class LitClosure(lit_mlp):  # type: ignore[misc]
+            def configure_optimizers(self) -> Any:
+                return torch.optim.LBFGS(self.parameters())
+
+        with pytest.raises(ValueError, match="LBFGS needs a closure"):
+            fit(LitClosure(), data, quiet)
+
+    def test_validation_data_without_a_validation_step(self, toy: Any, quiet: Any) -> None:
+        class LitBlind(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Linear(6, 3)
+
+            def training_step(self, batch: Any) -> Any:
+                return self.net(batch[0]).mean()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy)
+        with pytest.raises(ValueError, match="LitBlind has no `validation_step`"):
+            fit(LitBlind(), data, quiet)
+        data.val = None
+        fit(LitBlind(), data, quiet)
+
+    def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        class LitUnused(lit_mlp):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.forgotten = nn.Linear(5, 5)
+                self.last = nn.Linear(5, 5)
+
+        sharding = ls.SpectralSharding()
+        with pytest.raises(ValueError, match=r"forward pass of `training_step`: forgotten\. Keep them dense"):
+            fit(LitUnused(), data, quiet, algorithm=sharding)
+        fit(LitUnused(), data, quiet, algorithm=ls.SpectralSharding(exclude=["forgotten"]))
+
+    def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, quiet: Any) -> None:
+        with pytest.raises(ValueError, match="lists 2 ratios for 12 clients"):
+            fit(lit, data, quiet, algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5]))
+
+    def test_a_checkpoint_of_an_ordinary_run(
+        self, lit_mlp: Any, toy: Any, data: Any, quiet: Any, tmp_path: Any
+    ) -> None:
+        trainer = pl.Trainer(max_epochs=1, log_every_n_steps=1, **quiet)
+        loader = torch.utils.data.DataLoader(toy, batch_size=60)
+        trainer.fit(lit_mlp(), loader, loader)
+        trainer.save_checkpoint(tmp_path / "plain.ckpt")
+        with pytest.raises(ValueError, match="was not written by a FederatedModule"):
+            pl.Trainer(max_epochs=2, **quiet).fit(
+                ls.FederatedModule(lit_mlp(), clients_per_round=2), data, ckpt_path=str(tmp_path / "plain.ckpt")
+            )
+
+
+class LitPoisoned(pl.LightningModule):
+    """Its loss is NaN wherever the first feature of a batch is NaN; it fails where it is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any) -> Any:
+        if bool(torch.isinf(batch[0]).any()):
+            raise RuntimeError("the sensor is broken")
+        loss = self.net(batch[0]).square().mean()
+        self.log("seen", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def poisoned_data(values: list[float]) -> ls.FederatedDataModule:
+    """One client of four examples per value; the value is all it sees."""
+    x = torch.tensor(values).repeat_interleave(4)[:, None].expand(-1, 2).contiguous()
+    return ls.FederatedDataModule(
+        TensorDataset(x), ls.NaturalPartitioner([i // 4 for i in range(len(x))]), batch_size=2
+    )
+
+
+class TestClients:
+    @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=repr)
+    def test_an_update_that_is_not_finite_is_left_out_said_and_counted(self, algorithm: Any, quiet: Any) -> None:
+        def run(values: list[float], cohort: int) -> tuple[torch.Tensor, dict[str, float]]:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                module = LitPoisoned()
+            history = ls.RoundHistory()
+            trainer = pl.Trainer(max_epochs=1, callbacks=[history], **quiet)
+            model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=cohort)
+            trainer.fit(model, poisoned_data(values))
+            return nn.utils.parameters_to_vector(module.parameters()).detach(), history.rows[0]
+
+        with pytest.warns(ls.SpectralWarning, match="Round 0: the update of client 2 is not finite; it is left out"):
+            weights, row = run([1.0, 2.0, math.nan], cohort=3)
+        assert bool(torch.isfinite(weights).all())
+        assert (row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) == (2.0, 1.0, 8.0)
+        assert math.isfinite(row["fl/loss"])
+        assert math.isfinite(row["seen"])
+        if isinstance(algorithm, ls.FedAvg):  # nobody's draw depends on the cohort: the others' average is the same
+            torch.testing.assert_close(weights, run([1.0, 2.0], cohort=2)[0], rtol=1e-6, atol=1e-7)
+
+    def test_a_round_without_any_finite_update_stops_the_run_and_changes_nothing(self, quiet: Any) -> None:
+        module = LitPoisoned()
+        before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+        with (
+            pytest.warns(ls.SpectralWarning),
+            pytest.raises(ls.RoundError, match=r"Round 0: no client returned a finite update \(clients (0, 1|1, 0)\)"),
+        ):
+            fit(module, poisoned_data([math.nan, math.nan]), quiet, clients_per_round=2)
+        assert torch.equal(before, nn.utils.parameters_to_vector(module.parameters()).detach())
+
+    def test_a_failure_names_the_round_the_client_and_the_stage(self, quiet: Any) -> None:
+        data = poisoned_data([1.0, 2.0, math.inf])
+        with pytest.raises(ls.ClientError, match=r"Round 0, client 2, .*: RuntimeError: the sensor is broken") as error:
+            fit(LitPoisoned(), data, quiet, clients_per_round=3)
+        assert isinstance(error.value.__cause__, RuntimeError)
+
+    def test_server_weights_that_are_not_finite_are_refused_by_layer(self, quiet: Any) -> None:
+        module = LitPoisoned()
+        with torch.no_grad():
+            module.net[1].weight.fill_(math.inf)
+        with pytest.raises(ValueError, match=r"Layer 'net.1' cannot be factorised"):
+            fit(module, poisoned_data([1.0]), quiet, algorithm=ls.SpectralSharding(), clients_per_round=1)

@@ -1,0 +1,84 @@
+"""The documentation does what it says: every Python block runs, prints what is shown, and the lists are complete."""
+
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.user_hooks import REFUSED_HOOKS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# A Python block, and the output that is shown right below it, if any.
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+PAGES = [page for page in [*sorted(DOCS.glob("*.md")), ROOT / "README.md"] if BLOCK.search(page.read_text())]
+
+
+class ToyTrainer(pl.Trainer):
+    """A Trainer of at most three rounds that shows no bar."""
+
+    def __init__(self, *, max_epochs: int = 3, **settings: Any) -> None:
+        super().__init__(
+            max_epochs=min(max_epochs, 3), **{"accelerator": "cpu", "enable_progress_bar": False, **settings}
+        )
+
+
+@pytest.fixture
+def toy_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pl, "Trainer", ToyTrainer)
+    monkeypatch.setattr(lightning, "Trainer", ToyTrainer)
+
+
+def blocks(page: Path) -> Iterator[tuple[Any, str | None]]:
+    """Compiled Python blocks, with the page's own line numbers, and the output shown below each."""
+    text = page.read_text()
+    for block in BLOCK.finditer(text):
+        lines_before = text.count("\n", 0, block.start("code"))
+        yield compile("\n" * lines_before + block["code"], str(page), "exec"), block["shown"]
+
+
+@pytest.mark.usefixtures("toy_size")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_runs_and_prints_what_is_shown(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for code, shown in blocks(page):
+        printed = StringIO()
+        with redirect_stdout(printed), torch.random.fork_rng(devices=[]):
+            exec(code, namespace)
+        if shown is not None:
+            same = OutputChecker().check_output(shown, printed.getvalue(), ELLIPSIS | NORMALIZE_WHITESPACE)
+            assert same, f"{page.name} shows\n{shown}\nbut the block prints\n{printed.getvalue()}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    reference = (DOCS / "api.md").read_text()
+    missing = [name for name in ls.__all__ if not re.search(rf"^\.\. auto\w+:: {name}$", reference, re.MULTILINE)]
+    assert not missing
+
+
+def test_the_wrapping_page_names_every_refused_hook() -> None:
+    page = (DOCS / "wrapping.md").read_text()
+    assert not [hook for hook in REFUSED_HOOKS if f"`{hook}`" not in page]
+
+
+def test_the_metrics_page_names_every_round_metric(
+    lit: pl.LightningModule, toy: TensorDataset, quiet: dict[str, Any]
+) -> None:
+    history = ls.RoundHistory()
+    model = ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=2)
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
+    pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(model, data)
+    page = (DOCS / "metrics.md").read_text()
+    assert not [name for name in history.rows[0] if name.startswith("fl/") and f"`{name}`" not in page]

@@ -1,0 +1,154 @@
+"""Federated runs that must equal something known."""
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_spectral as ls
+
+
+class LitRecording(pl.LightningModule):
+    """Plain SGD on a small regression; keeps the loss of every step it took."""
+
+    def __init__(self, losses: list[float], momentum: float = 0.0, lr: float = 0.05) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses, self.momentum, self.lr = losses, momentum, lr
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LitRecording":
+        copied = LitRecording(self.losses, self.momentum, self.lr)  # clients report to the same list
+        copied.load_state_dict(self.state_dict())
+        return copied.to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = (self.net(x).squeeze(1) - y).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+def recording(**options: Any) -> LitRecording:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LitRecording([], **options)
+
+
+@pytest.fixture
+def regression() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 6, generator=generator)
+    return TensorDataset(x, x[:, 0] * x[:, 1])
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def test_one_client_without_sharding_is_plain_training(regression: TensorDataset, quiet: dict[str, Any]) -> None:
+    federated, plain = recording(momentum=0.9), recording(momentum=0.9)
+    data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=1), batch_size=8)
+    model = ls.FederatedModule(federated, clients_per_round=1)
+    pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+    task = data.client_task(0, round_idx=0, seed=0)
+    batches = [batch for batch, _ in task.data.epoch(0)]
+    pl.Trainer(max_epochs=1, **quiet, log_every_n_steps=1).fit(
+        plain, DataLoader(batches, batch_size=None, num_workers=0)
+    )
+    assert federated.losses[0] == federated.losses[1]  # the check of the first forward pass, then the first step
+    assert federated.losses[1:] == plain.losses
+    # the server lands on W - (W - W_new): W_new up to one rounding
+    torch.testing.assert_close(weights(federated), weights(plain), rtol=1e-6, atol=1e-7)
+
+
+def test_everyone_with_one_full_batch_step_is_gradient_descent(
+    regression: TensorDataset, quiet: dict[str, Any]
+) -> None:
+    federated, central = recording(), recording()
+    data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=6), batch_size=1000)
+    model = ls.FederatedModule(federated, clients_per_round=6)
+    pl.Trainer(max_epochs=5, **quiet).fit(model, data)
+    x, y = regression.tensors
+    for _ in range(5):
+        central.zero_grad()
+        (central.net(x).squeeze(1) - y).square().mean().backward()
+        with torch.no_grad():
+            for parameter in central.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.05 * parameter.grad
+    torch.testing.assert_close(weights(federated), weights(central), rtol=1e-5, atol=1e-6)
+
+
+def test_plain_server_is_the_weighted_mean_of_clients(regression: TensorDataset, quiet: dict[str, Any]) -> None:
+    keys = [0] * 25 + [1] * 10 + [2] * 5
+    data = ls.FederatedDataModule(regression, ls.NaturalPartitioner(keys), batch_size=5)
+    federated = recording()
+    start = copy.deepcopy(federated)
+    model = ls.FederatedModule(federated, clients_per_round=3, local_epochs=2)
+    pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+    expected = torch.zeros_like(weights(start)).double()
+    for client_id in range(3):
+        client = copy.deepcopy(start)
+        optimizer = client.configure_optimizers()
+        for local_epoch in range(2):
+            for batch, _ in data.client_task(client_id, 0, 0).data.epoch(local_epoch):
+                optimizer.zero_grad()
+                client.training_step(batch, 0).backward()
+                optimizer.step()
+        expected += weights(client).double() * len(data.partition[client_id]) / 40
+    torch.testing.assert_close(weights(federated).double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_server_momentum_is_fedavgm(regression: TensorDataset, quiet: dict[str, Any]) -> None:
+    def changes(server_optimizer: Any, rounds: int) -> torch.Tensor:
+        federated = recording()
+        data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=2), batch_size=1000)
+        model = ls.FederatedModule(federated, clients_per_round=2, server_optimizer=server_optimizer)
+        pl.Trainer(max_epochs=rounds, **quiet).fit(model, data)
+        return weights(federated)
+
+    start = weights(recording())
+    plain = changes(None, 1) - start
+    halved = changes(lambda parameters: torch.optim.SGD(parameters, lr=0.5), 1) - start
+    torch.testing.assert_close(halved, plain / 2, rtol=1e-4, atol=1e-7)
+    once = changes(lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9), 1) - start
+    torch.testing.assert_close(once, plain, rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(
+        changes(lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 3), changes(None, 3), rtol=1e-3, atol=1e-4
+    )
+
+
+ALGORITHMS = [
+    ls.FedAvg(),
+    *(ls.SpectralSharding(s, 0.3) for s in (ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective())),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_zero_local_epochs_change_no_bit(algorithm: Any, lit: Any, data: Any, quiet: dict[str, Any]) -> None:
+    before = copy.deepcopy(lit.state_dict())
+    model = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=4, local_epochs=0)
+    pl.Trainer(max_epochs=2, **quiet).fit(model, data)
+    assert all(torch.equal(before[name], value) for name, value in lit.state_dict().items())
+
+
+def test_order_of_clients_changes_rounding_only(lit_mlp: Any, data: Any, quiet: dict[str, Any]) -> None:
+    class Reversed(ls.FederatedModule):
+        def cohort(self, round_idx: int) -> list[int]:
+            return super().cohort(round_idx)[::-1]
+
+    def run(kind: type[ls.FederatedModule]) -> torch.Tensor:
+        torch.manual_seed(0)
+        lit = lit_mlp()
+        model = kind(lit, algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), clients_per_round=5)
+        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+        return weights(lit)
+
+    torch.testing.assert_close(run(ls.FederatedModule), run(Reversed), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,263 @@
+"""What users' modules do, and where each hook runs."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import lightning_spectral as ls
+
+
+def run(
+    module: pl.LightningModule, data: Any, quiet: dict[str, Any], rounds: int = 2, **options: Any
+) -> ls.RoundHistory:
+    history = ls.RoundHistory()
+    settings: dict[str, Any] = {"algorithm": ls.SpectralSharding(keep_ratio=0.5), "clients_per_round": 3, **options}
+    trainer = pl.Trainer(max_epochs=rounds, callbacks=[history], num_sanity_val_steps=0, **quiet)
+    trainer.fit(ls.FederatedModule(module, **settings), data)
+    return history
+
+
+def optimizer_forms(module: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    schedule = StepLR(optimizer, step_size=1, gamma=0.5)
+    return {
+        "optimizer": optimizer,
+        "list": [optimizer],
+        "lists": ([optimizer], [schedule]),
+        "list and scheduler": ([optimizer], schedule),
+        "dict": {"optimizer": optimizer},
+        "dict and scheduler": {"optimizer": optimizer, "lr_scheduler": schedule},
+        "nested": {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}},
+        "dicts": [{"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule}}],
+        "lists of dicts": ([optimizer], [{"scheduler": schedule, "frequency": 2}]),
+    }
+
+
+@pytest.mark.parametrize("form", optimizer_forms(nn.Linear(1, 1)).keys())
+def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return optimizer_forms(self)[form]
+
+    expected = [1.0, 1.0, 1.0]
+    if "lists" in form or "scheduler" in form or form in ("nested", "dicts"):
+        expected = [1.0, 1.0, 0.5] if form == "lists of dicts" else [1.0, 0.5, 0.25]
+    assert run(Lit(), data, quiet, rounds=3).column("fl/lr") == expected
+
+
+def test_learning_rate_of_a_round_reaches_the_clients(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    seen: list[float] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(optimizer.param_groups[0]["lr"])
+            assert self.optimizers() is optimizer
+            assert len(optimizer.state) == 0 or optimizer.state
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [StepLR(optimizer, 1, 0.5)]
+
+    run(Lit(), data, quiet, rounds=2)
+    assert seen == [1.0] * (len(seen) // 2) + [0.5] * (len(seen) // 2)
+
+
+def test_plateau_scheduler_waits_for_its_metric(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1e9, threshold_mode="abs")
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    assert run(Lit(), data, quiet, rounds=3).column("fl/lr") == [1.0, 1.0, pytest.approx(0.1)]
+    data.val = None
+    with pytest.raises(ValueError, match="monitors 'val_loss', which was not logged in round 0"):
+        run(Lit(), data, quiet)
+
+
+def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 4
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            steps = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    expected = []
+    for _ in range(4):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        if len(expected) < 4:
+            schedule.step()
+    assert run(Lit(), data, quiet, rounds=4).column("fl/lr") == expected
+
+
+def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            chosen = [p for name, p in self.named_parameters() if name.endswith("weight")]
+            return torch.optim.Adam(chosen, lr=0.1)
+
+    module = Lit()
+    bias, weight = module.net[2].bias.detach().clone(), module.net[2].weight.detach().clone()
+    run(module, data, quiet)
+    assert torch.equal(module.net[2].bias, bias)
+    assert not torch.equal(module.net[2].weight, weight)
+
+
+def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    module = lit_mlp()
+    module.net[0].requires_grad_(False)
+    before = module.net[0].weight.clone()
+    ledger = ls.CommunicationLedger()
+    trainer = pl.Trainer(max_epochs=1, callbacks=[ledger], **quiet)
+    trainer.fit(ls.FederatedModule(module, clients_per_round=2), data)
+    assert torch.equal(module.net[0].weight, before)
+    assert ledger.rows[0].downlink_bytes - ledger.rows[0].uplink_bytes == 4 * (6 * 12 + 12)
+
+
+def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    calls: list[str] = []
+
+    def spy(name: str) -> Any:
+        def hook(self: Any, *args: Any) -> Any:
+            assert self is not server
+            calls.append(name)
+            return args[0] if name.endswith("transfer") else None
+
+        return hook
+
+    names = [
+        *("on_train_epoch_start", "on_before_batch_transfer", "on_after_batch_transfer", "on_train_batch_start"),
+        *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+        *("on_train_batch_end", "on_train_epoch_end"),
+    ]
+    data.val = None
+    data.batch_size = 100
+    server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
+    trainer = pl.Trainer(max_epochs=1, **quiet)
+    trainer.fit(ls.FederatedModule(server, clients_per_round=2, local_epochs=2), data)
+    moved = ["on_before_batch_transfer", "on_after_batch_transfer"]  # the check of the first forward pass
+    assert calls == moved + 4 * names
+
+
+def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, quiet: Any) -> None:
+    calls: list[str] = []
+
+    def spy(name: str) -> Any:
+        def hook(self: Any, *args: Any) -> None:
+            assert self is server
+            calls.append(name)
+
+        return hook
+
+    names = [
+        *(
+            "prepare_data",
+            "setup",
+            "on_fit_start",
+            "on_train_start",
+            "on_validation_start",
+            "on_validation_epoch_start",
+        ),
+        *("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+        *("on_train_end", "on_fit_end", "teardown"),
+    ]
+    server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
+    run(server, data, quiet, rounds=1)
+    assert calls == names
+
+
+def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def on_validation_epoch_end(self) -> None:
+            self.log("own", 3.0)
+
+    assert run(Lit(), data, quiet).column("own") == [3.0, 3.0]
+
+
+def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    started: list[int] = []
+
+    class Mine(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            started.append(trainer.current_epoch)
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_callbacks(self) -> Any:
+            return Mine()
+
+    run(Lit(), data, quiet)
+    assert started == [0, 1]
+
+
+@pytest.mark.parametrize("output", ["dict", "none"])
+def test_what_a_training_step_may_return(output: str, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            return {"loss": loss, "more": 1} if output == "dict" or len(batch[0]) == 4 else None
+
+    data.batch_size = 4  # ten examples a client: batches of 4, 4 and 2
+    assert run(Lit(), data, quiet).column("fl/loss")[0] > 0
+
+
+def test_batch_norm_statistics_are_the_mean_of_clients_and_counters_the_servers(
+    lit_mlp: Any, data: Any, quiet: Any
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(1, nn.BatchNorm1d(12))
+
+    module = Lit()
+    means: list[torch.Tensor] = []
+
+    class Keep(ls.RoundCallback):
+        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+            means.append(pl_module.engine.sub_model(0.5).module.net[1].running_mean.clone())
+
+    trainer = pl.Trainer(max_epochs=1, callbacks=[Keep()], **quiet)
+    sharding = ls.SpectralSharding(keep_ratio=0.5)
+    trainer.fit(ls.FederatedModule(module, algorithm=sharding, clients_per_round=3), data)
+    torch.testing.assert_close(module.net[1].running_mean, torch.stack(means).mean(0))
+    assert module.net[1].num_batches_tracked == 0
+
+
+def test_dropout_draws_do_not_touch_the_global_generators(lit: Any, data: Any, quiet: Any) -> None:
+    state = torch.get_rng_state()
+    data.val = None
+    run(lit, data, quiet)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_runs_with_one_seed_agree_and_with_two_do_not(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def weights(seed: int, noise: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = lit_mlp(dropout=0.5)
+        torch.manual_seed(noise)  # the global state outside must not matter
+        run(module, data, quiet, seed=seed)
+        return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+    assert torch.equal(weights(0, 1), weights(0, 2))
+    assert not torch.equal(weights(0, 1), weights(1, 1))
+
+
+def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    sharding = ls.SpectralSharding(keep_ratio=0.5)
+    for module in (lit_mlp(width=12), lit_mlp(width=20)):
+        run(module, data, quiet, algorithm=sharding)
+
+
+@pytest.mark.parametrize("design", [None, ls.ConditionalPoisson(), ls.SuccessiveSampling()], ids=repr)
+@pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
+def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, quiet: Any) -> None:
+    history = run(lit, data, quiet, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design))
+    assert len(history.rows) == 2

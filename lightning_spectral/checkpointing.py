@@ -30,13 +30,17 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
         )
 
 
-def rewind_open_round(checkpoint: dict[str, Any]) -> None:
-    """Make a checkpoint that is written within a round say that the round has not begun.
+def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
+    """Make a checkpoint that is written within an epoch hold whole rounds, as one from the end of an epoch does.
 
-    The server's weights change only when a round closes, and what clients sent so far is not saved; so resuming
-    repeats the round from its first client. The progress is written as Lightning writes it at the end of an epoch.
+    The server's weights change only when a round closes, and what clients sent so far is not saved: a round that is
+    open has not begun, and is repeated from its first client. A checkpoint from the last client's batch end has the
+    round's result already: that round is over, and resuming begins the next one.
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        finished = counts["processed"]
-        counts.update(ready=finished, started=finished, completed=max(finished - 1, 0))
+    progress = checkpoint["loops"]["fit_loop"]
+    batches = progress["epoch_loop.batch_progress"]["current"]
+    if not round_is_open and batches["completed"] == batches["processed"]:
+        return  # between batches, or after validation: Lightning resumes there itself
+    for counts in (progress["epoch_progress"]["total"], progress["epoch_progress"]["current"]):
+        finished = counts["processed"] + (0 if round_is_open else 1)
+        counts.update(ready=finished, started=finished, processed=finished, completed=max(finished - 1, 0))

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -146,27 +145,6 @@ class FederatedDataModule(pl.LightningDataModule):
     def test_dataloader(self) -> Any:
         """The test data in order, or nothing."""
         return self._evaluation_loader(self.test)
-
-    # Lightning asks one object how batches move. A client's turn stays where it is, its batches move one by one
-    # while it trains; evaluation batches move as the user's module says.
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The user's hook, for evaluation batches."""
-        return self._user_hook("on_before_batch_transfer", batch, dataloader_idx)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The user's hook, for evaluation batches."""
-        return self._user_hook("transfer_batch_to_device", batch, device, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The user's hook, for evaluation batches."""
-        return self._user_hook("on_after_batch_transfer", batch, dataloader_idx)
-
-    def _user_hook(self, hook: str, batch: Any, *args: Any) -> Any:
-        if isinstance(batch, ClientTask):
-            return batch
-        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
-        return getattr(getattr(module, "module", module), hook)(batch, *args)
 
     def _evaluation_loader(self, data: Dataset[Any] | DataLoader[Any] | None) -> Any:
         if data is None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
-from lightning_spectral.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
+from lightning_spectral.callbacks import Aggregation, RoundsAsSteps, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.callbacks.round_callback import RoundCallback
-from lightning_spectral.checkpointing import check_checkpoint, rewind_open_round
+from lightning_spectral.checkpointing import check_checkpoint, settle_progress
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine, SubModel
 from lightning_spectral.federated.local import Placement
@@ -27,7 +27,7 @@ from lightning_spectral.local_schedule import Schedule, read_optimizer
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.server_hooks import ServerHooks
 from lightning_spectral.setup_checks import check_module, check_trainer
-from lightning_spectral.user_hooks import check_user_module
+from lightning_spectral.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -96,7 +96,6 @@ class FederatedModule(ServerHooks):
         self.schedules: list[Schedule] = []
         self._engine: Engine | None = None
         self._download: Download | None = None
-        self._trainer_settings: dict[str, int] = {}
         self.save_hyperparameters({"federation": self.configuration(), "module": dict(module.hparams)})
 
     def configuration(self) -> dict[str, str | int]:
@@ -140,7 +139,7 @@ class FederatedModule(ServerHooks):
     def configure_callbacks(self) -> list[pl.Callback]:
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
         own = self.module.configure_callbacks()
-        boundaries = [SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
+        boundaries = [RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
         present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in self._trainer_callbacks()))
         missing = [boundary for boundary in boundaries if not isinstance(boundary, present)]
         return [*(own if isinstance(own, Iterable) else [own]), *missing]
@@ -158,30 +157,14 @@ class FederatedModule(ServerHooks):
         if stage == "fit":
             check_trainer(self.trainer, self.module)
             self.participation.check(self.data.num_clients)
-            self._count_rounds_as_steps()
+        for hook in BATCH_HOOKS:
+            if is_overridden(self.module, hook):
+                setattr(self, hook, for_evaluation(getattr(self.module, hook)))
 
     def teardown(self, stage: str) -> None:
-        """The user's hook; the Trainer gets its settings back."""
-        for name, value in self._trainer_settings.items():
-            setattr(self.trainer, name, value)
-        self._trainer_settings = {}
+        """The user's hook."""
         self._engine = self._download = None
         self.module.teardown(stage)
-
-    def _count_rounds_as_steps(self) -> None:
-        """One server step ends a round, so Lightning shall count, and draw, rounds and not clients.
-
-        The cohort is to the server what accumulated batches are to an ordinary run; `estimated_stepping_batches`
-        then is the number of rounds. Logging once a round is not logging too rarely.
-        """
-        trainer: Any = self.trainer
-        size = self.participation.clients_per_round
-        settings = {"accumulate_grad_batches": size, "log_every_n_steps": min(size, trainer.log_every_n_steps)}
-        if self.data.val is None:
-            settings["limit_val_batches"] = 0
-        self._trainer_settings = {name: getattr(trainer, name) for name in settings}
-        for name, value in settings.items():
-            setattr(trainer, name, value)
 
     def configure_optimizers(self) -> Any:
         """The server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
@@ -261,11 +244,11 @@ class FederatedModule(ServerHooks):
                 schedule.step_on(self.trainer.callback_metrics, self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The user's hook; note the configuration, and leave out a round that is not finished."""
+        """The user's hook; note the configuration, and let the progress count whole rounds."""
         self.module.on_save_checkpoint(checkpoint)
         checkpoint["federation"] = self._full_configuration()
-        if self._engine is not None and self._engine.round_is_open:
-            rewind_open_round(checkpoint)
+        if self._engine is not None:
+            settle_progress(checkpoint, round_is_open=self._engine.round_is_open)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The user's hook; a run can only be resumed as what it was.
@@ -278,4 +261,5 @@ class FederatedModule(ServerHooks):
         self.module.on_load_checkpoint(checkpoint)
 
     def _full_configuration(self) -> dict[str, str | int]:
-        return {**self.configuration(), "partition": self.data.partition.fingerprint()}
+        data = self.data
+        return {**self.configuration(), "batch_size": data.batch_size, "partition": data.partition.fingerprint()}

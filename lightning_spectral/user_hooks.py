@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_spectral.federated.records import ClientTask
+
 # Hooks that belong to one client's local steps run on the client's copy: see `federated.local`. Those below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     {
@@ -32,6 +34,11 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
         "on_predict_model_eval": "remove the override; the aggregated model is put into eval mode",
     }
 )
+
+
+# How batches move. Lightning asks the module that it trains, and warns where that overrides a hook beside a data
+# module: so the wrapper has one of its own exactly where the user does.
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def check_user_module(module: pl.LightningModule) -> None:
@@ -69,6 +76,15 @@ def lent_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator
         yield
     finally:
         del borrower.log, borrower.log_dict
+
+
+def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's batch hook for evaluation batches; a client's turn passes, its own batches move while it trains."""
+
+    def hook(batch: Any, *args: Any) -> Any:
+        return batch if isinstance(batch, ClientTask) else batch_hook(batch, *args)
+
+    return hook
 
 
 def call_with_accepted(method: Callable[..., Any], *args: Any) -> Any:

@@ -160,6 +160,27 @@ class TestResume:
         assert trainer.global_step == 3
         assert same_state(module, resumed)
 
+    @pytest.mark.filterwarnings(
+        "ignore:Be aware that when using `ckpt_path`, callbacks",
+        "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
+    )
+    def test_a_checkpoint_at_the_end_of_the_last_batch_resumes_with_the_next_round(
+        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            stopped = lit_mlp()
+        every_step = ModelCheckpoint(tmp_path / "steps", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = pl.Trainer(max_epochs=2, **{**quiet, "callbacks": [every_step], "enable_checkpointing": True})
+        trainer.fit(federate(stopped, server_optimizer=momentum_server), data)
+        assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
+        for step in (1, 2):
+            ckpt = str(tmp_path / "steps" / f"step={step}.ckpt")
+            resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / f"resumed{step}", 4, ckpt)
+            assert trainer.global_step == trainer.current_epoch == 4
+            assert same_state(module, resumed)
+
     @pytest.mark.parametrize(
         ("change", "named"),
         [
@@ -247,6 +268,18 @@ class TestTrainerOptions:
         before = trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches
         trainer.fit(federate(lit), data)
         assert (trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches) == before
+
+    def test_trainer_gets_its_settings_back_after_an_error(self, lit: Any, data: Any, quiet: Any) -> None:
+        class Fails(ls.RoundCallback):
+            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+                raise RuntimeError("enough")
+
+        trainer = pl.Trainer(max_epochs=1, callbacks=[fails := Fails()], **quiet)
+        with pytest.raises(RuntimeError, match="enough"):
+            trainer.fit(federate(lit), data)
+        assert trainer.accumulate_grad_batches == 1
+        trainer.callbacks.remove(fails)
+        trainer.fit(federate(lit), data)
 
     def test_timer_stops_between_whole_rounds(self, lit: Any, data: Any, quiet: Any) -> None:
         before = copy.deepcopy(lit.state_dict())
@@ -370,7 +403,7 @@ def test_a_run_says_nothing_of_its_own_and_leaves_no_file(tmp_path: Path) -> Non
 
 def test_import_changes_nothing_in_the_process(tmp_path: Path) -> None:
     script = (
-        "import lightning.pytorch, torchmetrics, scipy, sys, logging, random, torch, warnings\n"
+        "import lightning.pytorch, torchmetrics, scipy.optimize, sys, random, torch, warnings\n"
         "before = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
         "heavy = {'wandb', 'matplotlib', 'mlxtend'} - sys.modules.keys()\n"
         "import lightning_spectral\n"

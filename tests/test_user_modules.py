@@ -123,6 +123,7 @@ def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, qu
     assert ledger.rows[0].downlink_bytes - ledger.rows[0].uplink_bytes == 4 * (6 * 12 + 12)
 
 
+@pytest.mark.filterwarnings("ignore:You have overridden `on_")
 def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_mlp: Any, data: Any, quiet: Any) -> None:
     calls: list[str] = []
 
@@ -173,6 +174,25 @@ def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, q
     server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
     run(server, data, quiet, rounds=1)
     assert calls == names
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")  # as Lightning says of any module
+def test_batch_hooks_act_on_evaluation_data_with_and_without_a_data_module(
+    lit_mlp: Any, data: Any, toy: Any, quiet: Any
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [torch.zeros_like(batch[0]), batch[1]]
+
+    model = ls.FederatedModule(module := Lit(), clients_per_round=2)
+    loader = torch.utils.data.DataLoader(toy, batch_size=120, num_workers=0)
+    x, y = toy.tensors
+    with torch.no_grad():
+        expected = float(nn.functional.cross_entropy(module.eval()(torch.zeros_like(x)), y))
+    trainer = pl.Trainer(**quiet)
+    for arguments in ({"dataloaders": loader}, {"datamodule": data}, {"dataloaders": loader}):
+        (scores,) = trainer.validate(model, verbose=False, **arguments)
+        assert scores["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any, quiet: Any) -> None:

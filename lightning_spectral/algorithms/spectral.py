@@ -43,7 +43,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         strategy: Turns a layer's singular values into inclusion probabilities and multipliers.
         keep_ratio: Share r of the terms a client holds: one for all; ``{ratio: share of clients}``; or one per client.
         design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling;
-            for PriSM what the published code draws).
+            for PriSM successive sampling, the rule of its paper).
         clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
             ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.

@@ -4,6 +4,7 @@ from lightning_spectral.callbacks.boundaries import Aggregation, SubmodelSamplin
 from lightning_spectral.callbacks.history import RoundHistory
 from lightning_spectral.callbacks.ledger import CommunicationLedger
 from lightning_spectral.callbacks.progress import RoundProgressBar
+from lightning_spectral.callbacks.rounds_as_steps import RoundsAsSteps
 from lightning_spectral.callbacks.wandb import WandbRounds
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "CommunicationLedger",
     "RoundHistory",
     "RoundProgressBar",
+    "RoundsAsSteps",
     "SVDRefresh",
     "SubmodelSampling",
     "WandbRounds",

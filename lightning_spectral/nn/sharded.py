@@ -19,7 +19,7 @@ class SpectralShardedLayer(nn.Module):
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
         bias: Parameter of shape ``(c_out,)`` or ``None``.
 
-    Training and evaluation do the same. The layer holds ``n (c_out + c_in k) + c_out`` trainable values.
+    Training and evaluation do the same. The layer holds ``n (c_out + c_in k)`` trainable values and the bias.
     """
 
     u: nn.Parameter

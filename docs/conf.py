@@ -1,0 +1,32 @@
+"""Sphinx: ``sphinx-build -W --keep-going -b html docs docs/_build/html`` from the root of the repository."""
+
+from importlib.metadata import version as installed_version
+
+project = "lightning_spectral"
+copyright = "the lightning_spectral authors, Apache-2.0"
+release = version = installed_version("lightning-spectral")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+default_role = "py:obj"  # a name in single backticks links to its entry in the reference, if it has one
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_inherit_docstrings = False  # Lightning's docstrings are Lightning's
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes of a dataclass are documented once, in its docstring
+napoleon_use_rtype = False
+napoleon_custom_sections = ["Reference", "Shape"]
+
+html_theme = "furo"
+html_title = "lightning_spectral"

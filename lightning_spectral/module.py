@@ -192,7 +192,8 @@ class FederatedModule(ServerHooks):
 
     def _placement(self) -> Placement:
         precision = self.trainer.precision_plugin
-        return Placement(self.device, precision.convert_input, precision.train_step_context)
+        moves = self.device.type != "cpu" or is_overridden(self.module, "transfer_batch_to_device")
+        return Placement(self.device, precision.convert_input, precision.train_step_context, moves)
 
     def _make_sub_model(self, keep_ratio: float, recorder: Recorder) -> SubModel:
         """A copy of the user's module for clients of one keep ratio; the Trainer is shared, not copied."""

@@ -24,11 +24,14 @@ class Placement:
         device: Device of the sub-models.
         convert_batch: Applied to each batch before it moves, e.g. to the precision of the weights.
         forward_context: Entered around each forward pass, e.g. autocast.
+        moves_batches: Whether batches go through ``transfer_batch_to_device``; data on the CPU for a module on the CPU
+            need not, unless the user has a hook of their own.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     convert_batch: Callable[[Any], Any] = lambda batch: batch
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    moves_batches: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def train_locally(
             loss = output.get("loss") if isinstance(output, dict) else output
             if loss is not None:
                 _step(module, optimizer, loss)
-                total += loss.detach() * size
+                total.add_(loss.detach(), alpha=size)
                 num_steps, num_examples = num_steps + 1, num_examples + size
             module.on_train_batch_end(output, batch, batch_idx)
         module.on_train_epoch_end()
@@ -104,7 +107,8 @@ def wants_batch_idx(training_step: Callable[..., Any]) -> bool:
 
 def _to_device(module: Any, batch: Any, placement: Placement) -> Any:
     batch = module.on_before_batch_transfer(placement.convert_batch(batch), 0)
-    batch = module.transfer_batch_to_device(batch, placement.device, 0)
+    if placement.moves_batches:
+        batch = module.transfer_batch_to_device(batch, placement.device, 0)
     return module.on_after_batch_transfer(batch, 0)
 
 

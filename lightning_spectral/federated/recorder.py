@@ -15,7 +15,7 @@ from lightning_spectral.federated.records import LoggedValue
 
 @dataclass
 class _Entry:
-    total: Tensor | float
+    total: Tensor
     weight: float
     prog_bar: bool
     logger: bool
@@ -53,8 +53,7 @@ class Recorder:
             self._metrics[name] = (value, prog_bar, to_logger)
             return
         weight = float(self.num_examples if batch_size is None else batch_size)
-        value = value.detach().float().mean() if isinstance(value, Tensor) else float(value)
-        _accumulate(self._client, name, value * weight, weight, prog_bar, to_logger)
+        _accumulate(self._client, name, value, weight, prog_bar, to_logger)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """Take several values."""
@@ -73,10 +72,9 @@ class Recorder:
         """Take the finished client's means into the round, weighted by its number of examples."""
         for name, entry in self._client.items():
             mean = entry.total / entry.weight
-            _accumulate(self._round, name, mean * num_examples, num_examples, entry.prog_bar, entry.logger)
+            _accumulate(self._round, name, mean, num_examples, entry.prog_bar, entry.logger)
         for name, (metric, prog_bar, logger) in self._metrics.items():
-            value = torch.as_tensor(metric.compute()).detach().float()
-            _accumulate(self._round, name, value * num_examples, num_examples, prog_bar, logger)
+            _accumulate(self._round, name, metric.compute(), num_examples, prog_bar, logger)
 
     def finish_round(self) -> dict[str, LoggedValue]:
         """The round's means; the next round starts empty."""
@@ -100,10 +98,12 @@ def _never() -> bool:
 
 
 def _accumulate(
-    entries: dict[str, _Entry], name: str, total: Tensor | float, weight: float, prog_bar: bool, logger: bool
+    entries: dict[str, _Entry], name: str, value: Tensor | float, weight: float, prog_bar: bool, logger: bool
 ) -> None:
-    if name in entries:
-        entries[name].total = entries[name].total + total
-        entries[name].weight += weight
-    else:
-        entries[name] = _Entry(total, weight, prog_bar, logger)
+    """Add a weighted value; a tensor of several is its mean, as Lightning reduces it."""
+    value = torch.as_tensor(value).detach()
+    value = value if value.ndim == 0 else value.float().mean()
+    if name not in entries:
+        entries[name] = _Entry(torch.zeros((), device=value.device), 0.0, prog_bar, logger)
+    entries[name].total.add_(value, alpha=weight)
+    entries[name].weight += weight

@@ -73,8 +73,10 @@ class Upload:
 
     def is_finite(self) -> bool:
         """Whether every value is finite; one look at the device for all tensors."""
-        finite = [torch.isfinite(tensor).all() for tensor in self.tensors.values()]
-        return bool(torch.stack(finite).all()) if finite else True
+        if not self.tensors:
+            return True
+        largest = torch._foreach_norm(list(self.tensors.values()), float("inf"))
+        return bool(torch.isfinite(torch.stack([norm.double() for norm in largest])).all())
 
 
 @dataclass(frozen=True)

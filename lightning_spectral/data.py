@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_spectral.federated.loader import BatchSource, ClientData, Collate, EvaluationLoader
 from lightning_spectral.federated.records import ClientTask
@@ -50,9 +50,10 @@ class FederatedDataModule(pl.LightningDataModule):
         ValueError: If a size is not positive.
 
     Note:
-        Data in a `torch.utils.data.TensorDataset` is indexed directly, without a DataLoader.
+        Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
 
     Example:
+        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> from lightning_spectral.partition import IIDPartitioner
         >>> train = TensorDataset(torch.randn(100, 3), torch.randint(2, (100,)))
@@ -151,8 +152,9 @@ class FederatedDataModule(pl.LightningDataModule):
             return []
         if not isinstance(data, Dataset):
             return data
-        if type(data) is TensorDataset and self.collate_fn is None:
-            return EvaluationLoader(BatchSource(data), len(data), self.eval_batch_size)
+        source = BatchSource(data, self.collate_fn)
+        if source.is_in_memory:
+            return EvaluationLoader(source, _length(data), self.eval_batch_size)
         return DataLoader(data, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_spectral.federated.rng import derived_generator
 
@@ -19,7 +20,8 @@ Collate = Callable[[list[Any]], Any]
 class BatchSource:
     """Batches of chosen examples of a data set.
 
-    Data that lies in tensors (`torch.utils.data.TensorDataset`) is indexed directly: no DataLoader, no collation.
+    Data that lies in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
+    DataLoader, no collation.
 
     Attributes:
         dataset: Any map-style data set.
@@ -31,11 +33,21 @@ class BatchSource:
     collate_fn: Collate | None = None
     num_workers: int = 0
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether batches come from indexing tensors."""
+        return self._tensors is not None
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+        return _in_memory(self.dataset) if self.collate_fn is None else None
+
     def batches(self, index_batches: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[Any]:
         """Yield one batch for each tensor of example indices; the generator seeds the workers, if any."""
-        if type(self.dataset) is TensorDataset and self.collate_fn is None:
-            tensors = self.dataset.tensors
-            return ([tensor[indices] for tensor in tensors] for indices in index_batches)
+        if self._tensors is not None:
+            tensors, subset = self._tensors
+            chosen = index_batches if subset is None else [subset[indices] for indices in index_batches]
+            return ([tensor[indices] for tensor in tensors] for indices in chosen)
         sampler = [indices.tolist() for indices in index_batches]
         return iter(
             DataLoader(
@@ -46,6 +58,17 @@ class BatchSource:
                 generator=generator,
             )
         )
+
+
+def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Tensors and which of their rows the data set has, ``None`` for all; or ``None``. Subclasses may do more."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset and (inner := _in_memory(dataset.dataset)) is not None:
+        tensors, outer = inner
+        indices = torch.as_tensor(dataset.indices)
+        return tensors, indices if outer is None else outer[indices]
+    return None
 
 
 class ClientData:

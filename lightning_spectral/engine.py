@@ -82,7 +82,6 @@ class Engine:
         """Look at the server's weights once and prepare for this cohort."""
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._outcomes = []
-        self._recorder.finish_round()  # what an interrupted round left behind
         with self._timed("refresh"):
             self._round = self.algorithm.refresh(self.server, Counter(map(self._keep_ratio, client_ids)))
 

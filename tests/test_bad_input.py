@@ -1,6 +1,7 @@
 """What cannot work is refused early, with the rule, the value and the remedy."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.setup_checks import check_trainer
 
 
 def fit(module: Any, data: Any, quiet: dict[str, Any], max_epochs: int = 1, **options: Any) -> pl.Trainer:
@@ -156,6 +158,19 @@ class TestSetup:
         with pytest.raises(ValueError, match=r"forward pass of `training_step`: forgotten\. Keep them dense"):
             fit(LitUnused(), data, quiet, algorithm=sharding)
         fit(LitUnused(), data, quiet, algorithm=ls.SpectralSharding(exclude=["forgotten"]))
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"world_size": 2}, "Clients run in one process here, got a world size of 2; use devices=1"),
+            ({"precision_plugin": SimpleNamespace(scaler=object())}, '"16-mixed" scales gradients'),
+        ],
+    )
+    def test_a_trainer_that_cannot_be_served(self, settings: dict[str, Any], message: str, lit: Any, data: Any) -> None:
+        # stand-ins, because neither a second process nor a device that scales gradients can be had in every test run
+        trainer: Any = SimpleNamespace(**{"world_size": 1, "precision_plugin": None, "datamodule": data, **settings})
+        with pytest.raises(ValueError, match=message):
+            check_trainer(trainer, lit)
 
     def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, quiet: Any) -> None:
         with pytest.raises(ValueError, match="lists 2 ratios for 12 clients"):

@@ -236,11 +236,11 @@ class TestTrainerOptions:
 
     @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "32-true"])
     def test_precision(self, precision: Any, lit: Any, data: Any, quiet: Any) -> None:
-        seen: set[torch.dtype] = set()
-        lit.net[0].register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+        seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+        lit.net[0].register_forward_hook(lambda module, args, output: seen[module.training].add(output.dtype))
         pl.Trainer(max_epochs=2, precision=precision, **quiet).fit(federate(lit), data)
         expected = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64, "32-true": torch.float32}
-        assert expected[precision] in seen
+        assert seen[True] == seen[False] == {expected[precision]}  # clients train, the server evaluates
 
     @pytest.mark.parametrize("fast", [True, 2])
     def test_fast_dev_run(self, fast: Any, lit: Any, data: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -261,6 +261,10 @@ class TestTrainerOptions:
         model = federate(lit, algorithm=ls.SpectralSharding(Spy(), 0.3), clients_per_round=6)
         pl.Trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=1, **quiet).fit(model, data)
         assert sizes[-1] == 3
+
+    def test_pseudo_gradients_do_not_stay(self, lit: Any, data: Any, quiet: Any) -> None:
+        pl.Trainer(max_epochs=1, **quiet).fit(federate(lit), data)
+        assert all(parameter.grad is None for parameter in lit.parameters())
 
     def test_trainer_gets_its_settings_back(self, lit: Any, data: Any, quiet: Any) -> None:
         data.val = None

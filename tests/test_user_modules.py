@@ -199,8 +199,56 @@ def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any
     class Lit(lit_mlp):  # type: ignore[misc]
         def on_validation_epoch_end(self) -> None:
             self.log("own", 3.0)
+            self.log_dict({"one": 1.0, "two": 2.0})
 
-    assert run(Lit(), data, quiet).column("own") == [3.0, 3.0]
+    history = run(Lit(), data, quiet)
+    assert [history.column(name) for name in ("own", "one", "two")] == [[3.0, 3.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    trained: list[int] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 1 else None
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trained.append(batch_idx)
+
+    data.val = None
+    run(Lit(), data, quiet, rounds=1, clients_per_round=2, local_epochs=2)  # three batches a client
+    assert trained == [0] * 4
+
+
+def test_the_check_of_the_first_forward_pass_leaves_no_trace(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    counts: list[int] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.calls += 1
+            counts.append(self.calls)
+            return super().training_step(batch, batch_idx)
+
+    data.batch_size = 100
+    run(Lit(), data, quiet, rounds=1, clients_per_round=2)
+    assert counts == [1, 1, 2]  # the check's copy, then the copy that both clients train
+
+
+def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    seen: list[bool] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_acc.distributed_available_fn = lambda: True
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.train_acc.distributed_available_fn())
+
+    run(Lit(), data, quiet, rounds=1)
+    assert seen == [False] * 3
 
 
 def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, quiet: Any) -> None:

@@ -79,6 +79,46 @@ def test_plateau_scheduler_waits_for_its_metric(lit_mlp: Any, data: Any, quiet: 
         run(Lit(), data, quiet)
 
 
+def test_a_metric_that_may_be_missing_is_waited_for(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedule = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "never", "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    assert run(Lit(), data, quiet).column("fl/lr") == [1.0, 1.0]
+
+
+def test_what_clients_log_is_weighted_by_their_examples(lit_mlp: Any, toy: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("size", float(len(batch[0])))
+            return super().training_step(batch, batch_idx)
+
+    data = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 90 + [1] * 30), batch_size=1000)
+    history = run(Lit(), data, quiet, rounds=1, clients_per_round=2)
+    assert history.column("size") == [pytest.approx((90 * 90 + 30 * 30) / 120)]
+
+
+def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, quiet: Any, tmp_path: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        note = "new"
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["note"] = "old"
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.note = checkpoint["note"]
+
+    trainer = pl.Trainer(max_epochs=1, **quiet)
+    trainer.fit(ls.FederatedModule(Lit(), clients_per_round=2), data)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = Lit()
+    trainer = pl.Trainer(max_epochs=2, **quiet)
+    trainer.fit(ls.FederatedModule(resumed, clients_per_round=2), data, ckpt_path=str(tmp_path / "run.ckpt"))
+    assert resumed.note == "old"
+
+
 def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, quiet: Any) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:

@@ -185,6 +185,22 @@ def test_clipping_acts_through_the_local_optimizer() -> None:
     assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
 
 
+def test_decay_is_added_before_clipping() -> None:
+    algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.1, clip_tau=2.0), net()
+    template = torch.optim.SGD(server.parameters(), lr=1.0)
+    client = algorithm.build(server, 0.5)
+    layer = sharded_layers(client)["4"]
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.randn(10, 5, generator=generator), torch.randn(5, 32, generator=generator)
+    omega = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    layer.load_terms(u, v, omega)
+    layer.u.grad, layer.v.grad = torch.ones_like(u), torch.ones_like(v)
+    algorithm.local_optimizer(template, server, client).optimizer.step()
+    factors = torch.tensor([1.0, 1.0, 0.5, 0.25, 0.125])
+    decay = 0.1 * (u * omega) @ (v @ v.T) * omega
+    torch.testing.assert_close(layer.u, u - factors * (1 + decay))
+
+
 def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
     server = net()
     with torch.no_grad():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -14,6 +14,8 @@ from lightning_spectral.federated.loader import BatchSource, ClientData, Collate
 from lightning_spectral.federated.records import ClientTask
 from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
+
+EvaluationData = Dataset[Any] | Iterable[Any] | Sequence[Any] | None
 
 
 class RoundPlan(Protocol):
@@ -37,7 +39,7 @@ class FederatedDataModule(pl.LightningDataModule):
     Args:
         train: Any map-style data set.
         partitioner: Decides which examples belong to whom.
-        val: Validation data: a data set, or a dataloader of your own.
+        val: Validation data: a data set, a dataloader of your own, or a list of these.
         test: Test data, likewise.
         batch_size: Examples per local step of a client.
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
@@ -66,8 +68,8 @@ class FederatedDataModule(pl.LightningDataModule):
         train: Dataset[Any],
         partitioner: Partitioner,
         *,
-        val: Dataset[Any] | DataLoader[Any] | None = None,
-        test: Dataset[Any] | DataLoader[Any] | None = None,
+        val: EvaluationData = None,
+        test: EvaluationData = None,
         batch_size: int = 32,
         eval_batch_size: int | None = None,
         labels: Tensor | None = None,
@@ -147,15 +149,18 @@ class FederatedDataModule(pl.LightningDataModule):
         """The test data in order, or nothing."""
         return self._evaluation_loader(self.test)
 
-    def _evaluation_loader(self, data: Dataset[Any] | DataLoader[Any] | None) -> Any:
+    def _evaluation_loader(self, data: EvaluationData) -> Any:
         if data is None:
             return []
-        if not isinstance(data, Dataset):
-            return data
-        source = BatchSource(data, self.collate_fn)
+        if isinstance(data, list | tuple):
+            return [self._evaluation_loader(one) for one in data]
+        if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
+            return data  # a loader of the user's own
+        dataset = cast(Dataset[Any], data)
+        source = BatchSource(dataset, self.collate_fn)
         if source.is_in_memory:
-            return EvaluationLoader(source, _length(data), self.eval_batch_size)
-        return DataLoader(data, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+            return EvaluationLoader(source, _length(dataset), self.eval_batch_size)
+        return DataLoader(dataset, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
 
 
 class RoundLoader:

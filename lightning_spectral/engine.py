@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
-from lightning_spectral.federated.local import LocalResult, Placement, first_backward, train_locally
+from lightning_spectral.federated.local import LocalResult, Placement, train_locally
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
+from lightning_spectral.federated.participates import GradientWatch
 from lightning_spectral.federated.recorder import Recorder
 from lightning_spectral.federated.records import ClientOutcome, ClientTask, Download, RoundSummary
 from lightning_spectral.federated.rng import derived_seed, isolated_rng
@@ -72,6 +73,7 @@ class Engine:
         self._seconds: dict[str, float] = {}
         self._outcomes: list[ClientOutcome] = []
         self._round: Any = None
+        self._participation_checked = False
 
     @property
     def round_is_open(self) -> bool:
@@ -95,12 +97,18 @@ class Engine:
         return download
 
     def train(self, task: ClientTask, download: Download) -> LocalResult:
-        """Run the client's local epochs on the loaded sub-model."""
+        """Run the client's local epochs on the loaded sub-model.
+
+        Raises:
+            ValueError: If the first client's turn shows a sharded layer that takes no part in training, or gradients
+                that reach the server's own weights.
+        """
         sub_model = self.sub_model(download.keep_ratio)
+        watch = None if self._participation_checked else GradientWatch(self.algorithm.watched(sub_model.module))
         with self._timed("train"), _blamed(task, "local training"), self._isolated_rng(task):
             sub_model.optimizer.start_client()
             self._recorder.start_client(sub_model.module)
-            return train_locally(
+            result = train_locally(
                 sub_model.module,
                 sub_model.optimizer.optimizer,
                 task.data,
@@ -108,6 +116,10 @@ class Engine:
                 recorder=self._recorder,
                 placement=self.placement,
             )
+        if watch is not None and result.num_steps > 0:
+            watch.check(self.server)
+            self._participation_checked = True
+        return result
 
     def receive(self, task: ClientTask, download: Download, result: LocalResult) -> ClientOutcome:
         """Add the client's update to the round's sums; an update that is not finite is left out and said."""
@@ -121,15 +133,15 @@ class Engine:
         if left_out:
             _warn_left_out(task)
         outcome = ClientOutcome(
-            task.round_idx,
-            task.client_id,
-            download.keep_ratio,
-            task.num_examples,
-            result.num_steps,
-            result.loss,
-            download.num_bytes,
-            upload.num_bytes,
-            left_out,
+            round_idx=task.round_idx,
+            client_id=task.client_id,
+            keep_ratio=download.keep_ratio,
+            num_examples=task.num_examples,
+            num_steps=result.num_steps,
+            loss=result.loss,
+            downlink_bytes=download.num_bytes,
+            uplink_bytes=upload.num_bytes,
+            left_out=left_out,
         )
         self._outcomes.append(outcome)
         return outcome
@@ -153,27 +165,6 @@ class Engine:
         return RoundSummary(
             round_idx, tuple(self._outcomes), dict(self._seconds), diagnostics, self._recorder.finish_round()
         )
-
-    def check_participation(self, task: ClientTask) -> None:
-        """Raise unless every layer to be sharded gets a gradient from the first batch of one client.
-
-        Raises:
-            ValueError: If a layer does not take part in the forward pass of ``training_step``.
-        """
-        self.open_round([task.client_id])
-        download = self.send(task)
-        sub_model = self.sub_model(download.keep_ratio)
-        with _blamed(task, "the first forward pass"), self._isolated_rng(task):
-            self._recorder.start_client(sub_model.module)
-            first_backward(sub_model.module, task.data, self.placement)
-        untrained = self.algorithm.untrained_layers(sub_model.module)
-        self._round = None
-        self._sub_models.clear()  # a user's module may count its calls: clients start from a fresh copy
-        if untrained:
-            raise ValueError(
-                f"Layers that would be sharded do not take part in the forward pass of `training_step`: "
-                f"{', '.join(untrained)}. Keep them dense with `exclude=`, or remove them from the module."
-            )
 
     def sub_model(self, keep_ratio: float) -> SubModel:
         """The sub-model of one keep ratio, built when its first client comes."""

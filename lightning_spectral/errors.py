@@ -11,3 +11,21 @@ class ClientError(RuntimeError):
 
 class RoundError(RuntimeError):
     """A round cannot be finished: no client returned an update that can be used."""
+
+
+def check_is(argument: str, value: object, kind: type) -> None:
+    """Raise ``TypeError`` unless ``value`` is an instance of ``kind``; a class in place of its instance is named.
+
+    Example:
+        >>> check_is("number", int, int)
+        Traceback (most recent call last):
+        TypeError: `number` must be an instance of int, got the class int; write int(...).
+    """
+    if isinstance(value, kind):
+        return
+    if isinstance(value, type):
+        raise TypeError(
+            f"`{argument}` must be an instance of {kind.__name__}, got the class {value.__name__}; "
+            f"write {value.__name__}(...)."
+        )
+    raise TypeError(f"`{argument}` must be an instance of {kind.__name__}, got {value!r}.")

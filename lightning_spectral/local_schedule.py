@@ -55,7 +55,7 @@ class Schedule:
         elif self.strict:
             raise ValueError(
                 f"ReduceLROnPlateau monitors {self.monitor!r}, which was not logged in round {round_idx}; "
-                f"logged were: {', '.join(sorted(metrics))}."
+                f"logged were: {', '.join(sorted(metrics))}. Log it, validate every round, or set 'strict': False."
             )
 
 
@@ -88,6 +88,8 @@ def read_optimizer(configured: Any, owner: str) -> tuple[Optimizer, list[Schedul
 
 def _parts(configured: Any) -> tuple[list[Any], list[Any], str | None]:
     if isinstance(configured, Mapping):
+        if "optimizer" not in configured:
+            raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {list(configured)}.")
         return [configured["optimizer"]], [configured.get("lr_scheduler")], configured.get("monitor")
     if not isinstance(configured, Sequence):
         return [] if configured is None else [configured], [], None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +17,7 @@ from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.checkpointing import check_checkpoint, settle_progress
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine, SubModel
+from lightning_spectral.errors import check_is
 from lightning_spectral.federated.local import Placement
 from lightning_spectral.federated.local_optimizer import check_optimizer
 from lightning_spectral.federated.metrics import round_metrics
@@ -26,7 +27,7 @@ from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.local_schedule import Schedule, read_optimizer
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.server_hooks import ServerHooks
-from lightning_spectral.setup_checks import check_module, check_trainer
+from lightning_spectral.setup_checks import check_module, check_stage, check_trainer
 from lightning_spectral.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -83,11 +84,19 @@ class FederatedModule(ServerHooks):
         super().__init__()
         check_module(module)
         check_user_module(module)
+        check_is("local_epochs", local_epochs, int)
+        check_is("clients_per_round", clients_per_round, int)
         if local_epochs < 0:
             raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
+        if server_optimizer is not None and not callable(server_optimizer):
+            raise TypeError(
+                f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
+                "write lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
+            )
         self.automatic_optimization = False
         self.module = module
-        self.algorithm = FedAvg() if algorithm is None else algorithm
+        self.algorithm: Algorithm[Any] = FedAvg() if algorithm is None else algorithm
+        check_is("algorithm", self.algorithm, Algorithm)
         self.algorithm.check(module)
         self.participation = UniformParticipation(clients_per_round)
         self.local_epochs = local_epochs
@@ -96,7 +105,9 @@ class FederatedModule(ServerHooks):
         self.schedules: list[Schedule] = []
         self._engine: Engine | None = None
         self._download: Download | None = None
-        self.save_hyperparameters({"federation": self.configuration(), "module": dict(module.hparams)})
+        self._finished_round = -1
+        self._stop_after_round = False
+        self.save_hyperparameters({"federation": self.configuration(), "user_module": dict(module.hparams)})
 
     def configuration(self) -> dict[str, str | int]:
         """What must be the same for a checkpoint to be resumed."""
@@ -111,8 +122,8 @@ class FederatedModule(ServerHooks):
     def data(self) -> FederatedDataModule:
         """The data module of the run."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(datamodule, FederatedDataModule)
-        return datamodule
+        check_is("datamodule", datamodule, FederatedDataModule)
+        return cast(FederatedDataModule, datamodule)
 
     @property
     def engine(self) -> Engine:
@@ -154,7 +165,9 @@ class FederatedModule(ServerHooks):
     def setup(self, stage: str) -> None:
         """The user's hook; for a fit, everything that can be refused is refused here."""
         self.module.setup(stage)
+        check_stage(stage, self.module)
         if stage == "fit":
+            self._finished_round, self._stop_after_round = -1, False
             check_trainer(self.trainer, self.module)
             self.participation.check(self.data.num_clients)
         for hook in BATCH_HOOKS:
@@ -171,12 +184,17 @@ class FederatedModule(ServerHooks):
         local, self.schedules = read_optimizer(self.module.configure_optimizers(), type(self.module).__name__)
         check_optimizer(local)
         self.algorithm.check_optimizer(local)
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = [p for group in local.param_groups for p in group["params"] if p.requires_grad]
+        if not parameters:
+            raise ValueError(
+                f"{type(self.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
+            )
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
         return [server, local], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedules]
 
     def on_fit_start(self) -> None:
-        """Build the engine on the device, and let one client's first batch show that every sharded layer takes part."""
+        """The user's hook; then the engine, on the device."""
+        self.module.on_fit_start()
         self._engine = Engine(
             self.module,
             self.algorithm,
@@ -186,9 +204,6 @@ class FederatedModule(ServerHooks):
             placement=self._placement(),
             seed=self.seed,
         )
-        first = self.cohort(round_idx=0)[0]
-        self._engine.check_participation(self.data.client_task(first, round_idx=0, seed=self.seed))
-        self.module.on_fit_start()
 
     def _placement(self) -> Placement:
         precision = self.trainer.precision_plugin
@@ -209,9 +224,11 @@ class FederatedModule(ServerHooks):
 
     def training_step(self, batch: ClientTask, batch_idx: int) -> None:
         """One client's local epochs, then `Aggregation`."""
-        result = self.engine.train(batch, self.download)
-        for callback in self._round_callbacks():
-            callback.on_client_end(self.trainer, self, batch, result)
+        # Lightning's precision context is around the whole step; a client enters it for its forward passes alone
+        with torch.autocast(self.device.type, enabled=False):
+            result = self.engine.train(batch, self.download)
+            for callback in self._round_callbacks():
+                callback.on_client_end(self.trainer, self, batch, result)
 
     def finish_round(self, summary: RoundSummary) -> None:
         """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
@@ -219,7 +236,8 @@ class FederatedModule(ServerHooks):
         server, local = optimizers
         server.step()
         server.zero_grad()
-        summary = replace(summary, diagnostics={**summary.diagnostics, "lr": local.param_groups[0]["lr"]})
+        self._finished_round = summary.round_idx
+        summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
         self._log_round(summary)
         for schedule in self.schedules:
             if not schedule.waits_for_metric:
@@ -238,10 +256,21 @@ class FederatedModule(ServerHooks):
             logger = None if entry.logger else False  # True would warn where there is no logger
             self.log(name, entry.value, entry.prog_bar, logger, on_step=False, on_epoch=True, batch_size=1)
 
+    def on_train_batch_end(self, outputs: Any, batch: ClientTask, batch_idx: int) -> None:
+        """A round once begun is finished: whoever wants to stop within it waits for its last client."""
+        if self.trainer.is_last_batch:
+            self.trainer.should_stop |= self._stop_after_round
+        elif self.trainer.should_stop:
+            self.trainer.should_stop, self._stop_after_round = False, True
+
     def on_train_epoch_end(self) -> None:
-        """Schedules that wait for a metric have it now."""
+        """Schedules that wait for a metric have it now.
+
+        Not in a run resumed from a checkpoint that validation wrote: metrics are not in checkpoints, and Lightning's
+        own plateau schedulers skip that round too.
+        """
         for schedule in self.schedules:
-            if schedule.waits_for_metric:
+            if schedule.waits_for_metric and self._finished_round == self.current_epoch:
                 schedule.step_on(self.trainer.callback_metrics, self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -262,5 +291,7 @@ class FederatedModule(ServerHooks):
         self.module.on_load_checkpoint(checkpoint)
 
     def _full_configuration(self) -> dict[str, str | int]:
-        data = self.data
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule):  # evaluating with a loader of one's own
+            return self.configuration()
         return {**self.configuration(), "batch_size": data.batch_size, "partition": data.partition.fingerprint()}

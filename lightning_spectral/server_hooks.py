@@ -7,7 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.user_hooks import call_with_accepted, lent_logging
+from lightning_spectral.federated.calls import call_with_accepted
+from lightning_spectral.user_hooks import lent_logging
 
 
 def _on_server(hook: str) -> Callable[..., Any]:
@@ -62,5 +63,5 @@ class ServerHooks(pl.LightningModule):
         """The user's hook; the round goes along so that loggers can draw evaluation against it."""
         with lent_logging(self.module, self):
             self.module.on_validation_epoch_end()
-        if not self.trainer.sanity_checking:
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.log("fl/round", float(self.current_epoch), batch_size=1)

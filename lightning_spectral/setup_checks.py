@@ -25,6 +25,14 @@ def check_module(module: Any) -> None:
     raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
 
 
+def check_stage(stage: str, module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
+    step = {"validate": "validation_step", "test": "test_step"}.get(stage)
+    if step is not None and not is_overridden(module, step):
+        asked = {"validation_step": "validate", "test_step": "test"}[step]
+        raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`, which is not there; define it.")
+
+
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what a fit cannot do.
 
@@ -33,6 +41,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         ValueError: If there are several processes, gradients are scaled, or there is no ``validation_step`` for the
             validation data.
     """
+    complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if complex_valued:
+        raise ValueError(
+            f"Complex parameters are not averaged: {', '.join(complex_valued)}; hold real and imaginary parts apart "
+            "(torch.view_as_real)."
+        )
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(datamodule, FederatedDataModule):
         raise TypeError(

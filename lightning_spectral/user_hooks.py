@@ -85,11 +85,3 @@ def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
         return batch if isinstance(batch, ClientTask) else batch_hook(batch, *args)
 
     return hook
-
-
-def call_with_accepted(method: Callable[..., Any], *args: Any) -> Any:
-    """Call with as many leading arguments as the method takes: users leave out ``batch_idx``."""
-    parameters = inspect.signature(method).parameters.values()
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return method(*args)
-    return method(*args[: len(parameters)])

@@ -36,10 +36,15 @@ class TestConstructor:
         [
             ({"clients_per_round": 0}, "`clients_per_round` must be at least 1, got 0"),
             ({"local_epochs": -1}, "`local_epochs` must be at least 0, got -1"),
+            ({"clients_per_round": 2.5}, r"`clients_per_round` must be an instance of int, got 2\.5"),
+            ({"local_epochs": 1.5}, r"`local_epochs` must be an instance of int, got 1\.5"),
+            ({"algorithm": ls.FedAvg}, r"got the class FedAvg; write FedAvg\(\.\.\.\)"),
+            ({"algorithm": ls.Collective()}, r"`algorithm` must be an instance of Algorithm, got Collective\(\)"),
+            ({"server_optimizer": 3}, "must be a function from parameters to an optimizer, got 3"),
         ],
     )
-    def test_counts_out_of_range(self, options: dict[str, Any], message: str, lit: Any) -> None:
-        with pytest.raises(ValueError, match=message):
+    def test_arguments_that_cannot_be_meant(self, options: dict[str, Any], message: str, lit: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match=message):
             ls.FederatedModule(lit, **{"clients_per_round": 2, **options})
 
     def test_a_module_with_no_layer_to_shard(self) -> None:
@@ -146,6 +151,26 @@ class TestSetup:
             fit(LitBlind(), data, quiet)
         data.val = None
         fit(LitBlind(), data, quiet)
+
+    def test_nothing_to_train(self, lit: Any, data: Any, quiet: Any) -> None:
+        lit.requires_grad_(False)
+        with pytest.raises(ValueError, match="LitMLP has no trainable parameter in its optimizer"):
+            fit(lit, data, quiet)
+
+    def test_a_weight_that_is_zero(self, lit: Any) -> None:
+        nn.init.zeros_(lit.net[2].weight)
+        with pytest.raises(ValueError, match=r"weight is zero have no singular terms that could train: net\.2"):
+            ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
+
+    def test_complex_parameters(self, lit: Any, data: Any, quiet: Any) -> None:
+        lit.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        with pytest.raises(ValueError, match="Complex parameters are not averaged: phase"):
+            fit(lit, data, quiet)
+
+    def test_testing_without_a_test_step(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        lit = type("LitUntested", (lit_mlp,), {"test_step": pl.LightningModule.test_step})()
+        with pytest.raises(ValueError, match=r"`Trainer.test` needs `LitUntested.test_step`"):
+            pl.Trainer(**quiet).test(ls.FederatedModule(lit, clients_per_round=1), data)
 
     def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
         class LitUnused(lit_mlp):  # type: ignore[misc]

@@ -181,6 +181,26 @@ class TestResume:
             assert trainer.global_step == trainer.current_epoch == 4
             assert same_state(module, resumed)
 
+    def test_a_wish_to_stop_within_a_round_waits_for_its_end(
+        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
+
+        class StopEarly(ls.RoundCallback):
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+                trainer.should_stop |= task.round_idx == 1
+
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            stopped = lit_mlp()
+        trainer = pl.Trainer(max_epochs=4, callbacks=[StopEarly()], **quiet)
+        trainer.fit(federate(stopped, server_optimizer=momentum_server), data)
+        assert trainer.global_step == 2
+        trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+        resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / "resumed", 4, str(tmp_path / "stopped.ckpt"))
+        assert trainer.global_step == 4
+        assert same_state(module, resumed)
+
     @pytest.mark.parametrize(
         ("change", "named"),
         [
@@ -287,10 +307,15 @@ class TestTrainerOptions:
 
     def test_timer_stops_between_whole_rounds(self, lit: Any, data: Any, quiet: Any) -> None:
         before = copy.deepcopy(lit.state_dict())
-        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"seconds": 0})], **quiet)
+        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"seconds": 0}, interval="epoch")], **quiet)
         trainer.fit(federate(lit), data)
         assert trainer.global_step == 0
         assert all(torch.equal(before[name], value) for name, value in lit.state_dict().items())
+        history = ls.RoundHistory()
+        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"milliseconds": 30}), history], **quiet)
+        trainer.fit(federate(lit), data)
+        assert trainer.global_step == len(history.rows) >= 1
+        assert {row["fl/clients"] for row in history.rows} == {4.0}
 
     def test_test_and_predict_run_the_aggregated_model(self, lit: Any, data: Any, toy: Any, quiet: Any) -> None:
         model = federate(lit)

@@ -43,9 +43,9 @@ class Algorithm(ABC, Generic[RoundT]):
     def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
         """The user's optimizer ``template``, over ``server``, rebuilt over a sub-model, with the hooks it needs."""
 
-    def untrained_layers(self, client: nn.Module) -> list[str]:
-        """After a backward pass: names of sharded layers that it did not reach. Here: nothing is sharded."""
-        return []
+    def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
+        """For each layer that must take part in training, by name, one parameter. Here: none, nothing is sharded."""
+        return {}
 
     @abstractmethod
     def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> RoundT:

@@ -15,7 +15,12 @@ KeepRatio = float | Mapping[float, float] | Sequence[float]
 
 def check_keep_ratios(keep_ratio: KeepRatio) -> None:
     """Raise ``ValueError`` unless every ratio is in (0, 1] and shares are positive and sum to 1."""
-    for ratio in _distinct(keep_ratio):
+    ratios = _distinct(keep_ratio)
+    if not ratios or not all(isinstance(ratio, float | int) for ratio in ratios):
+        raise ValueError(
+            f"`keep_ratio` must be a number, {{ratio: share}} or a list with one number per client, got {keep_ratio!r}."
+        )
+    for ratio in ratios:
         check_keep_ratio(ratio)
     if isinstance(keep_ratio, Mapping):
         _check_shares(keep_ratio)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.keep_ratios import KeepRatio, assign_keep_ratios, check_keep_ratios
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.designs import Design
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.federated.exchange import (
     apply_mean_change,
     averaged_tensors,
@@ -77,6 +77,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def __post_init__(self) -> None:
         check_keep_ratios(self.keep_ratio)
         check_tau(self.clip_tau)
+        check_is("strategy", self.strategy, ShardingStrategy)
+        if self.design is not None:
+            check_is("design", self.design, Design)
         if not self.frobenius_decay >= 0.0:
             raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
 
@@ -89,8 +92,14 @@ class SpectralSharding(Algorithm[SpectralRound]):
         return plan_layers(server, exclude=self.exclude, keep_first_and_last_dense=self.keep_first_and_last_dense)
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if nothing can be sharded, weights are tied, or a pattern matches nothing."""
-        self.report(server)
+        """Raise ``ValueError`` if nothing can be sharded, weights are tied or zero, or a pattern matches nothing."""
+        names = self.report(server).sharded_names
+        zero = [name for name in names if not bool(dense_weight(server.get_submodule(name)).detach().any())]
+        if zero:
+            raise ValueError(
+                f"Layers whose weight is zero have no singular terms that could train: {', '.join(zero)}. Keep them "
+                "dense with `exclude=`, or initialise them otherwise."
+            )
 
     def check_optimizer(self, template: Optimizer) -> None:
         """Say where the optimizer's weight decay goes."""
@@ -122,7 +131,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
             origin=lambda name: factors.get(name, name),
             overrides=lambda name: {"weight_decay": 0.0} if name in factors else {},
         )
-        FrobeniusDecay(self._decays(template, server, client)).register(local.optimizer, client)
+        decoupled = isinstance(template, AdamW) or any(g.get("decoupled_weight_decay") for g in template.param_groups)
+        FrobeniusDecay(self._decays(template, server, client), decoupled).register(local.optimizer, client)
         EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
         return local
 
@@ -135,9 +145,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
             if id(p) in weights
         }
 
-    def untrained_layers(self, client: nn.Module) -> list[str]:
-        """Sharded layers whose factors got no gradient."""
-        return [name for name, layer in sharded_layers(client).items() if layer.u.grad is None]
+    def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
+        """The left factor of every sharded layer."""
+        return {name: layer.u for name, layer in sharded_layers(client).items()}
 
     def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> SpectralRound:
         """Factorise every sharded layer once; inclusion probabilities and multipliers for each keep ratio."""

@@ -11,9 +11,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, detached views: what a copy of the module needs to be this module.
-
-    Buffers that are not persistent are constants that every copy makes for itself.
+    """Parameters and buffers by name, detached views: what a copy of the module needs to be this module.
 
     Example:
         >>> sorted(travelling_tensors(nn.BatchNorm1d(2), without={"bias"}))
@@ -26,10 +24,12 @@ def averaged_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[s
     """The part of `travelling_tensors` that comes back and is averaged.
 
     Trainable parameters, and floating-point buffers such as BatchNorm's running statistics. Integer buffers
-    (``num_batches_tracked``) and buffers with infinite entries (attention masks) keep the server's value.
+    (``num_batches_tracked``), buffers with infinite entries (attention masks) and buffers that are not persistent,
+    which no checkpoint would hold, keep the server's value.
     """
+    persistent = module.state_dict(keep_vars=True).keys()
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    moving = {name for name, buffer in module.named_buffers() if _is_average_of_clients(buffer)}
+    moving = {n for n, buffer in module.named_buffers() if n in persistent and _is_average_of_clients(buffer)}
     return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
 
 
@@ -70,7 +70,5 @@ def _is_average_of_clients(buffer: Tensor) -> bool:
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters once each (tied ones under their first name) and persistent buffers."""
-    persistent = module.state_dict(keep_vars=True).keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-    return {**dict(module.named_parameters()), **buffers}
+    """Parameters once each, tied ones under their first name, and buffers."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_spectral.federated.calls import batch_outputs, loss_of, num_accepted
 from lightning_spectral.federated.loader import ClientData
 from lightning_spectral.federated.recorder import Recorder
 
@@ -66,7 +66,7 @@ def train_locally(
         recorder: Told the size of each batch, so that it can weight what the module logs.
         placement: Device and precision.
     """
-    takes_batch_idx = wants_batch_idx(module.training_step)
+    num_arguments = num_accepted(module.training_step, 2)
     total = torch.zeros((), device=placement.device)
     num_steps = num_examples = 0
     for local_epoch in range(local_epochs):
@@ -77,32 +77,15 @@ def train_locally(
             if module.on_train_batch_start(batch, batch_idx) == -1:
                 break
             with placement.forward_context():
-                output = module.training_step(*((batch, batch_idx) if takes_batch_idx else (batch,)))
-            loss = output.get("loss") if isinstance(output, dict) else output
+                output = module.training_step(*(batch, batch_idx)[:num_arguments])
+            loss = loss_of(output)
             if loss is not None:
                 _step(module, optimizer, loss)
-                total.add_(loss.detach(), alpha=size)
+                total.add_(loss.detach().reshape(()), alpha=size)
                 num_steps, num_examples = num_steps + 1, num_examples + size
-            module.on_train_batch_end(output, batch, batch_idx)
+            module.on_train_batch_end(batch_outputs(output, loss), batch, batch_idx)
         module.on_train_epoch_end()
     return LocalResult(num_steps, float(total) / num_examples if num_examples else float("nan"))
-
-
-def first_backward(module: Any, data: ClientData, placement: Placement) -> None:
-    """One forward and backward pass over the first batch, no step: shows which parameters take part."""
-    batch, _ = next(data.epoch(0))
-    batch = _to_device(module, batch, placement)
-    with placement.forward_context():
-        output = module.training_step(*((batch, 0) if wants_batch_idx(module.training_step) else (batch,)))
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if loss is not None:
-        loss.backward()
-
-
-def wants_batch_idx(training_step: Callable[..., Any]) -> bool:
-    """Whether a ``training_step`` takes the index of the batch besides the batch."""
-    parameters = inspect.signature(training_step).parameters
-    return "batch_idx" in parameters or len(parameters) > 1
 
 
 def _to_device(module: Any, batch: Any, placement: Placement) -> Any:

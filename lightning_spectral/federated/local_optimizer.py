@@ -77,12 +77,20 @@ def rebuild_optimizer(
             options = {k: v for k, v in template.param_groups[index].items() if k != "params"}
             groups.append({**options, **overrides(name), "params": []})
         groups[keys.index(key)]["params"].append(parameter)
-    optimizer = _construct(template, groups)
-    return LocalOptimizer(optimizer, template, tuple(i for i, _ in keys), tuple(dict(o) for _, o in keys))
+    order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # as the user wrote them
+    optimizer = _construct(template, [groups[i] for i in order])
+    followed, departures = zip(*(keys[i] for i in order), strict=True)
+    return LocalOptimizer(optimizer, template, followed, tuple(map(dict, departures)))
 
 
 def check_optimizer(template: Optimizer) -> None:
-    """Raise ``ValueError`` if the optimizer cannot step without a closure."""
+    """Raise ``ValueError`` if the optimizer needs a closure to step, or has hooks that clients' would not have."""
+    hooks = [vars(template).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    if any(hooks):
+        raise ValueError(
+            f"{type(template).__name__} has step hooks, which the optimizers of clients do not take over; act in "
+            "`on_before_optimizer_step` instead."
+        )
     closure = inspect.signature(type(template).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

@@ -76,27 +76,35 @@ class FrobeniusDecay:
 
     Args:
         coefficients: For each dotted layer name, lambda; layers that are not named, or have 0, do not decay.
+        decoupled: Step along the penalty's gradient by itself, with the learning rate, as AdamW decays, instead of
+            adding it to the gradients that the optimizer rescales.
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3.
     """
 
     coefficients: Mapping[str, float]
+    decoupled: bool = False
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` takes it off."""
         layers = sharded_layers(module)
         decays = [(layers[name], decay) for name, decay in self.coefficients.items() if decay != 0.0]
-        return _before_step(optimizer, lambda: self._add(decays))
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        return _before_step(optimizer, lambda: self._decay(decays, group_of))
 
     @torch.no_grad()
-    def _add(self, decays: list[tuple[SpectralShardedLayer, float]]) -> None:
+    def _decay(self, decays: list[tuple[SpectralShardedLayer, float]], group_of: Mapping[int, dict[str, Any]]) -> None:
         for layer, decay in decays:
-            u_grad, v_grad = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
-            if layer.u.grad is not None:
-                layer.u.grad.add_(u_grad, alpha=decay)
-            if layer.v.grad is not None:
-                layer.v.grad.add_(v_grad, alpha=decay)
+            penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
+            for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
+                group = group_of.get(id(factor))
+                if factor.grad is None or group is None:
+                    continue
+                if self.decoupled:
+                    factor.sub_(penalty * (decay * group["lr"]))
+                else:  # an optimizer that maximises turns the sign of gradients round
+                    factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
 
 
 def _before_step(optimizer: Optimizer, act: Callable[[], None]) -> RemovableHandle:

@@ -72,11 +72,20 @@ def swap_layers(
         dense = module.get_submodule(name)
         num_terms = num_terms_for(min(dense_weight(dense).flatten(1).shape), keep_ratio)
         swaps[dense] = make(dense, SHARDED_LAYERS[type(dense)], num_terms).train(dense.training)
+        _move_hooks(dense, swaps[dense])
         _log.info("%s: %s -> %s", name, type(dense).__name__, swaps[dense])
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if layer in swaps:
             parent, _, child = path.rpartition(".")
             setattr(module.get_submodule(parent), child, swaps[layer])
+
+
+def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
+    """A layer's forward and backward hooks go on watching the layer in its place."""
+    for hooks in [
+        name for name in vars(sharded) if name.endswith("hooks") and ("forward" in name or "backward" in name)
+    ]:
+        getattr(sharded, hooks).update(vars(dense).get(hooks, {}))
 
 
 def dense_weight(layer: nn.Module) -> nn.Parameter:

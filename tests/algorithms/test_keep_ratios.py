@@ -38,6 +38,8 @@ def test_one_ratio_for_all_or_one_each() -> None:
         ({"keep_ratio": [0.2, -1.0]}, "got -1.0"),
         ({"keep_ratio": {0.2: 0.6, 0.4: 0.5}}, "must sum to 1, got .* with sum 1.1"),
         ({"keep_ratio": {0.2: 1.2, 0.4: -0.2}}, "must be positive, got -0.2 for ratio 0.4"),
+        ({"keep_ratio": []}, r"or a list with one number per client, got \[\]"),
+        ({"keep_ratio": "0.2"}, "or a list with one number per client, got '0.2'"),
         ({"clip_tau": 0.5}, "`tau` must be at least 1, got 0.5"),
         ({"frobenius_decay": -1e-4}, "`frobenius_decay` must be at least 0, got -0.0001"),
     ],

@@ -185,6 +185,22 @@ def test_clipping_acts_through_the_local_optimizer() -> None:
     assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
 
 
+def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
+    algorithm, server = ls.SpectralSharding(keep_ratio=1.0, frobenius_decay=0.0), net()
+    template = torch.optim.AdamW(server.parameters(), lr=0.01, weight_decay=0.1)
+    _, (download,) = draw(algorithm, server, [1.0])
+    client = algorithm.build(server, 1.0)
+    algorithm.load(client, download)
+    local = algorithm.local_optimizer(template, server, client)
+    local.start_client()
+    for parameter in client.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    local.optimizer.step()
+    for name, layer in sharded_layers(client).items():
+        u, v = download.tensors[f"{name}.u"], download.tensors[f"{name}.v"]
+        torch.testing.assert_close(layer.u.detach(), u - 0.01 * 0.1 * u @ v @ v.T, rtol=1e-5, atol=1e-6)
+
+
 def test_decay_is_added_before_clipping() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.1, clip_tau=2.0), net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)

@@ -65,6 +65,15 @@ def test_groups_and_left_out_parameters_are_the_users() -> None:
     assert groups[0]["params"][0] is client[0].weight
 
 
+def test_groups_keep_the_users_order() -> None:
+    server = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+    template = torch.optim.SGD([{"params": [server[1].weight], "lr": 1.0}, {"params": [server[0].weight], "lr": 2.0}])
+    local = rebuild_optimizer(template, server, copy.deepcopy(server))
+    local.start_client()
+    assert [group["lr"] for group in local.optimizer.param_groups] == [1.0, 2.0]
+    assert local.template_groups == (0, 1)
+
+
 def test_optimizer_that_needs_a_closure_is_refused() -> None:
     server = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="LBFGS needs a closure"):

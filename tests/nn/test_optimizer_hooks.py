@@ -76,6 +76,30 @@ def test_decay_adds_the_gradient_of_half_the_squared_norm_of_the_weight() -> Non
     torch.testing.assert_close(layer.v.grad, expected.v.grad)
 
 
+def test_decay_shrinks_also_where_the_optimizer_maximises() -> None:
+    layer = layer_with_gradients([1.0, 3.0])
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = layer.weight.detach().norm()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, maximize=True)
+    FrobeniusDecay({"": 0.1}).register(optimizer, layer)
+    optimizer.step()
+    assert layer.weight.detach().norm() < before
+
+
+def test_decoupled_decay_steps_along_the_penalty_with_the_learning_rate() -> None:
+    layer = layer_with_gradients([1.0, 3.0])
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    u_grad, v_grad = torch.autograd.grad(0.05 * layer.weight.square().sum(), (layer.u, layer.v))
+    u, v = layer.u.detach() - 0.2 * u_grad, layer.v.detach() - 0.2 * v_grad
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.2, weight_decay=0.0)
+    FrobeniusDecay({"": 0.1}, decoupled=True).register(optimizer, layer)
+    optimizer.step()
+    torch.testing.assert_close(layer.u.detach(), u)
+    torch.testing.assert_close(layer.v.detach(), v)
+
+
 def test_decay_acts_on_named_layers_only_and_leaves_frozen_ones() -> None:
     module = nn.Sequential(layer_with_gradients([1.0]), layer_with_gradients([1.0]), layer_with_gradients([1.0]))
     frozen = module[2]

@@ -1,0 +1,48 @@
+"""Does training reach what it should, and nothing else?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor, nn
+
+
+class GradientWatch:
+    """Notes which of some parameters get a gradient, from now until `check`.
+
+    Args:
+        parameters: By the name of the layer that each stands for.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.reached = dict.fromkeys(parameters, False)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items()
+        ]
+
+    def _note(self, name: str, parameter: Tensor) -> None:
+        self.reached[name] = True
+
+    def check(self, server: nn.Module) -> None:
+        """Stop watching, and judge.
+
+        Args:
+            server: The server's module, whose own parameters no client may reach.
+
+        Raises:
+            ValueError: If a watched parameter got no gradient, or one of ``server`` did.
+        """
+        for handle in self._handles:
+            handle.remove()
+        if missed := [name for name, reached in self.reached.items() if not reached]:
+            raise ValueError(
+                "Layers that would be sharded do not take part in the forward pass of `training_step`: "
+                f"{', '.join(missed)}. Keep them dense with `exclude=`, or remove them from the module."
+            )
+        if leaked := [name for name, parameter in server.named_parameters() if parameter.grad is not None]:
+            raise ValueError(
+                f"A client's `training_step` reaches the server's own weights ({', '.join(leaked)}): the module keeps "
+                "them in a closure or a lambda, which copies do not follow; use `self...` in the step instead."
+            )

@@ -16,18 +16,17 @@ from lightning_spectral.callbacks import Aggregation, RoundsAsSteps, SubmodelSam
 from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.checkpointing import check_checkpoint, settle_progress
 from lightning_spectral.data import FederatedDataModule
-from lightning_spectral.engine import Engine, SubModel
+from lightning_spectral.engine import Engine
 from lightning_spectral.errors import check_is
-from lightning_spectral.federated.local import Placement
 from lightning_spectral.federated.local_optimizer import check_optimizer
 from lightning_spectral.federated.metrics import round_metrics
-from lightning_spectral.federated.recorder import Recorder, isolate_metrics
 from lightning_spectral.federated.records import ClientTask, Download, RoundSummary
 from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.local_schedule import Schedule, read_optimizer
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.server_hooks import ServerHooks
 from lightning_spectral.setup_checks import check_module, check_stage, check_trainer
+from lightning_spectral.sub_models import make_engine
 from lightning_spectral.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -195,32 +194,7 @@ class FederatedModule(ServerHooks):
     def on_fit_start(self) -> None:
         """The user's hook; then the engine, on the device."""
         self.module.on_fit_start()
-        self._engine = Engine(
-            self.module,
-            self.algorithm,
-            keep_ratios=self.algorithm.keep_ratios(self.data.num_clients, self.seed),
-            make_sub_model=self._make_sub_model,
-            local_epochs=self.local_epochs,
-            placement=self._placement(),
-            seed=self.seed,
-        )
-
-    def _placement(self) -> Placement:
-        precision = self.trainer.precision_plugin
-        moves = self.device.type != "cpu" or is_overridden(self.module, "transfer_batch_to_device")
-        return Placement(self.device, precision.convert_input, precision.train_step_context, moves)
-
-    def _make_sub_model(self, keep_ratio: float, recorder: Recorder) -> SubModel:
-        """A copy of the user's module for clients of one keep ratio; the Trainer is shared, not copied."""
-        self.module.trainer = None
-        client: Any = self.algorithm.build(self.module, keep_ratio)
-        self.module.trainer = client.trainer = self.trainer
-        client.log, client.log_dict = recorder.log, recorder.log_dict
-        isolate_metrics(client)
-        template = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
-        local = self.algorithm.local_optimizer(template, self.module, client)
-        client.optimizers = lambda use_pl_optimizer=True: local.optimizer
-        return SubModel(client, local)
+        self._engine = make_engine(self, self.module, self.algorithm)
 
     def training_step(self, batch: ClientTask, batch_idx: int) -> None:
         """One client's local epochs, then `Aggregation`."""

@@ -1,0 +1,57 @@
+"""From a FederatedModule and its Trainer to an engine, and to the sub-models that clients train."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.engine import Engine, SubModel
+from lightning_spectral.federated.local import Placement
+from lightning_spectral.federated.recorder import Recorder, isolate_metrics
+from lightning_spectral.user_hooks import is_overridden
+
+if TYPE_CHECKING:
+    from lightning_spectral.module import FederatedModule
+
+
+def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+    """An engine with the clients, the seed and the settings of a run.
+
+    Args:
+        owner: The module that a Trainer fits.
+        server: The module whose weights are the server's; the user's own, or a copy.
+        algorithm: What travels.
+    """
+    return Engine(
+        server,
+        algorithm,
+        keep_ratios=algorithm.keep_ratios(owner.data.num_clients, owner.seed),
+        make_sub_model=partial(_make_sub_model, owner, algorithm),
+        local_epochs=owner.local_epochs,
+        placement=_placement(owner),
+        seed=owner.seed,
+    )
+
+
+def _placement(owner: FederatedModule) -> Placement:
+    precision = owner.trainer.precision_plugin
+    moves = owner.device.type != "cpu" or is_overridden(owner.module, "transfer_batch_to_device")
+    return Placement(owner.device, precision.convert_input, precision.train_step_context, moves)
+
+
+def _make_sub_model(
+    owner: FederatedModule, algorithm: Algorithm[Any], keep_ratio: float, recorder: Recorder
+) -> SubModel:
+    """A copy of the user's module for clients of one keep ratio; the Trainer is shared, not copied."""
+    owner.module.trainer = None
+    client: Any = algorithm.build(owner.module, keep_ratio)
+    owner.module.trainer = client.trainer = owner.trainer
+    client.log, client.log_dict = recorder.log, recorder.log_dict
+    isolate_metrics(client)
+    template = owner.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
+    local = algorithm.local_optimizer(template, owner.module, client)
+    client.optimizers = lambda use_pl_optimizer=True: local.optimizer
+    return SubModel(client, local)

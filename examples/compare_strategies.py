@@ -1,0 +1,135 @@
+"""Which singular terms should a client get? Four strategies at two keep ratios, beside FedAvg on the whole model.
+
+    python examples/compare_strategies.py
+
+trains the model of `quickstart.py` 27 times, two runs at a time, each with half of its rounds: about 8 minutes on two
+CPU cores. It prints test accuracy after the last round, and leaves `accuracy.csv` (every run and round) and
+`accuracy.png` in `outputs/compare/`. With three seeds, which also change the split between clients:
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from matplotlib.figure import Figure
+from quickstart import deal_digits, federate, quiet_lightning
+
+import lightning_spectral as ls
+
+STRATEGIES = {"TopN": ls.TopN(), "PriSM": ls.PriSM(), "Unbiased": ls.Unbiased(), "Collective": ls.Collective()}
+KEEP_RATIOS = (0.1, 0.2)  # share of singular terms each client holds, the homogeneous setups of the 2024 paper
+NUM_ROUNDS = 50  # communication rounds of each run
+SEEDS = (0, 1, 2)  # of the initial weights, the split, participation and terms
+NUM_PROCESSES = 2  # runs at a time, one thread each
+DENSE = ("FedAvg", 1.0)
+
+Setup = tuple[str, float]  # name of the strategy, keep ratio
+Results = Mapping[Setup, Mapping[int, Sequence[float]]]  # for each setup and seed, test accuracy after each round
+
+
+def setups() -> dict[Setup, ls.Algorithm[Any]]:
+    """Every strategy at every keep ratio, and FedAvg, which has none."""
+    pairs = product(KEEP_RATIOS, STRATEGIES)
+    return {**{(name, r): ls.SpectralSharding(STRATEGIES[name], r) for r, name in pairs}, DENSE: ls.FedAvg()}
+
+
+def train(algorithm: ls.Algorithm[Any], seed: int, num_rounds: int) -> list[float]:
+    """Test accuracy after each round of one run."""
+    quiet_lightning()
+    torch.set_num_threads(1)
+    history = ls.RoundHistory()
+    trainer = pl.Trainer(
+        max_epochs=num_rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[history],
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(federate(algorithm, num_rounds, seed), deal_digits(seed))
+    return history.column("accuracy")
+
+
+def train_all(seeds: Sequence[int], num_rounds: int) -> Results:
+    """Train every setup with every seed, and say so when each is done."""
+    results: dict[Setup, dict[int, Sequence[float]]] = defaultdict(dict)
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
+        pairs = product(seeds, setups().items())
+        runs = {pool.submit(train, algorithm, seed, num_rounds): (s, seed) for seed, (s, algorithm) in pairs}
+        for count, run in enumerate(as_completed(runs), start=1):
+            setup, seed = runs[run]
+            results[setup][seed] = accuracies = run.result()
+            name, r = setup
+            print(f"{count:>2}/{len(runs)}  seed {seed}  {name:<10}  r = {r}  {accuracies[-1]:.1%}", flush=True)
+    return results
+
+
+def cell(accuracies: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds, in per cent."""
+    spread = f" ± {stdev(accuracies):.1%}" if len(accuracies) > 1 else ""
+    return f"{mean(accuracies):.1%}{spread}".replace("%", "")
+
+
+def print_table(results: Results) -> None:
+    """Accuracy after the last round."""
+    final = {setup: cell([accuracy[-1] for accuracy in runs.values()]) for setup, runs in results.items()}
+    print("\ntest accuracy in %, mean ± standard deviation over seeds\n")
+    print(f"{'keep ratio':<12}" + "".join(f"{r:<14}" for r in KEEP_RATIOS))
+    for name in STRATEGIES:
+        print(f"{name:<12}" + "".join(f"{final[name, r]:<14}" for r in KEEP_RATIOS))
+    print(f"{DENSE[0]:<12}{final[DENSE]}  (the whole model)")
+
+
+def write_csv(results: Results, path: Path) -> None:
+    """One line per run and round."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["strategy", "keep_ratio", "seed", "round", "accuracy"])
+        for setup, runs in results.items():
+            for seed, accuracies in sorted(runs.items()):
+                writer.writerows([*setup, seed, t, f"{a:.4f}"] for t, a in enumerate(accuracies, start=1))
+
+
+def plot(results: Results, path: Path) -> None:
+    """Mean accuracy per round, one panel per keep ratio."""
+    figure = Figure(figsize=(9.0, 3.5), layout="constrained")
+    panels = figure.subplots(1, len(KEEP_RATIOS), sharey=True)
+    for axes, r in zip(panels, KEEP_RATIOS, strict=True):
+        for name, keep_ratio in [*((name, r) for name in STRATEGIES), DENSE]:
+            curve = [mean(values) for values in zip(*results[name, keep_ratio].values(), strict=True)]
+            axes.plot(range(1, len(curve) + 1), curve, "k--" if name == DENSE[0] else "-", label=name)
+        axes.set(title=f"keep ratio {r}", xlabel="round")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy")
+    panels[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Accuracy of every sharding strategy on the quickstart's task.")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="communication rounds of a run (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/compare"), help="folder (%(default)s)")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    results = train_all(args.seeds, args.rounds)
+    write_csv(results, args.output / "accuracy.csv")
+    plot(results, args.output / "accuracy.png")
+    print_table(results)
+
+
+if __name__ == "__main__":
+    main()

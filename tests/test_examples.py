@@ -1,0 +1,129 @@
+"""The examples run as their docstrings say: as scripts, from a clean folder, with every warning an error."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+class Finished:
+    """An example that ran in a folder of its own, with a home of its own."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str, path: str = "") -> None:
+        self.folder = folder
+        self.home = folder.with_name(f"{folder.name} home")
+        for new in (self.folder, self.home):
+            new.mkdir()
+        command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+        caches = {"MPLCONFIGDIR": str(folder.with_name("matplotlib")), "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {**kept, **caches, "HOME": str(self.home), "PYTHONPATH": path}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.errors = done.stderr
+        self.output = done.stdout.replace("\r", "\n")
+
+    def files(self) -> set[str]:
+        return {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()}
+
+    def percentage(self, pattern: str) -> float:
+        found = re.search(pattern, self.output)
+        assert found is not None, self.output
+        return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(tmp_path_factory.mktemp("toy") / "quickstart", "quickstart.py", "--rounds", "2")
+
+
+@pytest.fixture(scope="module")
+def compare(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("toy") / "compare"
+    return Finished(folder, "compare_strategies.py", "--rounds", "1", "--seeds", "0")
+
+
+def test_quickstart_leaves_a_picture_and_an_offline_wandb_run(quickstart):
+    picture = quickstart.folder / "outputs/quickstart/accuracy.png"
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+    (run,) = (quickstart.folder / "outputs/quickstart/wandb").glob("offline-run-*/run-*.wandb")
+    assert run.stat().st_size > 0
+
+
+def test_quickstart_writes_nothing_outside_its_output_folder(quickstart):
+    assert all(name.startswith("outputs/quickstart/") for name in quickstart.files())
+    assert list(quickstart.home.rglob("*")) == []
+
+
+def test_quickstart_says_nothing_beside_its_bar_and_its_table(quickstart):
+    assert quickstart.errors == ""
+    ours = r"Training: .*|Epoch [01]: .*|Round \d/2: .*|Validation.*|accuracy .*|a client's turn .*|keep ratio .*"
+    ours += r"|dense model .*|written to outputs/quickstart"
+    lines = [re.sub(r"\x1b\[A", "", line).strip() for line in quickstart.output.splitlines()]
+    assert [line for line in lines if line and not re.fullmatch(ours, line)] == []
+
+
+def test_quickstart_bar_counts_rounds_and_clients_beside_loss_and_accuracy(quickstart):
+    assert re.search(r"Round 2/2: 100%.* 10/10 .*accuracy=0\.\d+, train_loss=\d", quickstart.output)
+
+
+def test_quickstart_table_counts_every_tensor_that_travels(quickstart):
+    convolutions, hidden = 4 * [(32, 32 * 3 * 3)], [(128, 32 * 7 * 7)]  # the sharded layers: c_out, c_in k
+    norms, stem, head = 5 * 2 * 32 + 2 * 128, 32 * 5 * 5 + 32, 128 * 10 + 10
+    whole = norms + stem + head + 128  # the last are the hidden layer's bias
+    dense = 4 * (whole + sum(rows * columns for rows, columns in convolutions + hidden))
+    assert f"dense model {dense:>21,} {dense:>11,}       100%" in quickstart.output
+    for keep_ratio, terms in ((0.2, {32: 7, 128: 26}), (0.4, {32: 13, 128: 52})):  # ceil(r N)
+        up = 4 * (whole + sum(terms[min(shape)] * sum(shape) for shape in convolutions + hidden))
+        down = up + 4 * sum(terms[min(shape)] for shape in convolutions + hidden)  # a multiplier with each term
+        share = f"{(down + up) / (2 * dense):.0%}"
+        row = rf"keep ratio {keep_ratio} +{down:,} +{up:,} +{share}\n"
+        assert re.search(row, quickstart.output)
+
+
+def test_quickstart_runs_without_wandb_and_says_so_in_one_line(tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError('not installed')")
+    done = Finished(tmp_path / "bare", "quickstart.py", "--rounds", "1", path=str(tmp_path))
+    assert re.findall(r".*wandb.*", done.output) == ["wandb is not installed, so this run is not logged"]
+    assert done.files() == {"outputs/quickstart/accuracy.png"}
+
+
+def test_compare_tabulates_every_strategy_at_every_keep_ratio(compare):
+    assert compare.errors == ""
+    number = r"\d+\.\d"
+    for name in ("TopN", "PriSM", "Unbiased", "Collective"):
+        assert re.search(rf"^{name} +{number} +{number} *$", compare.output, re.MULTILINE)
+    assert re.search(rf"^FedAvg +{number}  \(the whole model\)$", compare.output, re.MULTILINE)
+
+
+def test_compare_prints_a_line_per_run(compare):
+    lines = re.findall(r"^ ?\d/9  seed 0  (\w+) +r = (0\.1|0\.2|1\.0)  \d+\.\d%$", compare.output, re.MULTILINE)
+    strategies = [(name, r) for name in ("TopN", "PriSM", "Unbiased", "Collective") for r in ("0.1", "0.2")]
+    assert sorted(lines) == sorted([*strategies, ("FedAvg", "1.0")])
+
+
+def test_compare_leaves_a_picture_and_a_row_per_run_and_round(compare):
+    assert compare.files() == {"outputs/compare/accuracy.csv", "outputs/compare/accuracy.png"}
+    assert (compare.folder / "outputs/compare/accuracy.png").read_bytes().startswith(PNG_SIGNATURE)
+    with (compare.folder / "outputs/compare/accuracy.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len({(row["strategy"], row["keep_ratio"]) for row in rows}) == 9
+    assert all(row["seed"] == "0" and row["round"] == "1" and 0 < float(row["accuracy"]) < 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_quickstart_reaches_the_accuracy_that_its_docstring_states(tmp_path):
+    """On another machine rounding differs, so the run is a new draw: three standard deviations of those stated."""
+    docstring = (EXAMPLES / "quickstart.py").read_text().split('"""')[1]
+    stated = [float(figure) for figure in re.findall(r"\d\d\.\d", docstring)]
+    assert len(stated) == 3
+    done = Finished(tmp_path / "full", "quickstart.py")
+    assert done.percentage(r"accuracy after 100 rounds: (\d+\.\d)%") >= mean(stated) - 3 * stdev(stated)

@@ -29,7 +29,7 @@ import lightning_spectral as ls
 # "2024" is Korzhenkov & Louizos (2024), section 4; what has no source was chosen for a run of one minute.
 NUM_TRAIN = 4_000  # images, of 5,000; the others are the test set
 NUM_CLIENTS = 50  # 80 images each
-ALPHA = 1.0  # concentration of Dir(alpha p): a client has 3 or 4 of the 10 digits, mostly one or two (2024)
+ALPHA = 1.0  # concentration of Dir(alpha p), as in 2024; here a client has 3 or 4 of the 10 digits on average
 CLIENTS_PER_ROUND = 10  # 2024
 KEEP_RATIO = {0.2: 0.6, 0.4: 0.4}  # share of singular terms held: share of clients (2024, the two-group setup)
 LOCAL_EPOCHS = 2  # passes over a client's data per round (2024)
@@ -65,9 +65,16 @@ class DigitReader(pl.LightningModule):
         super().__init__()
         self.num_rounds = num_rounds
         self.net = nn.Sequential(
-            *(nn.Conv2d(1, 32, 5, stride=2, padding=2), nn.GroupNorm(4, 32), nn.ReLU(), nn.MaxPool2d(2)),
-            *(ResidualBlock(32), ResidualBlock(32), nn.Flatten()),
-            *(nn.Linear(32 * 7 * 7, 128), nn.LayerNorm(128), nn.ReLU()),
+            nn.Conv2d(1, 32, 5, stride=2, padding=2),
+            nn.GroupNorm(4, 32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            ResidualBlock(32),
+            ResidualBlock(32),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 128),
+            nn.LayerNorm(128),
+            nn.ReLU(),
             nn.Linear(128, 10),
         )
         self.accuracy = MulticlassAccuracy(10, average="micro")

@@ -11,6 +11,8 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 
+torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
+
 
 class LitMLP(pl.LightningModule):
     """A user's module as it might come: metrics, dropout, momentum, a schedule."""

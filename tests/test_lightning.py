@@ -206,7 +206,7 @@ class TestResume:
         [
             ({"seed": 1}, "seed: 0 in the checkpoint, 1 now"),
             ({"local_epochs": 3}, "local_epochs: 1 in the checkpoint, 3 now"),
-            ({"algorithm": ls.FedAvg()}, "algorithm: 'SpectralSharding"),
+            ({"algorithm": ls.FedAvg()}, "algorithm: .SpectralSharding"),
             ({"clients_per_round": 2}, "participation: .*clients_per_round=4"),
         ],
     )

@@ -4,7 +4,15 @@
 
 trains the model of `quickstart.py` 27 times, two runs at a time, each with half of its rounds: about 8 minutes on two
 CPU cores. It prints test accuracy after the last round, and leaves `accuracy.csv` (every run and round) and
-`accuracy.png` in `outputs/compare/`. With three seeds, which also change the split between clients:
+`accuracy.png` in `outputs/compare/`. With three seeds, which also change the split between clients, mean and standard
+deviation in per cent:
+
+    keep ratio  0.1           0.2
+    TopN        91.7 ± 1.6    92.8 ± 1.0
+    PriSM       87.3 ± 1.0    90.9 ± 0.5
+    Unbiased    87.1 ± 1.3    90.7 ± 0.8
+    Collective  88.8 ± 0.9    91.4 ± 0.8
+    FedAvg      94.3 ± 0.3  (the whole model)
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The one-screen contract of a design: an exact fixed-size draw with given inclusion probabilities."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,13 @@ class Design(ABC):
     Subclasses write :meth:`fit`. Then ``lightning_spectral.testing.check_design(MyDesign())`` says whether
     the draws keep the contract: size exactly n, ones always in, zeros never, the given frequencies,
     independent rows.
+
+    Attributes:
+        draws_cohort: Whether the rows of one draw belong together, one for each client of a group. Such a design is
+            drawn once per group and round; all others once per client.
     """
+
+    draws_cohort: ClassVar[bool] = False
 
     @abstractmethod
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
@@ -49,6 +56,19 @@ class Design(ABC):
                 them.
         """
 
+    def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
+        """Multipliers for draws of this design; here the strategy's own, which suit independent draws.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``.
+            multipliers: The strategy's, shape ``(N,)``.
+            cohort_size: Number of clients of the group.
+
+        Returns:
+            Shape ``(N,)``.
+        """
+        return multipliers
+
     def sample(self, inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
         """Fit and draw in one call.
 
@@ -64,3 +84,22 @@ class Design(ABC):
             ValueError: If an argument breaks a rule.
         """
         return self.fit(inclusion_probs).draw(num_samples, generator)
+
+
+class JointDesign(Design):
+    """A design that also knows how likely two terms are to come together."""
+
+    @abstractmethod
+    def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
+        """Probabilities that terms i and j are in the same sample.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+
+        Returns:
+            Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; each row
+            sums to n times its diagonal entry.
+
+        Raises:
+            ValueError: If ``inclusion_probs`` breaks a rule.
+        """

@@ -1,23 +1,34 @@
 """Conditional Poisson sampling, the most random of the fixed-size designs."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import Design, FittedDesign
+from lightning_spectral.designs.base import FittedDesign, JointDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.conditional_poisson import (
-    draw_conditional_poisson,
+    draw_rejectively,
     fit_conditional_poisson,
+    working_open_terms,
 )
+from lightning_spectral.functional.joint import conditional_poisson_joint_probs
+from lightning_spectral.functional.open_terms import OpenTerms
+from lightning_spectral.functional.selection_table import SelectionTable, draw_from_table, selection_table
 
 
 @dataclass(frozen=True)
-class ConditionalPoisson(Design):
+class ConditionalPoisson(JointDesign):
     """The design of maximum entropy among those with the given inclusion probabilities; the default.
 
-    The fit takes a few milliseconds, about 20 for 4096 terms; ten draws of those take as long.
+    The fit takes about two milliseconds, ten for 4096 terms. A draw throws Poisson samples away until one has
+    n terms: 0.05 ms for 64 terms, two for 4096.
+
+    Args:
+        fixed_uniforms: Whether every sample uses exactly N random numbers, number i for term i. Then a replay
+            needs to know only how many samples came before, and two designs drawn with the same numbers make
+            similar choices. Costs a table of up to 15 MB for 4096 terms, and one step per term for each call.
 
     Reference:
         Hájek (1964); Korzhenkov & Louizos (2024) use it for their strategies.
@@ -29,7 +40,9 @@ class ConditionalPoisson(Design):
                 [0, 2]])
     """
 
-    def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson":
+    fixed_uniforms: bool = False
+
+    def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
         """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`.
 
         Args:
@@ -43,7 +56,18 @@ class ConditionalPoisson(Design):
             ValueError: If ``inclusion_probs`` breaks a rule.
         """
         _, num_terms = as_inclusion_probs(inclusion_probs)
-        return FittedConditionalPoisson(fit_conditional_poisson(inclusion_probs), num_terms)
+        working_probs = fit_conditional_poisson(inclusion_probs)
+        if self.fixed_uniforms:
+            return TabulatedConditionalPoisson(selection_table(working_probs, num_terms))
+        return FittedConditionalPoisson(working_probs, num_terms)
+
+    def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
+        """Exact joint probabilities; see :meth:`JointDesign.joint_inclusion_probs`.
+
+        Absolute error about 1e-12, that of the fit; one second for 4096 terms.
+        """
+        _, num_terms = as_inclusion_probs(inclusion_probs)
+        return conditional_poisson_joint_probs(fit_conditional_poisson(inclusion_probs), num_terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,4 +84,24 @@ class FittedConditionalPoisson(FittedDesign):
 
     def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Draw independent samples; see :meth:`FittedDesign.draw`."""
-        return draw_conditional_poisson(self.working_probs, self.num_terms, num_samples, generator)
+        return draw_rejectively(self._parts, num_samples, generator)
+
+    @cached_property
+    def _parts(self) -> OpenTerms:
+        """Checked and centred once: in a federation every client draws on its own."""
+        return working_open_terms(self.working_probs, self.num_terms)
+
+
+@dataclass(frozen=True, eq=False)
+class TabulatedConditionalPoisson(FittedDesign):
+    """A table of selection probabilities, ready to draw from with N uniforms for each sample.
+
+    Attributes:
+        table: See :func:`~lightning_spectral.functional.selection_table.selection_table`.
+    """
+
+    table: SelectionTable
+
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Draw independent samples; see :meth:`FittedDesign.draw`."""
+        return draw_from_table(self.table, num_samples, generator)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import Design, FittedDesign
+from lightning_spectral.designs.base import FittedDesign, JointDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.joint import successive_joint_probs
 from lightning_spectral.functional.successive_sampling import draw_successive, fit_log_sizes
 
 
 @dataclass(frozen=True, eq=False)
-class SuccessiveSampling(Design):
+class SuccessiveSampling(JointDesign):
     """Draw terms one by one, in proportion to their sizes among those left.
 
     Args:
@@ -50,6 +51,14 @@ class SuccessiveSampling(Design):
                 f"{len(inclusion_probs)} entries; use SuccessiveSampling() to fit sizes to any probabilities."
             )
         return FittedSuccessiveSampling(self.log_sizes, num_terms)
+
+    def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
+        """Joint probabilities by quadrature; see :meth:`JointDesign.joint_inclusion_probs`.
+
+        Absolute error about 1e-10; half a second for 512 terms, and nearly a minute for 4096.
+        """
+        fitted = self.fit(inclusion_probs)
+        return successive_joint_probs(fitted.log_sizes, fitted.num_terms)
 
 
 @dataclass(frozen=True, eq=False)

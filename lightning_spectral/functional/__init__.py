@@ -1,33 +1,73 @@
 """The mathematics as plain functions on tensors: no modules, no Lightning, no global random state."""
 
+from lightning_spectral.functional.brewer import draw_brewer
 from lightning_spectral.functional.conditional_poisson import (
     draw_conditional_poisson,
     fit_conditional_poisson,
     poisson_conditional_inclusion_probs,
 )
+from lightning_spectral.functional.coordinated import coordinated_multipliers, draw_coordinated
 from lightning_spectral.functional.diagnostics import marginal_entropy
+from lightning_spectral.functional.discrepancy import (
+    cohort_discrepancy,
+    coordinated_discrepancy,
+    expected_coverage,
+    group_discrepancy,
+)
+from lightning_spectral.functional.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.functional.inclusion import (
     collective_inclusion_probs,
     collective_multipliers,
     proportional_inclusion_probs,
     top_inclusion_probs,
 )
+from lightning_spectral.functional.joint import conditional_poisson_joint_probs, successive_joint_probs
+from lightning_spectral.functional.manly import manly_inclusion_probs
+from lightning_spectral.functional.minimum_support import minimum_support
+from lightning_spectral.functional.mixed_cohort import joint_discrepancy, joint_multipliers
+from lightning_spectral.functional.schatten import schatten_inclusion_probs
+from lightning_spectral.functional.selection_table import draw_from_table, selection_table
 from lightning_spectral.functional.successive_sampling import (
     draw_successive,
     fit_log_sizes,
     successive_inclusion_probs,
 )
+from lightning_spectral.functional.support import draw_from_support, support_joint_probs
+from lightning_spectral.functional.systematic import draw_systematic, systematic_support
 
 __all__ = [
+    "cohort_discrepancy",
     "collective_inclusion_probs",
     "collective_multipliers",
+    "conditional_poisson_joint_probs",
+    "coordinated_discrepancy",
+    "coordinated_multipliers",
+    "draw_brewer",
     "draw_conditional_poisson",
+    "draw_coordinated",
+    "draw_from_support",
+    "draw_from_table",
     "draw_successive",
+    "draw_systematic",
+    "entropy_rank",
+    "expected_coverage",
     "fit_conditional_poisson",
     "fit_log_sizes",
+    "group_discrepancy",
+    "joint_discrepancy",
+    "joint_multipliers",
+    "manly_inclusion_probs",
     "marginal_entropy",
+    "minimum_support",
+    "participation_rank",
     "poisson_conditional_inclusion_probs",
     "proportional_inclusion_probs",
+    "schatten_inclusion_probs",
+    "selection_table",
+    "stable_rank",
     "successive_inclusion_probs",
+    "successive_joint_probs",
+    "support_joint_probs",
+    "systematic_support",
     "top_inclusion_probs",
 ]

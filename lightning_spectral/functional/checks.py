@@ -28,9 +28,9 @@ def as_magnitudes(values: Tensor, name: str) -> Tensor:
         raise ValueError(f"`{name}` must have shape (N,) with N >= 1, got shape {tuple(values.shape)}.")
     if not values.is_floating_point():
         raise ValueError(f"`{name}` must be a floating-point tensor, got {values.dtype}; call .double() on it.")
-    bad = ~(torch.isfinite(values) & (values >= 0))
-    if bad.any():
-        index = int(bad.nonzero()[0])
+    smallest, largest = (float(extreme) for extreme in values.detach().aminmax())  # NaN if any is
+    if not (smallest >= 0 and largest < math.inf):
+        index = int((~(torch.isfinite(values) & (values >= 0))).nonzero()[0])
         raise ValueError(f"`{name}` must be finite and non-negative, got {values[index].item()} at index {index}.")
     return values.detach().double()
 

@@ -16,32 +16,18 @@ from lightning_spectral.functional.checks import (
     check_num_terms,
 )
 from lightning_spectral.functional.fixed_point import solve_fixed_point
-from lightning_spectral.functional.poisson_binomial import centred_logits, leave_one_out_probabilities
+from lightning_spectral.functional.open_terms import SNAP, OpenTerms, open_masks
+from lightning_spectral.functional.poisson_binomial import centred_logits, leave_one_out_neighbours
 
-# Closer than this to 0 or 1 a probability is taken for 0 or 1: the last digits of 1 - pi are rounding errors
-# there.
-SNAP = 1e-13
 # Largest number of Bernoulli variables held at once by the rejective draw: 8 MiB of float64.
 CHUNK = 2**20
 
 
 def _log_odds_ratio(logits: Tensor, num_terms: int) -> Tensor:
     """What conditioning on the count adds to each logit: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
-    probs = torch.sigmoid(logits)
-    drawn = leave_one_out_probabilities(probs, num_terms - 1, num_terms - 1)
-    left_out = leave_one_out_probabilities(probs, num_terms, num_terms)
+    drawn, left_out = leave_one_out_neighbours(torch.sigmoid(logits), num_terms)
     # Absolute errors near 1e-15, and so of the implied probability; the floor keeps the logarithm finite.
     return drawn.clamp_min(1e-18).log() - left_out.clamp_min(1e-18).log()
-
-
-def _open_terms(probs: Tensor, num_terms: int) -> tuple[Tensor, Tensor, int]:
-    """Masks (N,) of the terms drawn for certain and of those left open, and how many of these to draw."""
-    certain = probs >= 1 - SNAP
-    undecided = (probs > SNAP) & ~certain
-    missing = num_terms - int(certain.sum())
-    if missing == int(undecided.sum()):
-        return certain | undecided, torch.zeros_like(certain), 0
-    return certain, undecided & (missing > 0), missing
 
 
 def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
@@ -72,7 +58,7 @@ def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
         tensor([1.0000, 0.6340, 0.3660], dtype=torch.float64)
     """
     target, num_terms = as_inclusion_probs(inclusion_probs)
-    certain, undecided, missing = _open_terms(target, num_terms)
+    certain, undecided, missing = open_masks(target, num_terms)
     working = certain.double()
     if undecided.any():
         working[undecided] = _fit_open(target[undecided], missing)
@@ -89,7 +75,10 @@ def _fit_open(target: Tensor, num_terms: int) -> Tensor:
         gain = _log_odds_ratio(logits, num_terms)
         return goal - gain - logits, float((torch.sigmoid(logits + gain) - target).abs().max())
 
-    logits, error = solve_fixed_point(residual, goal, target * (1 - target), tolerance=1e-14)
+    # By the normal law the gain is (p - 1/2) / variance: a good start where the variance is large.
+    variances = target * (1 - target)
+    start = goal - (target - 0.5) / variances.sum().clamp_min(4.0)
+    logits, error = solve_fixed_point(residual, start, variances, tolerance=1e-13)
     assert error < 1e-9, f"conditional Poisson fit stopped at error {error:.1e}"
     return torch.sigmoid(centred_logits(logits, num_terms))
 
@@ -114,16 +103,33 @@ def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -
         >>> poisson_conditional_inclusion_probs(torch.tensor([0.75, 0.25]), num_terms=1)
         tensor([0.9000, 0.1000], dtype=torch.float64)
     """
-    probs = as_probabilities(working_probs, "working_probs")
-    certain, undecided, missing = _feasible_open_terms(probs, num_terms)
-    implied = certain.double()
-    if undecided.any():
-        logits = centred_logits(torch.logit(probs[undecided]), missing)
-        implied[undecided] = torch.sigmoid(logits + _log_odds_ratio(logits, missing))
+    parts = working_open_terms(working_probs, num_terms)
+    implied = torch.zeros(len(working_probs), dtype=torch.float64).index_fill_(0, parts.certain, 1.0)
+    if parts.num_terms > 0:
+        logits = torch.logit(parts.probs)
+        implied[parts.undecided] = torch.sigmoid(logits + _log_odds_ratio(logits, parts.num_terms))
     return implied
 
 
-def _feasible_open_terms(probs: Tensor, num_terms: int) -> tuple[Tensor, Tensor, int]:
+def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
+    """Set the certain and the impossible terms of a conditional Poisson design aside.
+
+    Args:
+        working_probs: Shape ``(N,)``, in ``[0, 1]``.
+        num_terms: Sample size n, between the number of ones and the number of positive entries.
+
+    Returns:
+        The open terms; their ``probs`` are working probabilities, scaled so that n of them is the expected
+        count.
+
+    Raises:
+        ValueError: If a probability or ``num_terms`` is out of range.
+
+    Example:
+        >>> working_open_terms(torch.tensor([1.0, 0.9, 0.9, 0.0]), num_terms=2).probs
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+    probs = as_probabilities(working_probs, "working_probs")
     check_num_terms(num_terms, len(probs))
     ones, positive = int((probs >= 1 - SNAP).sum()), int((probs > SNAP).sum())
     if not ones <= num_terms <= positive:
@@ -131,7 +137,11 @@ def _feasible_open_terms(probs: Tensor, num_terms: int) -> tuple[Tensor, Tensor,
             f"`num_terms` must be between the number of ones ({ones}) and of positive entries ({positive}) "
             f"of `working_probs`, got {num_terms}."
         )
-    return _open_terms(probs, num_terms)
+    certain, undecided, missing = open_masks(probs, num_terms)
+    centred = probs[undecided]
+    if missing > 0:
+        centred = torch.sigmoid(centred_logits(torch.logit(centred), missing))
+    return OpenTerms(certain.nonzero()[:, 0], undecided.nonzero()[:, 0], centred, missing)
 
 
 def draw_conditional_poisson(
@@ -160,15 +170,28 @@ def draw_conditional_poisson(
         >>> draw_conditional_poisson(torch.tensor([1.0, 0.5, 0.5, 0.0]), 3, 1, torch.Generator())
         tensor([[0, 1, 2]])
     """
+    return draw_rejectively(working_open_terms(working_probs, num_terms), num_samples, generator)
+
+
+def draw_rejectively(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
+    """The draws of :func:`draw_conditional_poisson`, for a design prepared once.
+
+    Args:
+        parts: From :func:`working_open_terms`.
+        num_samples: Number of draws.
+        generator: Source of randomness.
+
+    Returns:
+        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
+
+    Raises:
+        ValueError: If ``num_samples`` is below one.
+    """
     check_num_samples(num_samples)
-    probs = as_probabilities(working_probs, "working_probs")
-    certain, undecided, missing = _feasible_open_terms(probs, num_terms)
-    device = generator.device
-    selected = certain.to(device).repeat(num_samples, 1)
-    if undecided.any():
-        centred = torch.sigmoid(centred_logits(torch.logit(probs[undecided]), missing))
-        selected[:, undecided.to(device)] = _rejective_rows(centred, missing, num_samples, generator)
-    return selected.nonzero()[:, 1].view(num_samples, num_terms)
+    if parts.num_terms == 0:
+        return parts.samples(torch.empty(num_samples, 0, dtype=torch.int64, device=generator.device))
+    rows = _rejective_rows(parts.probs, parts.num_terms, num_samples, generator)
+    return parts.samples(rows.nonzero()[:, 1].view(num_samples, parts.num_terms))
 
 
 def _rejective_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:

@@ -7,20 +7,28 @@ to n: a term of size zero carries nothing, so the choice does not matter, but th
 """
 
 import bisect
+import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size, check_num_terms
 
 # Below this distance from one client, Collective is top-n to within the same relative error of its objective.
 ONE_CLIENT_TOLERANCE = 1e-6
+# Values below this share of the largest count as zero; quotients would overflow.
+SMALLEST = 1e-250
+TINY = float(np.finfo(np.float64).tiny)
+
+Floats = NDArray[np.float64]
 
 
 def _relative(values: Tensor) -> Tensor:
     """Values in units of the largest, with zero for those so small that quotients would overflow."""
-    scaled = values / values.max().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.where(scaled >= 1e-250, scaled, 0.0)
+    scaled = values / values.max().clamp_min(TINY)
+    return torch.where(scaled >= SMALLEST, scaled, 0.0)
 
 
 def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
@@ -128,29 +136,48 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
         >>> collective_inclusion_probs(torch.tensor([3.0, 2.0, 1.0]), num_terms=2, cohort_size=3)
         tensor([1.0000, 0.8333, 0.1667])
     """
-    values = _relative(as_magnitudes(singular_values, "singular_values"))
+    values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
     check_cohort_size(cohort_size)
-    if int((values > 0).sum()) <= num_terms or cohort_size - 1 < ONE_CLIENT_TOLERANCE:
-        return _top(values, num_terms).to(singular_values.dtype)
-    return _water_filling(values, num_terms, cohort_size).to(singular_values.dtype)
+    # numpy: at these sizes an operation of torch takes longer to start than to do.
+    array = values.cpu().numpy()
+    array = array / max(array.max(), TINY)
+    ordered = np.sort(array)
+    ordered = ordered[ordered.searchsorted(SMALLEST) :]
+    if len(ordered) <= num_terms or cohort_size - 1 < ONE_CLIENT_TOLERANCE:
+        return _top(_relative(values), num_terms).to(singular_values.dtype)
+    probs = _water_filling(array, ordered, num_terms, cohort_size)
+    return torch.from_numpy(probs).to(singular_values)
 
 
-def _water_filling(values: Tensor, num_terms: int, cohort_size: float) -> Tensor:
-    caps = values / cohort_size  # the level at which each term becomes certain
-
-    def probs_at(level: Tensor) -> Tensor:
-        return ((values / level - 1) / (cohort_size - 1)).clamp(0, 1)
-
-    levels = torch.cat([values, caps])
-    levels = levels[levels > 0].sort(descending=True).values
-    piece = bisect.bisect_left(range(len(levels)), float(num_terms), key=lambda k: float(probs_at(levels[k]).sum()))
-    upper = levels[piece - 1]
-    certain = caps >= upper
-    interior = (values >= upper) & ~certain
-    still_to_draw = num_terms - int(certain.sum())
-    level = values[interior].sum() / (still_to_draw * (cohort_size - 1) + int(interior.sum()))
-    return torch.where(certain, 1.0, torch.where(interior, probs_at(level), 0.0))
+def _water_filling(values: Floats, ordered: Floats, num_terms: int, cohort_size: float) -> Floats:
+    """Newton's method for the level, kept within a bracket; exact once it is on the right piece."""
+    extra, size, ladder = cohort_size - 1, len(ordered), ordered.tolist()
+    low, high = max(ladder[0] / cohort_size, TINY), ladder[-1]  # all terms certain; none drawn
+    level = min(max(low, float(ordered.sum()) / (num_terms * extra + size)), high)
+    before, solved = (-1, -1), False
+    for _ in range(200):
+        # The interior is ordered[first:last], the certain terms follow it.
+        first, last = bisect.bisect_left(ladder, level), bisect.bisect_left(ladder, cohort_size * level)
+        if solved and (first, last) == before:
+            break
+        # Sums of the interior itself: a difference of prefix sums loses the tail of a steep spectrum.
+        mass, count, left = float(ordered[first:last].sum()), last - first, num_terms - (size - last)
+        if left * extra * level > mass - count * level:
+            high = level
+        else:
+            low = level
+        if count == left == 0 or high <= low * (1 + 4e-16):
+            break
+        slope = left * extra + count
+        newton = mass / slope if slope > 0 else 0.0
+        # Strictly inside, lest Newton's method jump between the ends of the bracket for ever.
+        before, solved = (first, last), newton == level or low < newton < high
+        level = newton if solved else math.sqrt(low) * math.sqrt(high)
+    probs: Floats = ((values / level - 1) / extra).clip(0.0, 1.0)
+    if last < size:  # certain, whatever the rounding
+        probs[values >= ladder[last]] = 1.0
+    return probs
 
 
 def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tensor:

@@ -32,7 +32,7 @@ SNAP = 1e-11
 CHUNK = 2**20
 
 
-def _certain_and_competing(log_sizes: Tensor, num_terms: int) -> tuple[Tensor, Tensor]:
+def certain_and_competing(log_sizes: Tensor, num_terms: int) -> tuple[Tensor, Tensor]:
     """Masks (N,) of the terms that are always drawn, and of those that race for the places left."""
     if log_sizes.ndim != 1 or log_sizes.numel() == 0 or torch.isnan(log_sizes).any():
         raise ValueError(
@@ -87,7 +87,7 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         >>> successive_inclusion_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)
         tensor([0.8333, 0.5833, 0.5833], dtype=torch.float64)
     """
-    certain, competing = _certain_and_competing(log_sizes, num_terms)
+    certain, competing = certain_and_competing(log_sizes, num_terms)
     probs = certain.double()
     if competing.any():
         rates = log_sizes.detach()[competing].double().cpu()
@@ -95,20 +95,27 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     return probs
 
 
-def _arrived(log_rates: Tensor, log_time: float) -> Tensor:
+def arrived(log_rates: Tensor, log_time: float) -> Tensor:
+    """Probabilities (N,) that exponential clocks with these log rates have rung by a log time."""
     return -torch.expm1(-torch.exp((log_rates + log_time).clamp_max(50.0)))
 
 
-def _competing_probs(log_rates: Tensor, num_terms: int) -> Tensor:
+def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[float, float]]]:
+    """Where the n-th arrival happens, in log time: the start of the window, and its nodes and weights."""
     start, end = _window(log_rates, num_terms)
     # The integrand varies over one unit of log time; over less when many sizes are alike, in a short window.
     nodes, weights = roots_legendre(32 + math.ceil(4 * (end - start)))
-    probs = _arrived(log_rates, start)  # whoever arrives before the window is among the first n
-    for node, weight in zip(nodes, weights, strict=True):
-        log_time = (start + end) / 2 + (end - start) / 2 * node
+    middle, half = (start + end) / 2, (end - start) / 2
+    return start, [(middle + half * node, half * weight) for node, weight in zip(nodes, weights, strict=True)]
+
+
+def _competing_probs(log_rates: Tensor, num_terms: int) -> Tensor:
+    start, nodes = quadrature(log_rates, num_terms)
+    probs = arrived(log_rates, start)  # whoever arrives before the window is among the first n
+    for log_time, weight in nodes:
         expected = torch.exp((log_rates + log_time).clamp_max(50.0))
-        in_time = leave_one_out_probabilities(_arrived(log_rates, log_time), 0, num_terms - 1)
-        probs += (end - start) / 2 * weight * expected * torch.exp(-expected) * in_time
+        in_time = leave_one_out_probabilities(arrived(log_rates, log_time), 0, num_terms - 1)
+        probs += weight * expected * torch.exp(-expected) * in_time
     return probs.clamp_max(1.0)
 
 
@@ -116,10 +123,10 @@ def _window(log_rates: Tensor, num_terms: int) -> tuple[float, float]:
     """Log times before and after which the n-th arrival comes with probability at most TAIL."""
 
     def too_early(log_time: float) -> bool:
-        return count_probability(_arrived(log_rates, log_time), num_terms, len(log_rates)) < TAIL
+        return count_probability(arrived(log_rates, log_time), num_terms, len(log_rates)) < TAIL
 
     def too_late(log_time: float) -> bool:
-        return count_probability(_arrived(log_rates, log_time), 0, num_terms - 1) < TAIL
+        return count_probability(arrived(log_rates, log_time), 0, num_terms - 1) < TAIL
 
     # Before `low` not one term has arrived, after `high` the n largest have.
     low = math.log(TAIL) - float(torch.logsumexp(log_rates, 0))
@@ -210,7 +217,7 @@ def draw_successive(log_sizes: Tensor, num_terms: int, num_samples: int, generat
         tensor([[0, 2]])
     """
     check_num_samples(num_samples)
-    certain, competing = (mask.nonzero()[:, 0] for mask in _certain_and_competing(log_sizes, num_terms))
+    certain, competing = (mask.nonzero()[:, 0] for mask in certain_and_competing(log_sizes, num_terms))
     rates = log_sizes.detach()[competing].double().to(generator.device)
     rows = max(1, CHUNK // max(1, len(rates)))
     winners = torch.cat(

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_spectral.designs import SuccessiveSampling
 from lightning_spectral.functional.checks import as_magnitudes
+from lightning_spectral.functional.manly import manly_inclusion_probs
 from lightning_spectral.functional.successive_sampling import successive_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
+from lightning_spectral.sharding.unbiased import inverse_probs
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,15 @@ class PriSM(ShardingStrategy):
     Args:
         exponent: The power k > 0. None follows Korzhenkov & Louizos (2024): 4 for keep ratios up to 0.2, else
             2.5. PriSM's own experiments use one exponent for all clients.
+        compensation: ``None`` for multipliers of one, as PriSM; ``"wallenius"`` for 1/pi, which makes each client's
+            estimator unbiased: "PriSM + Wallenius" of the 2024 paper.
+        marginals: ``"exact"`` inclusion probabilities, or ``"manly"`` for Manly's approximation, which that paper used.
 
     Raises:
-        ValueError: If ``exponent`` is not positive and finite.
+        ValueError: If ``exponent`` is not positive and finite, or a word is none of those above.
 
     Note:
-        The inclusion probabilities are the exact marginals of this draw, so they belong to the strategy's
+        The exact inclusion probabilities are the marginals of this draw, so they belong to the strategy's
         :meth:`own_design`; another design keeps the marginals and changes only which terms come together.
 
     Reference:
@@ -37,13 +43,19 @@ class PriSM(ShardingStrategy):
     """
 
     exponent: float | None = None
+    compensation: Literal["wallenius"] | None = None
+    marginals: Literal["exact", "manly"] = "exact"
 
     def __post_init__(self) -> None:
+        if self.compensation not in (None, "wallenius"):
+            raise ValueError(f"`compensation` must be None or 'wallenius', got {self.compensation!r}.")
+        if self.marginals not in ("exact", "manly"):
+            raise ValueError(f"`marginals` must be 'exact' or 'manly', got {self.marginals!r}.")
         if self.exponent is not None and not (math.isfinite(self.exponent) and self.exponent > 0):
             raise ValueError(f"`exponent` must be positive and finite, or None, got {self.exponent}.")
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Exact marginals of the draw; all multipliers are one.
+        """Marginals of the draw; all multipliers are one, or their inverses.
 
         Args:
             singular_values: Shape ``(N,)``, any order.
@@ -56,8 +68,9 @@ class PriSM(ShardingStrategy):
         Raises:
             ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
         """
-        probs = successive_inclusion_probs(self._log_sizes(singular_values, num_terms), num_terms)
-        return probs, torch.ones_like(probs)
+        marginals = successive_inclusion_probs if self.marginals == "exact" else manly_inclusion_probs
+        probs = marginals(self._log_sizes(singular_values, num_terms), num_terms)
+        return probs, torch.ones_like(probs) if self.compensation is None else inverse_probs(probs)
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> SuccessiveSampling:
         """Successive sampling with the strategy's own sizes.

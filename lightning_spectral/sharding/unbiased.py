@@ -43,4 +43,15 @@ class Unbiased(ShardingStrategy):
             ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
         """
         probs = proportional_inclusion_probs(singular_values.double(), num_terms)
-        return probs, torch.where(probs > 0, probs, 1.0).reciprocal()
+        return probs, inverse_probs(probs)
+
+
+def inverse_probs(inclusion_probs: Tensor) -> Tensor:
+    """Horvitz-Thompson multipliers 1 / pi; 1 for terms that are never drawn, and finite whatever pi.
+
+    Example:
+        >>> inverse_probs(torch.tensor([1.0, 0.25, 0.0]))
+        tensor([1., 4., 1.])
+    """
+    smallest = torch.finfo(inclusion_probs.dtype).tiny
+    return torch.where(inclusion_probs > 0, inclusion_probs.clamp_min(smallest), 1.0).reciprocal()

@@ -7,14 +7,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs import ConditionalPoisson, Design, FittedDesign, SuccessiveSampling
+from lightning_spectral.designs import (
+    Brewer,
+    ConditionalPoisson,
+    Design,
+    FittedDesign,
+    MinimumSupport,
+    RandomSystematic,
+    SuccessiveSampling,
+    Systematic,
+)
 from lightning_spectral.designs.conditional_poisson import FittedConditionalPoisson
 from lightning_spectral.designs.successive_sampling import FittedSuccessiveSampling
 from lightning_spectral.functional import proportional_inclusion_probs, successive_inclusion_probs
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.testing import check_design
 
-DESIGNS = [ConditionalPoisson(), SuccessiveSampling()]
+DESIGNS = [
+    ConditionalPoisson(),
+    ConditionalPoisson(fixed_uniforms=True),
+    SuccessiveSampling(),
+    Brewer(),
+    MinimumSupport(),
+    Systematic(),
+    RandomSystematic(),
+]
 
 
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)

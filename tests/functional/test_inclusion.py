@@ -124,6 +124,33 @@ def test_collective_equals_algorithm_2_of_the_paper_with_the_sign_mended():
     assert differs_from_top_n > 100
 
 
+def collective_by_bisection(lam: np.ndarray, n: int, C: float) -> np.ndarray:
+    """The water level by 300 halvings of its logarithm: the slow obvious way."""
+    low, high = math.log(lam[lam > 0].min() / C), math.log(lam.max())
+    for _ in range(300):
+        middle = (low + high) / 2
+        pi = ((lam / math.exp(middle) - 1) / (C - 1)).clip(0, 1)
+        low, high = (middle, high) if pi.sum() > n else (low, middle)
+    return pi
+
+
+def test_collective_finds_the_water_level_where_terms_and_break_points_coincide():
+    """Values that are C apart, and ties: Newton's method between the same two break points for ever, if it may."""
+    rng = np.random.default_rng(3)
+    for k in range(2000):
+        N, C = int(rng.integers(2, 60)), float(rng.choice([1.5, 2, 10, 1e6]))
+        lam = [rng.choice([1, 2, 3, 10.0], N), rng.choice([0, 1, 1e-9, C, 1 / C], N), 10.0 ** rng.uniform(-15, 0, N)][
+            k % 3
+        ]
+        n = int(rng.integers(1, N))
+        if (lam > 0).sum() > n:
+            pi = collective_inclusion_probs(torch.tensor(lam), n, C).numpy()
+            np.testing.assert_allclose(pi, collective_by_bisection(lam, n, C), atol=1e-12)
+    lam = torch.tensor([1.0] * 8 + [2.0] * 12 + [3.0] * 12 + [10.0] * 14, dtype=torch.float64)  # 12 (5 / L - 2) = 12
+    pi = collective_inclusion_probs(lam, 26, 2)
+    assert pi[[0, 8, 20, 32]].tolist() == pytest.approx([0, 0.2, 0.8, 1], abs=1e-15)
+
+
 def test_algorithm_2_as_printed_always_returns_top_n():
     for lam, n, C in random_spectra(100, seed=2):
         assert np.array_equal(algorithm_2(lam, n, C, sign=-1)[0], np.arange(len(lam)) < n)

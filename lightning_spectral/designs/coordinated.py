@@ -1,0 +1,62 @@
+"""Coordinated sampling: the clients of a group share the terms evenly."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.designs.base import Design, FittedDesign
+from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.coordinated import coordinated_multipliers, draw_coordinated
+
+
+@dataclass(frozen=True)
+class Coordinated(Design):
+    r"""Exact size and inclusion probabilities for each client, and term counts of :math:`C\pi_i` rounded down or up.
+
+    The rows of one draw are the clients of one group and depend on each other: what one client does not hold, another
+    does. Their average is closer to the weight than that of independent clients with the same probabilities.
+
+    Note:
+        The multipliers are those that are best for these counts, whatever the strategy's.
+
+    Example:
+        >>> rows = Coordinated().sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=4, generator=torch.Generator())
+        >>> rows.flatten().bincount()
+        tensor([2, 1, 1])
+    """
+
+    draws_cohort = True
+
+    def fit(self, inclusion_probs: Tensor) -> "FittedCoordinated":
+        """Check the probabilities; there is nothing to fit.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+
+        Returns:
+            The design, ready to draw.
+
+        Raises:
+            ValueError: If ``inclusion_probs`` breaks a rule.
+        """
+        return FittedCoordinated(as_inclusion_probs(inclusion_probs)[0])
+
+    def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
+        """The best multipliers for coordinated counts; see `coordinated_multipliers`."""
+        return coordinated_multipliers(inclusion_probs, cohort_size)
+
+
+@dataclass(frozen=True, eq=False)
+class FittedCoordinated(FittedDesign):
+    """Inclusion probabilities, ready to be dealt.
+
+    Attributes:
+        inclusion_probs: Shape ``(N,)``, float64.
+    """
+
+    inclusion_probs: Tensor
+
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Deal terms to ``num_samples`` clients at once; the rows depend on each other."""
+        return draw_coordinated(self.inclusion_probs, num_samples, generator)

@@ -1,0 +1,117 @@
+r"""How far the average of a cohort's sub-models is from the weight, before anybody trains.
+
+All are expectations of :math:`\|W - \bar W\|_F^2` over the draw, in the square of the unit of the singular values.
+Divide by :math:`\sum_i s_i^2` to compare layers.
+"""
+
+from torch import Tensor
+
+
+def cohort_discrepancy(
+    singular_values: Tensor, inclusion_probs: Tensor, multipliers: Tensor, weights: Tensor
+) -> Tensor:
+    r"""Error of :math:`\bar W = \sum_c a_c \hat W_c` over independent clients of any kind.
+
+    .. math:: \sum_i s_i^2 \Big[\big(1 - \sum_c a_c\omega_{ci}\pi_{ci}\big)^2
+        + \sum_c a_c^2\omega_{ci}^2\pi_{ci}(1 - \pi_{ci})\Big]
+
+    Args:
+        singular_values: Shape ``(N,)``.
+        inclusion_probs: One row per client, shape ``(C, N)``.
+        multipliers: One row per client, shape ``(C, N)``.
+        weights: Weight a of each client in the average, shape ``(C,)``; they usually sum to one.
+
+    Returns:
+        A scalar, float64.
+
+    Note:
+        For C equal clients this is Eq. (7) of Korzhenkov & Louizos (2024), for one client with multipliers 1/pi
+        Eq. (4). It depends on the design only through the inclusion probabilities.
+
+    Example:
+        >>> import torch
+        >>> s, pi = torch.tensor([2.0, 1.0]), torch.tensor([[1.0, 0.5]])
+        >>> cohort_discrepancy(s, pi, 1 / pi, torch.ones(1))
+        tensor(1., dtype=torch.float64)
+    """
+    probs, share = inclusion_probs.double(), weights.double()[:, None] * multipliers.double()
+    bias = 1 - (share * probs).sum(0)
+    variance = (share**2 * probs * (1 - probs)).sum(0)
+    return (singular_values.double() ** 2 * (bias**2 + variance)).sum()
+
+
+def group_discrepancy(
+    singular_values: Tensor, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: float
+) -> Tensor:
+    r"""Error of the plain average of C independent clients with the same probabilities.
+
+    Args:
+        singular_values: Shape ``(N,)``.
+        inclusion_probs: Shape ``(N,)``.
+        multipliers: Shape ``(N,)``.
+        cohort_size: Number of clients C, any real number >= 1.
+
+    Returns:
+        A scalar, float64.
+
+    Reference:
+        Korzhenkov & Louizos (2024), Eq. (7).
+
+    Example:
+        >>> import torch
+        >>> group_discrepancy(torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([2.0]), cohort_size=4)
+        tensor(1., dtype=torch.float64)
+    """
+    probs, omega = inclusion_probs.double(), multipliers.double()
+    bias = 1 - omega * probs
+    return (singular_values.double() ** 2 * (bias**2 + omega**2 * probs * (1 - probs) / cohort_size)).sum()
+
+
+def coordinated_discrepancy(
+    singular_values: Tensor, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int
+) -> Tensor:
+    r"""Error of the plain average of C clients whose draws are coordinated.
+
+    The number of clients that hold term i is :math:`C\pi_i` rounded down, or up with probability
+    :math:`f_i = C\pi_i - \lfloor C\pi_i\rfloor`, so its variance is :math:`f_i(1 - f_i)` instead of
+    :math:`C\pi_i(1 - \pi_i)`.
+
+    Args:
+        singular_values: Shape ``(N,)``.
+        inclusion_probs: Shape ``(N,)``.
+        multipliers: Shape ``(N,)``.
+        cohort_size: Number of clients C.
+
+    Returns:
+        A scalar, float64.
+
+    Example:
+        >>> import torch
+        >>> s, pi = torch.tensor([2.0]), torch.tensor([0.5])
+        >>> coordinated_discrepancy(s, pi, torch.tensor([2.0]), cohort_size=4)  # exactly two clients hold it
+        tensor(0., dtype=torch.float64)
+    """
+    mean = cohort_size * inclusion_probs.double()
+    fraction = mean - mean.floor()
+    omega = multipliers.double()
+    variance = fraction * (1 - fraction)
+    return (
+        singular_values.double() ** 2 * ((1 - omega * mean / cohort_size) ** 2 + (omega / cohort_size) ** 2 * variance)
+    ).sum()
+
+
+def expected_coverage(inclusion_probs: Tensor) -> Tensor:
+    """Expected share of terms that at least one of several independent clients holds.
+
+    Args:
+        inclusion_probs: One row per client, shape ``(C, N)``.
+
+    Returns:
+        A scalar in ``[0, 1]``, float64.
+
+    Example:
+        >>> import torch
+        >>> expected_coverage(torch.tensor([[1.0, 0.5, 0.0], [1.0, 0.5, 0.0]]))
+        tensor(0.5833, dtype=torch.float64)
+    """
+    return (1 - (1 - inclusion_probs.double()).prod(0)).mean()

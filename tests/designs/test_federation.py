@@ -1,0 +1,32 @@
+"""Every design trains in a federation of two rounds."""
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+
+import lightning_spectral as ls
+
+
+@pytest.mark.parametrize(
+    "design",
+    [
+        ls.ConditionalPoisson(),
+        ls.ConditionalPoisson(fixed_uniforms=True),
+        ls.SuccessiveSampling(),
+        ls.Brewer(),
+        ls.MinimumSupport(),
+        ls.Systematic(),
+        ls.RandomSystematic(),
+    ],
+    ids=repr,
+)
+def test_every_design_trains_for_two_rounds(design, lit, data, quiet):
+    before = [parameter.detach().clone() for parameter in lit.parameters()]
+    algorithm = ls.SpectralSharding(ls.Collective(), keep_ratio=0.4, design=design)
+    history = ls.RoundHistory()
+    model = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=3)
+    pl.Trainer(max_epochs=2, callbacks=[history], **quiet).fit(model, data)
+    assert len(history.rows) == 2
+    assert all(math.isfinite(value) for value in history.column("train_loss"))
+    assert any(not before_.equal(after) for before_, after in zip(before, lit.parameters(), strict=True))

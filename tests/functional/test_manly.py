@@ -1,0 +1,103 @@
+"""Manly's approximation, and how far it is from the exact marginals of successive sampling."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+
+from lightning_spectral.functional import manly_inclusion_probs, successive_inclusion_probs
+
+
+@pytest.mark.parametrize(("sizes", "n"), [([3.0, 2, 1, 1], 2), (1 / np.arange(1, 40) ** 2.5, 8), (np.ones(9), 4)])
+def test_equals_a_general_root_finder(sizes, n):
+    w = np.asarray(sizes)
+    t = brentq(lambda t: -np.expm1(-w * t).sum() - n, 0, 1e6, xtol=1e-14, rtol=1e-14)
+    np.testing.assert_allclose(manly_inclusion_probs(torch.tensor(w).log(), n), -np.expm1(-w * t), rtol=1e-11)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.one_of(st.sampled_from([0.0, -1.0]), st.floats(-140, 0)), min_size=2, max_size=40), st.data())
+def test_sums_to_n_and_rises_with_size_whatever_the_unit(logs, data):
+    """Fourth powers over fifteen decades are e^-138."""
+    n = data.draw(st.integers(1, len(logs) - 1))
+    log_sizes = torch.tensor(logs, dtype=torch.float64).sort().values
+    probs = manly_inclusion_probs(log_sizes, n)
+    assert probs.sum().item() == pytest.approx(n, rel=1e-13)
+    assert ((probs > 0) & (probs <= 1)).all()
+    assert (probs.diff() >= 0).all()
+    # The shifted logarithms are rounded to 3e-14.
+    torch.testing.assert_close(manly_inclusion_probs(log_sizes + 300, n), probs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("logs", "n", "expected"),
+    [
+        ([0.0, -math.inf, 0.0, math.inf], 2, [0.5, 0, 0.5, 1]),
+        ([0.0, -math.inf, 1.0], 3, [1, 1, 1]),
+        ([-math.inf, 0.0, -math.inf], 2, [1, 1, 0]),
+    ],
+)
+def test_infinite_sizes_are_certain_and_zero_sizes_fill_up(logs, n, expected):
+    probs = manly_inclusion_probs(torch.tensor(logs, dtype=torch.float64), n)
+    np.testing.assert_allclose(probs, expected, rtol=1e-15)
+
+
+def test_is_off_by_as_much_as_is_said():
+    logs = -4 * torch.arange(1, 65, dtype=torch.float64).log()
+    exact, approximate = successive_inclusion_probs(logs, 7), manly_inclusion_probs(logs, 7)
+    assert (approximate / exact - 1).abs().max().item() == pytest.approx(0.084, abs=0.002)
+    # One draw has the sizes themselves as probabilities; the approximation does not.
+    sizes = logs[:8].exp() / logs[:8].exp().sum()
+    assert (manly_inclusion_probs(logs[:8], 1) - sizes).abs().max() > 0.07
+
+
+def exact_marginals_by_fine_quadrature(log_sizes: np.ndarray, n: int, points: np.ndarray) -> np.ndarray:
+    """Trapezoid in log time; counts without term i from a dynamic programme. Independent of the Fourier sums."""
+    x = np.log(np.log(2) / np.exp(log_sizes).mean()) + np.arange(-34, 4, 0.02)
+    expected = np.exp(log_sizes[:, None] + x)
+    arrived, waiting = -np.expm1(-expected), np.exp(-expected)
+    pi = []
+    for i in points:
+        law = np.zeros((n, len(x)))
+        law[0] = 1
+        for j in range(len(log_sizes)):
+            if j != i:
+                law[1:] = waiting[j] * law[1:] + arrived[j] * law[:-1]
+                law[0] *= waiting[j]
+        pi.append((x[1] - x[0]) * (expected[i] * waiting[i] * law.sum(0)).sum())
+    return np.array(pi)
+
+
+def test_exact_marginals_of_512_terms_hold_to_1e_10():
+    logs = np.linspace(0, -3, 512)
+    points = np.array([0, 511])
+    oracle = exact_marginals_by_fine_quadrature(logs, 26, points)
+    np.testing.assert_allclose(successive_inclusion_probs(torch.tensor(logs), 26)[points], oracle, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("n", [1, 64, 2048, 4095])
+@pytest.mark.parametrize("power", [0.0, 0.5, 4.0])
+def test_exact_marginals_of_4096_terms_hold_to_1e_10(n, power):
+    """The sum over all terms is n only if every one is right, and flat sizes have n / N."""
+    pi = successive_inclusion_probs(-power * torch.arange(1, 4097, dtype=torch.float64).log(), n)
+    assert pi.sum().item() == pytest.approx(n, abs=1e-10 * math.sqrt(n))
+    assert (pi.diff() <= 1e-11).all()
+    if power == 0:
+        torch.testing.assert_close(pi, torch.full_like(pi, n / 4096), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("logs", "n", "message"),
+    [
+        ([0.0, 1.0], 3, r"`num_terms` must be in \[1, N=2\], got 3"),
+        ([0.0, math.nan], 1, "with 1 NaN"),
+        ([math.inf, math.inf, 0.0], 1, "at most num_terms=1 infinite entries, got 2"),
+    ],
+)
+def test_bad_input_is_named(logs, n, message):
+    with pytest.raises(ValueError, match=message):
+        manly_inclusion_probs(torch.tensor(logs), n)

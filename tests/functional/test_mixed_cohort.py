@@ -1,0 +1,192 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from lightning_spectral.functional import (
+    cohort_discrepancy,
+    collective_inclusion_probs,
+    collective_multipliers,
+    coordinated_discrepancy,
+    coordinated_multipliers,
+    draw_coordinated,
+    expected_coverage,
+    fit_conditional_poisson,
+    group_discrepancy,
+    joint_discrepancy,
+    joint_multipliers,
+)
+
+
+def rows(per_group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return per_group.repeat_interleave(sizes.long(), dim=0)
+
+
+def enumerated_error(s: torch.Tensor, probs: torch.Tensor, omega: torch.Tensor, weights: torch.Tensor) -> float:
+    """E sum_i s_i^2 (1 - sum_c a_c omega_ci z_ci)^2 over all outcomes of independent indicators z."""
+    total = 0.0
+    for i in range(len(s)):
+        for z in itertools.product([0, 1], repeat=len(probs)):
+            chance = np.prod([probs[c, i] if held else 1 - probs[c, i] for c, held in enumerate(z)])
+            average = sum(weights[c] * omega[c, i] * held for c, held in enumerate(z))
+            total += float(chance * s[i] ** 2 * (1 - average) ** 2)
+    return total
+
+
+@pytest.fixture
+def mixed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Singular values, inclusion probabilities of two groups, their sizes."""
+    s = 1 / torch.arange(1, 7).double()
+    probs = torch.stack([collective_inclusion_probs(s, n, 5) for n in (1, 3)])
+    return s, probs, torch.tensor([3.0, 2.0])
+
+
+def test_discrepancy_is_the_enumerated_expectation(mixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    s, probs, sizes = mixed
+    generator = torch.Generator().manual_seed(0)
+    omega = 0.5 + torch.rand(5, 6, generator=generator).double()
+    weights = torch.rand(5, generator=generator).double()
+    expected = enumerated_error(s, rows(probs, sizes), omega, weights)
+    assert float(cohort_discrepancy(s, rows(probs, sizes), omega, weights)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_group_form_is_the_papers_equation_seven() -> None:
+    s = 1 / torch.arange(1, 9).double()
+    pi, c = collective_inclusion_probs(s, 3, 4), 4
+    omega = collective_multipliers(pi, c)
+    paper = (s**2 * omega * pi * (-2 + omega / c + omega * pi * (c - 1) / c)).sum() + (s**2).sum()
+    ours = group_discrepancy(s, pi, omega, c)
+    torch.testing.assert_close(ours, paper, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        ours, cohort_discrepancy(s, pi.repeat(c, 1), omega.repeat(c, 1), torch.full((c,), 1 / c))
+    )
+    closed = (s**2 * (1 - pi) / (1 + (c - 1) * pi)).sum()
+    torch.testing.assert_close(ours, closed, rtol=1e-12, atol=0)
+
+
+def test_joint_multipliers_have_the_least_error(mixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    s, probs, sizes = mixed
+    weights = torch.full((5,), 0.2).double()
+    omega = rows(joint_multipliers(probs, sizes), sizes)
+    best = float(cohort_discrepancy(s, rows(probs, sizes), omega, weights))
+    assert best == pytest.approx(float(joint_discrepancy(s, probs, sizes)), rel=1e-12)
+
+    def error(flat: np.ndarray) -> float:
+        return float(cohort_discrepancy(s, rows(probs, sizes), torch.tensor(flat).view(5, 6), weights))
+
+    found = minimize(error, np.ones(30), method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-12, "maxiter": 2000})
+    assert best <= found.fun * (1 + 1e-9)
+    assert found.fun == pytest.approx(best, rel=1e-5)
+
+
+def test_one_group_is_the_collective_formula() -> None:
+    pi = torch.tensor([1.0, 0.7, 0.2, 1e-9, 0.0]).double()
+    torch.testing.assert_close(joint_multipliers(pi[None], torch.tensor([6.0]))[0], collective_multipliers(pi, 6.0))
+
+
+def test_a_term_that_some_hold_for_certain_is_theirs() -> None:
+    probs = torch.tensor([[1.0, 0.5], [0.3, 0.5]]).double()
+    omega = joint_multipliers(probs, torch.tensor([2.0, 3.0]))
+    assert omega[:, 0].tolist() == [2.5, 0.0]
+    assert float(joint_discrepancy(torch.ones(2), probs[:, :1].expand(2, 2), torch.tensor([2.0, 3.0]))) == 0.0
+
+
+def test_shapes_and_empty_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must have shape \(G, N\)"):
+        joint_multipliers(torch.ones(3), torch.ones(1))
+    with pytest.raises(ValueError, match="Every group must have clients"):
+        joint_multipliers(torch.ones(2, 3), torch.tensor([1.0, 0.0]))
+
+
+def fixed_size_probs(weights: list[float], share: float) -> torch.Tensor:
+    s = torch.tensor(weights, dtype=torch.float64)
+    return collective_inclusion_probs(s, 1 + int(share * (len(weights) - 1)), 5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    weights=st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=40),
+    share=st.floats(0, 1),
+    cohort_size=st.integers(1, 12),
+    seed=st.integers(0, 2**31),
+)
+def test_coordinated_clients_get_exact_sizes_and_even_counts(
+    weights: list[float], share: float, cohort_size: int, seed: int
+) -> None:
+    pi = fixed_size_probs(weights, share)
+    dealt = draw_coordinated(pi, cohort_size, torch.Generator().manual_seed(seed))
+    n = round(float(pi.sum()))
+    assert dealt.shape == (cohort_size, n)
+    assert bool((dealt.diff(dim=1) > 0).all())  # sorted and distinct
+    counts = dealt.flatten().bincount(minlength=len(pi))
+    expected = cohort_size * pi
+    assert bool((counts >= (expected - 1e-9).floor()).all())
+    assert bool((counts <= (expected + 1e-9).ceil()).all())
+
+
+def test_each_coordinated_client_has_the_given_probabilities() -> None:
+    pi = fixed_size_probs([1.0 / (i + 1) for i in range(9)], 0.4)
+    generator, draws = torch.Generator().manual_seed(0), 6000
+    held = torch.zeros(5, 9)
+    pair = torch.zeros(9)
+    for _ in range(draws):
+        rows_ = draw_coordinated(pi, 5, generator)
+        z = torch.zeros(5, 9).scatter_(1, rows_, 1.0)
+        held += z
+        pair += z[0] * z[1]
+    sigma = (pi * (1 - pi) / draws).sqrt()
+    assert bool(((held / draws - pi).abs() <= 5 * sigma + 1e-12).all())
+    # negative control: independent clients would hold a term together with probability pi^2, these do so less often
+    independent = pi**2
+    spread = 5 * (independent * (1 - independent) / draws).sqrt()
+    assert bool(((pair / draws - independent)[(pi > 0.05) & (pi < 0.95)] < -spread[(pi > 0.05) & (pi < 0.95)]).any())
+
+
+def test_coordinated_error_is_that_of_the_counts_and_its_multipliers_are_best() -> None:
+    s = 1 / torch.arange(1, 10).double()
+    pi, c = fixed_size_probs(s.tolist(), 0.3), 4
+    omega = coordinated_multipliers(pi, c)
+    expected = 0.0
+    for i in range(9):
+        mean = c * float(pi[i])
+        low = int(mean)
+        for count, chance in ((low, 1 - (mean - low)), (low + 1, mean - low)):
+            expected += chance * float(s[i]) ** 2 * (1 - float(omega[i]) * count / c) ** 2
+    best = float(coordinated_discrepancy(s, pi, omega, c))
+    assert best == pytest.approx(expected, rel=1e-12)
+    for factor in (0.99, 1.01):
+        assert float(coordinated_discrepancy(s, pi, factor * omega, c)) > best
+    assert best < float(group_discrepancy(s, pi, collective_multipliers(pi, c), c))
+
+
+def test_error_of_real_draws_is_the_formula() -> None:
+    s = 1 / torch.arange(1, 10).double()
+    pi, c, draws = fixed_size_probs(s.tolist(), 0.3), 4, 4000
+    omega, generator = coordinated_multipliers(pi, c), torch.Generator().manual_seed(0)
+    errors = []
+    for _ in range(draws):
+        counts = draw_coordinated(pi, c, generator).flatten().bincount(minlength=9)
+        errors.append(float((s**2 * (1 - omega * counts / c) ** 2).sum()))
+    mean, sigma = np.mean(errors), np.std(errors) / np.sqrt(draws)
+    assert abs(mean - float(coordinated_discrepancy(s, pi, omega, c))) <= 5 * sigma
+    assert abs(mean - float(group_discrepancy(s, pi, omega, c))) > 5 * sigma  # negative control
+
+
+def test_coverage_is_one_minus_nobody() -> None:
+    probs = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)).double()
+    slow = sum(1 - np.prod([1 - float(probs[c, i]) for c in range(3)]) for i in range(5)) / 5
+    assert float(expected_coverage(probs)) == pytest.approx(slow, rel=1e-12)
+
+
+def test_working_probabilities_are_not_needed_for_the_discrepancy() -> None:
+    """The error depends on the marginals alone: two designs, one formula."""
+    pi = fixed_size_probs([1.0, 0.8, 0.5, 0.3, 0.1], 0.4)
+    assert not torch.allclose(fit_conditional_poisson(pi), pi)
+    s = torch.tensor([1.0, 0.8, 0.5, 0.3, 0.1]).double()
+    assert float(group_discrepancy(s, pi, 1 / pi.clamp_min(1e-12), 1)) == pytest.approx(
+        float((s**2 * (1 / pi - 1))[pi > 0].sum() + (s**2)[pi == 0].sum()), rel=1e-9
+    )

@@ -6,26 +6,40 @@ from lightning_spectral.callbacks import (
     CommunicationLedger,
     RoundHistory,
     RoundProgressBar,
+    SpectralDiagnostics,
     SubmodelSampling,
     SVDRefresh,
+    UpdateAlignment,
 )
 from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.data import FederatedDataModule
-from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
+from lightning_spectral.designs import (
+    Brewer,
+    ConditionalPoisson,
+    Coordinated,
+    Design,
+    JointDesign,
+    MinimumSupport,
+    RandomSystematic,
+    SuccessiveSampling,
+    Systematic,
+)
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.module import FederatedModule
 from lightning_spectral.nn import SpectralShardedConv2d, SpectralShardedLinear, replace_layers, validate
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
-from lightning_spectral.sharding import Collective, PriSM, ShardingStrategy, TopN, Unbiased
+from lightning_spectral.sharding import Collective, PriSM, Scaled, Schatten, ShardingStrategy, TopN, Unbiased
 
 __all__ = [
     "Aggregation",
     "Algorithm",
+    "Brewer",
     "ClientError",
     "Collective",
     "CommunicationLedger",
     "ConditionalPoisson",
+    "Coordinated",
     "Design",
     "DirichletPartitioner",
     "EffectiveLRClip",
@@ -34,23 +48,31 @@ __all__ = [
     "FederatedModule",
     "FrobeniusDecay",
     "IIDPartitioner",
+    "JointDesign",
+    "MinimumSupport",
     "NaturalPartitioner",
     "Partitioner",
     "PriSM",
+    "RandomSystematic",
     "RoundCallback",
     "RoundError",
     "RoundHistory",
     "RoundProgressBar",
     "SVDRefresh",
+    "Scaled",
+    "Schatten",
     "ShardingStrategy",
+    "SpectralDiagnostics",
     "SpectralShardedConv2d",
     "SpectralShardedLinear",
     "SpectralSharding",
     "SpectralWarning",
     "SubmodelSampling",
     "SuccessiveSampling",
+    "Systematic",
     "TopN",
     "Unbiased",
+    "UpdateAlignment",
     "replace_layers",
     "validate",
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_spectral.federated.local import LocalResult, Placement, train_loc
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
 from lightning_spectral.federated.participates import GradientWatch
 from lightning_spectral.federated.recorder import Recorder
-from lightning_spectral.federated.records import ClientOutcome, ClientTask, Download, RoundSummary
+from lightning_spectral.federated.records import ClientOutcome, ClientTask, Cohort, Download, RoundSummary
 from lightning_spectral.federated.rng import derived_seed, isolated_rng
 
 STAGES = ("refresh", "sample", "train", "aggregate")
@@ -76,16 +75,30 @@ class Engine:
         self._participation_checked = False
 
     @property
+    def round_state(self) -> Any:
+        """What the algorithm made of the server's weights for the open round; ``None`` between rounds."""
+        return self._round
+
+    @property
     def round_is_open(self) -> bool:
         """Whether clients have been, or are being, trained whose updates the server's weights do not have yet."""
         return self._round is not None
 
-    def open_round(self, client_ids: Sequence[int]) -> None:
-        """Look at the server's weights once and prepare for this cohort."""
+    def open_round(self, round_idx: int, num_examples: Mapping[int, int]) -> None:
+        """Look at the server's weights once and prepare for this cohort.
+
+        Args:
+            round_idx: Communication round, from 0.
+            num_examples: Number of examples of each client that takes part, by id.
+        """
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._outcomes = []
         with self._timed("refresh"):
-            self._round = self.algorithm.refresh(self.server, Counter(map(self._keep_ratio, client_ids)))
+            groups: dict[float, tuple[int, ...]] = {}
+            for client_id in sorted(num_examples):
+                ratio = self._keep_ratio(client_id)
+                groups[ratio] = (*groups.get(ratio, ()), client_id)
+            self._round = self.algorithm.refresh(self.server, Cohort(self.seed, round_idx, groups, num_examples))
 
     def send(self, task: ClientTask) -> Download:
         """Draw what one client gets and load it into the sub-model of its keep ratio."""

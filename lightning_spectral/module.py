@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -204,6 +204,12 @@ class FederatedModule(ServerHooks):
             for callback in self._round_callbacks():
                 callback.on_client_end(self.trainer, self, batch, result)
 
+    def start_round(self, round_idx: int, num_examples: Mapping[int, int]) -> None:
+        """Open the round and tell those who listen."""
+        self.engine.open_round(round_idx, num_examples)
+        for callback in self._round_callbacks():
+            callback.on_round_start(self.trainer, self, self.engine.round_state)
+
     def finish_round(self, summary: RoundSummary) -> None:
         """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
         optimizers: Any = self.optimizers()
@@ -213,11 +219,11 @@ class FederatedModule(ServerHooks):
         self._finished_round = summary.round_idx
         summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
         self._log_round(summary)
+        for callback in self._round_callbacks():
+            callback.on_round_end(self.trainer, self, summary)
         for schedule in self.schedules:
             if not schedule.waits_for_metric:
                 schedule.step(summary.round_idx)
-        for callback in self._round_callbacks():
-            callback.on_round_end(self.trainer, self, summary)
 
     def _round_callbacks(self) -> list[RoundCallback]:
         return [callback for callback in self._trainer_callbacks() if isinstance(callback, RoundCallback)]

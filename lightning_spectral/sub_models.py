@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,14 @@ def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: A
     )
 
 
+def copy_detached(owner: FederatedModule, make_copy: Callable[[pl.LightningModule], Any]) -> Any:
+    """A copy of the user's module; the Trainer is shared, not copied."""
+    owner.module.trainer = None
+    copied = make_copy(owner.module)
+    owner.module.trainer = copied.trainer = owner.trainer
+    return copied
+
+
 def _placement(owner: FederatedModule) -> Placement:
     precision = owner.trainer.precision_plugin
     moves = owner.device.type != "cpu" or is_overridden(owner.module, "transfer_batch_to_device")
@@ -45,10 +54,8 @@ def _placement(owner: FederatedModule) -> Placement:
 def _make_sub_model(
     owner: FederatedModule, algorithm: Algorithm[Any], keep_ratio: float, recorder: Recorder
 ) -> SubModel:
-    """A copy of the user's module for clients of one keep ratio; the Trainer is shared, not copied."""
-    owner.module.trainer = None
-    client: Any = algorithm.build(owner.module, keep_ratio)
-    owner.module.trainer = client.trainer = owner.trainer
+    """A copy of the user's module for clients of one keep ratio."""
+    client = copy_detached(owner, lambda module: algorithm.build(module, keep_ratio))
     client.log, client.log_dict = recorder.log, recorder.log_dict
     isolate_metrics(client)
     template = owner.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]

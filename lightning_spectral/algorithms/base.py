@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
-from lightning_spectral.federated.records import Download, Upload
+from lightning_spectral.federated.records import Cohort, Download, Upload
 
 RoundT = TypeVar("RoundT")
 
@@ -48,12 +48,12 @@ class Algorithm(ABC, Generic[RoundT]):
         return {}
 
     @abstractmethod
-    def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> RoundT:
+    def refresh(self, server: nn.Module, cohort: Cohort) -> RoundT:
         """Open a round: look at the server's weights once.
 
         Args:
             server: The server's module.
-            cohort_sizes: For each distinct keep ratio of this round, its number of clients.
+            cohort: Who takes part.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from lightning_spectral.federated.exchange import (
     travelling_tensors,
 )
 from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
-from lightning_spectral.federated.records import Download, Upload
+from lightning_spectral.federated.records import Cohort, Download, Upload
 from lightning_spectral.federated.statistics import MeanChange
 
 
@@ -56,7 +56,7 @@ class FedAvg(Algorithm[DenseRound]):
         """The user's optimizer, group by group."""
         return rebuild_optimizer(template, server, client)
 
-    def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> DenseRound:
+    def refresh(self, server: nn.Module, cohort: Cohort) -> DenseRound:
         """Note where every client starts."""
         return DenseRound(travelling_tensors(server), MeanChange(averaged_tensors(server)))
 

@@ -24,8 +24,7 @@ from lightning_spectral.federated.exchange import (
     travelling_tensors,
 )
 from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
-from lightning_spectral.federated.records import Download, Upload
-from lightning_spectral.federated.rng import derived_generator
+from lightning_spectral.federated.records import Cohort, Download, Upload
 from lightning_spectral.federated.statistics import MeanChange
 from lightning_spectral.functional.local_training import check_tau
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
@@ -49,6 +48,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
             ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.
         exclude: Shell-style patterns of layer names that stay dense.
         keep_first_and_last_dense: Keep the first and the last affine layer dense, as the papers do.
+        weigh_clients: Tell the strategy Kish's effective number of clients, which counts clients with more examples
+            for more, in place of their number.
 
     Raises:
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1 or
@@ -73,6 +74,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     frobenius_decay: float = 1e-4
     exclude: Sequence[str] = ()
     keep_first_and_last_dense: bool = True
+    weigh_clients: bool = False
 
     def __post_init__(self) -> None:
         check_keep_ratios(self.keep_ratio)
@@ -149,16 +151,20 @@ class SpectralSharding(Algorithm[SpectralRound]):
         """The left factor of every sharded layer."""
         return {name: layer.u for name, layer in sharded_layers(client).items()}
 
-    def refresh(self, server: nn.Module, cohort_sizes: Mapping[float, int]) -> SpectralRound:
+    def refresh(self, server: nn.Module, cohort: Cohort) -> SpectralRound:
         """Factorise every sharded layer once; inclusion probabilities and multipliers for each keep ratio."""
         names = self.report(server).sharded_names
-        layers = {name: self._open(name, server.get_submodule(name), cohort_sizes) for name in names}
+        layers = {name: self._open(name, server.get_submodule(name), cohort) for name in names}
         without = {f"{name}.weight" for name in names}
         return SpectralRound(layers, travelling_tensors(server, without), MeanChange(averaged_tensors(server, without)))
 
-    def _open(self, name: str, layer: nn.Module, cohort_sizes: Mapping[float, int]) -> LayerRound:
+    def _open(self, name: str, layer: nn.Module, cohort: Cohort) -> LayerRound:
+        sizes = {
+            keep_ratio: cohort.effective_size(clients) if self.weigh_clients else float(len(clients))
+            for keep_ratio, clients in cohort.groups.items()
+        }
         try:
-            return open_layer(dense_weight(layer), self.strategy, self.design, cohort_sizes)
+            return open_layer(name, dense_weight(layer), self.strategy, self.design, cohort, sizes)
         except ValueError as error:
             raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
 
@@ -166,7 +172,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         """Draw the client's terms of every layer, independently."""
         tensors, terms = dict(round_state.tensors), {}
         for name, layer in round_state.layers.items():
-            terms[name], parts = layer.draw(keep_ratio, derived_generator(key[0], "terms", *key[1:], name))
+            terms[name], parts = layer.draw(keep_ratio, key)
             tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
         return Download(keep_ratio, tensors, terms)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_spectral.designs import Design, FittedDesign
+from lightning_spectral.federated.records import Cohort
+from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.federated.statistics import MeanChange, MeanTermChange
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.diagnostics import marginal_entropy
@@ -24,11 +25,15 @@ class GroupPlan:
         inclusion_probs: Shape ``(N,)``, float64, on the CPU.
         multipliers: Shape ``(N,)``, float64, on the CPU.
         design: Fitted once; every client's draw comes from it.
+        num_clients: Number of clients of the group.
+        dealt: For a design that deals to the whole group at once, what each client gets, by id.
     """
 
     inclusion_probs: Tensor
     multipliers: Tensor
     design: FittedDesign
+    num_clients: int
+    dealt: Mapping[int, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,24 +41,38 @@ class LayerRound:
     """One sharded layer in one round.
 
     Attributes:
+        name: Its dotted name.
+        singular_values: Shape ``(N,)``, float64, on the CPU.
         u: Left vectors with absorbed singular values, shape ``(c_out, N)``.
         v: Right vectors with absorbed singular values, shape ``(N, c_in k)``.
         groups: A plan for each keep ratio of the round.
         mean: Running sums of what comes back.
+        strategy: Scales what was drawn.
     """
 
+    name: str
+    singular_values: Tensor
     u: Tensor
     v: Tensor
     groups: Mapping[float, GroupPlan]
     mean: MeanTermChange
+    strategy: ShardingStrategy
 
-    def draw(self, keep_ratio: float, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """One client's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``."""
-        plan = self.groups[keep_ratio]
-        drawn = plan.design.draw(1, generator)[0]
-        omega = plan.multipliers[drawn].to(self.u)
+    def draw(self, keep_ratio: float, key: tuple[int, int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """One client's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``.
+
+        Args:
+            keep_ratio: The client's keep ratio.
+            key: (seed, round_idx, client_id).
+        """
+        plan, (seed, round_idx, client_id) = self.groups[keep_ratio], key
+        if plan.dealt is None:
+            drawn = plan.design.draw(1, derived_generator(seed, "terms", round_idx, client_id, self.name))[0]
+        else:
+            drawn = plan.dealt[client_id]
+        omega = self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn)
         terms = drawn.to(self.u.device)
-        return terms, {"u": self.u[:, terms], "v": self.v[terms], "omega": omega}
+        return terms, {"u": self.u[:, terms], "v": self.v[terms], "omega": omega.to(self.u)}
 
     def weight_change(self) -> Tensor:
         """Change of the weight as a matrix, float64: exactly zero where no visited term moved."""
@@ -90,27 +109,40 @@ class SpectralRound:
 
 
 def open_layer(
-    weight: Tensor, strategy: ShardingStrategy, design: Design | None, cohort_sizes: Mapping[float, int]
+    name: str,
+    weight: Tensor,
+    strategy: ShardingStrategy,
+    design: Design | None,
+    cohort: Cohort,
+    sizes: Mapping[float, float],
 ) -> LayerRound:
     """Factorise one weight and plan every group's draws.
 
     Args:
+        name: Dotted name of the layer.
         weight: Shape ``(c_out, c_in, ...)``, finite.
         strategy: Gives probabilities and multipliers.
         design: Draws; ``None`` for the strategy's own.
-        cohort_sizes: Number of this round's clients of each keep ratio.
+        cohort: Who takes part.
+        sizes: For each keep ratio, the number of clients that the strategy is told.
     """
     factors = factorize(weight)
     u, v = absorb(factors, weight.dtype)
-    singular_values = factors.s.cpu()
-    groups = {r: _plan(singular_values, r, size, strategy, design) for r, size in cohort_sizes.items()}
-    return LayerRound(u, v, groups, MeanTermChange(u, v))
+    s = factors.s.cpu()
+    num_terms = {ratio: num_terms_for(len(s), ratio) for ratio in cohort.groups}
+    answers = strategy.for_groups(s, list(num_terms.values()), [sizes[ratio] for ratio in num_terms])
+    groups = {}
+    for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
+        chosen = design if design is not None else strategy.own_design(s, n)
+        groups[ratio] = _plan(answer, chosen, cohort, ratio, name)
+    return LayerRound(name, s, u, v, groups, MeanTermChange(u, v), strategy)
 
 
-def _plan(
-    singular_values: Tensor, keep_ratio: float, cohort_size: int, strategy: ShardingStrategy, design: Design | None
-) -> GroupPlan:
-    num_terms = num_terms_for(len(singular_values), keep_ratio)
-    inclusion_probs, multipliers = strategy(singular_values, num_terms, cohort_size)
-    chosen = design if design is not None else strategy.own_design(singular_values, num_terms)
-    return GroupPlan(inclusion_probs, multipliers, chosen.fit(inclusion_probs))
+def _plan(answer: tuple[Tensor, Tensor], design: Design, cohort: Cohort, keep_ratio: float, name: str) -> GroupPlan:
+    probs, multipliers = answer
+    clients, fitted = cohort.groups[keep_ratio], design.fit(probs)
+    dealt = None
+    if design.draws_cohort:
+        generator = derived_generator(cohort.seed, "terms of a group", cohort.round_idx, str(keep_ratio), name)
+        dealt = dict(zip(clients, fitted.draw(len(clients), generator), strict=True))
+    return GroupPlan(probs, design.multipliers(probs, multipliers, len(clients)), fitted, len(clients), dealt)

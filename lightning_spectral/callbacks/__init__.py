@@ -1,6 +1,8 @@
 """When things happen: round boundaries, and what watches rounds go by."""
 
+from lightning_spectral.callbacks.alignment import UpdateAlignment
 from lightning_spectral.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
+from lightning_spectral.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.callbacks.history import RoundHistory
 from lightning_spectral.callbacks.ledger import CommunicationLedger
 from lightning_spectral.callbacks.progress import RoundProgressBar
@@ -14,6 +16,8 @@ __all__ = [
     "RoundProgressBar",
     "RoundsAsSteps",
     "SVDRefresh",
+    "SpectralDiagnostics",
     "SubmodelSampling",
+    "UpdateAlignment",
     "WandbRounds",
 ]

@@ -23,8 +23,9 @@ class SVDRefresh(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]
         """Open the round for the clients that Lightning will run (`limit_train_batches` may cut the cohort)."""
-        cohort = pl_module.cohort(trainer.current_epoch)
-        pl_module.engine.open_round(cohort[: int(trainer.num_training_batches)])
+        client_ids = pl_module.cohort(trainer.current_epoch)[: int(trainer.num_training_batches)]
+        sizes = pl_module.data.partition.sizes[client_ids].tolist()
+        pl_module.start_round(trainer.current_epoch, dict(zip(client_ids, sizes, strict=True)))
 
 
 class SubmodelSampling(pl.Callback):

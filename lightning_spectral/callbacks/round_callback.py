@@ -1,6 +1,8 @@
-"""The two hooks that Lightning does not have."""
+"""The hooks that Lightning does not have."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -9,13 +11,16 @@ from lightning_spectral.federated.records import ClientTask, RoundSummary
 
 
 class RoundCallback(pl.Callback):
-    """A callback that is told when a client finished and how each round ended.
+    """A callback that is told when a round is prepared, when a client finished, and how the round ended.
 
     Example:
         >>> class PrintRounds(RoundCallback):
         ...     def on_round_end(self, trainer, pl_module, summary):
         ...         print(summary.round_idx, len(summary.clients))
     """
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_state: Any) -> None:
+        """Called once the server's weights were looked at; ``round_state`` is what the algorithm made of them."""
 
     def on_client_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, task: ClientTask, result: LocalResult

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +30,33 @@ class ClientTask(NamedTuple):
     client_id: int
     num_examples: int
     data: ClientData
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Who takes part in one round.
+
+    Attributes:
+        seed: The run's seed.
+        round_idx: Communication round, from 0.
+        groups: For each distinct keep ratio, the ids of its clients, ascending.
+        num_examples: Number of training examples of each client, by id.
+    """
+
+    seed: int
+    round_idx: int
+    groups: Mapping[float, tuple[int, ...]]
+    num_examples: Mapping[int, int]
+
+    def effective_size(self, client_ids: Sequence[int]) -> float:
+        r"""Kish's number of equally weighted clients that average as well, :math:`1/\sum_c a_c^2` with a = D / sum D.
+
+        Example:
+            >>> Cohort(0, 0, {}, {1: 30, 2: 10}).effective_size([1, 2])
+            1.6
+        """
+        sizes = [self.num_examples[client_id] for client_id in client_ids]
+        return sum(sizes) ** 2 / sum(size**2 for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.federated.records import Download
+from lightning_spectral.federated.records import Cohort, Download
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
 from lightning_spectral.nn.replace import sharded_layers
 
@@ -21,11 +21,15 @@ def net(seed: int = 0) -> nn.Sequential:
         )
 
 
+def cohort(ratios: list[float]) -> Cohort:
+    groups = {ratio: tuple(c for c, own in enumerate(ratios) if own == ratio) for ratio in ratios}
+    return Cohort(0, 0, groups, {c: c + 1 for c in range(len(ratios))})
+
+
 def draw(
     algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], round_idx: int = 0
 ) -> tuple[object, list[Download]]:
-    sizes = {ratio: ratios.count(ratio) for ratio in ratios}
-    state = algorithm.refresh(server, sizes)
+    state = algorithm.refresh(server, cohort(ratios))
     return state, [algorithm.sample(state, ratio, (0, round_idx, c)) for c, ratio in enumerate(ratios)]
 
 
@@ -100,7 +104,7 @@ def test_shards_of_all_terms_sum_to_the_weight() -> None:
 def test_unbiased_shard_averages_to_the_weight() -> None:
     torch.manual_seed(0)
     algorithm, server = ls.SpectralSharding(ls.Unbiased()), net()
-    state = algorithm.refresh(server, {0.3: 10})
+    state = algorithm.refresh(server, cohort([0.3] * 10))
     count = 4000
     total = torch.zeros(8, 54).double()
     for c in range(count):
@@ -129,7 +133,7 @@ def test_each_group_is_planned_for_its_own_size() -> None:
 
 def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
     algorithm, server = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.3), net()
-    state = algorithm.refresh(server, {0.3: 5})
+    state = algorithm.refresh(server, cohort([0.3] * 5))
     forward = [algorithm.sample(state, 0.3, (0, 1, c)).terms for c in range(5)]
     backward = [algorithm.sample(state, 0.3, (0, 1, c)).terms for c in reversed(range(5))][::-1]
     for one, two in zip(forward, backward, strict=True):
@@ -222,7 +226,7 @@ def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
     with torch.no_grad():
         server[4].weight[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"Layer '4' cannot be factorised.*must be finite"):
-        ls.SpectralSharding().refresh(server, {0.2: 1})
+        ls.SpectralSharding().refresh(server, cohort([0.2]))
 
 
 def test_bytes_are_those_of_the_tensors_that_travel() -> None:

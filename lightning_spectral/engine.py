@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -94,11 +95,11 @@ class Engine:
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._outcomes = []
         with self._timed("refresh"):
-            groups: dict[float, tuple[int, ...]] = {}
+            groups: dict[float, list[int]] = defaultdict(list)
             for client_id in sorted(num_examples):
-                ratio = self._keep_ratio(client_id)
-                groups[ratio] = (*groups.get(ratio, ()), client_id)
-            self._round = self.algorithm.refresh(self.server, Cohort(self.seed, round_idx, groups, num_examples))
+                groups[self._keep_ratio(client_id)].append(client_id)
+            members = {ratio: tuple(client_ids) for ratio, client_ids in groups.items()}
+            self._round = self.algorithm.refresh(self.server, Cohort(self.seed, round_idx, members, num_examples))
 
     def send(self, task: ClientTask) -> Download:
         """Draw what one client gets and load it into the sub-model of its keep ratio."""

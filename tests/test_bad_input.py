@@ -39,7 +39,7 @@ class TestConstructor:
             ({"clients_per_round": 2.5}, r"`clients_per_round` must be an instance of int, got 2\.5"),
             ({"local_epochs": 1.5}, r"`local_epochs` must be an instance of int, got 1\.5"),
             ({"algorithm": ls.FedAvg}, r"got the class FedAvg; write FedAvg\(\.\.\.\)"),
-            ({"algorithm": ls.Collective()}, r"`algorithm` must be an instance of Algorithm, got Collective\(\)"),
+            ({"algorithm": ls.Collective()}, r"`algorithm` must be an instance of Algorithm, got Collective"),
             ({"server_optimizer": 3}, "must be a function from parameters to an optimizer, got 3"),
         ],
     )

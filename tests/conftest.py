@@ -6,12 +6,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from hypothesis import settings
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
+settings.register_profile("reproducible", derandomize=True)  # a failure here is a failure everywhere
+settings.load_profile("reproducible")
 
 
 class LitMLP(pl.LightningModule):

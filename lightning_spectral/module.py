@@ -194,6 +194,7 @@ class FederatedModule(ServerHooks):
     def on_fit_start(self) -> None:
         """The user's hook; then the engine, on the device."""
         self.module.on_fit_start()
+        self.module.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
         self._engine = make_engine(self, self.module, self.algorithm)
 
     def training_step(self, batch: ClientTask, batch_idx: int) -> None:
@@ -215,7 +216,7 @@ class FederatedModule(ServerHooks):
         optimizers: Any = self.optimizers()
         server, local = optimizers
         server.step()
-        server.zero_grad()
+        self.module.zero_grad()  # of every parameter, also those that no optimizer has
         self._finished_round = summary.round_idx
         summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
         self._log_round(summary)

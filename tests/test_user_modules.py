@@ -373,6 +373,19 @@ def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data
     assert torch.equal(module.net[0].weight, before)
 
 
+def test_gradients_from_before_the_fit_are_not_taken_for_a_leak(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.net[2].weight], lr=0.1)
+
+    module = Lit()
+    data.val = None  # Lightning clears gradients before it validates
+    module.net[0].weight.grad = torch.ones_like(module.net[0].weight)
+    for _ in range(2):
+        run(module, data, quiet, rounds=1)
+        assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: Any) -> None:
     class Plain:
         def __len__(self) -> int:

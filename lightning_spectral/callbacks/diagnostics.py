@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.callbacks.round_callback import RoundCallback
-from lightning_spectral.functional.discrepancy import cohort_discrepancy, coordinated_discrepancy
+from lightning_spectral.functional.discrepancy import cohort_discrepancy, coordinated_discrepancy, expected_coverage
 from lightning_spectral.functional.effective_rank import entropy_rank, participation_rank, stable_rank
 
 if TYPE_CHECKING:
-    from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound
+    from lightning_spectral.algorithms.spectral_round import GroupPlan, LayerRound, SpectralRound
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -66,7 +66,7 @@ def _layer_figures(layer: LayerRound) -> dict[str, float]:
 
 
 def _discrepancy(layer: LayerRound) -> Tensor:
-    """Exact for independent clients, and for one coordinated group; coordinated groups of several kinds count apart."""
+    """Exact for independent clients and for one coordinated group; several such groups count as independent clients."""
     plans = list(layer.groups.values())
     if len(plans) == 1 and plans[0].dealt is not None:
         plan = plans[0]
@@ -78,10 +78,11 @@ def _discrepancy(layer: LayerRound) -> Tensor:
 
 
 def _coverage(layer: LayerRound) -> Tensor:
-    nobody = torch.ones_like(layer.singular_values)
-    for plan in layer.groups.values():
-        if plan.dealt is None:
-            nobody *= (1 - plan.inclusion_probs) ** plan.num_clients
-        else:  # floor(C pi) clients hold it, or one more
-            nobody *= (1 - plan.num_clients * plan.inclusion_probs).clamp_min(0.0)
-    return (1 - nobody).mean()
+    return expected_coverage(torch.cat([_holders(plan) for plan in layer.groups.values()]))
+
+
+def _holders(plan: GroupPlan) -> Tensor:
+    """Probabilities of independent events, one of which happens if somebody of the group holds a term."""
+    if plan.dealt is None:
+        return plan.inclusion_probs.repeat(plan.num_clients, 1)
+    return (plan.num_clients * plan.inclusion_probs).clamp(max=1.0)[None]  # floor(C pi) clients hold it, or one more

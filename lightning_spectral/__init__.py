@@ -26,7 +26,14 @@ from lightning_spectral.designs import (
 )
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.module import FederatedModule
-from lightning_spectral.nn import SpectralShardedConv2d, SpectralShardedLinear, replace_layers, validate
+from lightning_spectral.nn import (
+    SpectralShardedConv1d,
+    SpectralShardedConv2d,
+    SpectralShardedConv3d,
+    SpectralShardedLinear,
+    replace_layers,
+    validate,
+)
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
 from lightning_spectral.sharding import Collective, PriSM, Scaled, Schatten, ShardingStrategy, TopN, Unbiased
@@ -63,7 +70,9 @@ __all__ = [
     "Schatten",
     "ShardingStrategy",
     "SpectralDiagnostics",
+    "SpectralShardedConv1d",
     "SpectralShardedConv2d",
+    "SpectralShardedConv3d",
     "SpectralShardedLinear",
     "SpectralSharding",
     "SpectralWarning",

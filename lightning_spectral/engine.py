@@ -62,7 +62,7 @@ class Engine:
         seed: int,
     ) -> None:
         self.server = server
-        self.algorithm = algorithm
+        self.algorithm = algorithm.prepare(server)
         self.keep_ratios = keep_ratios
         self.local_epochs = local_epochs
         self.placement = placement

@@ -67,7 +67,7 @@ class FederatedModule(ServerHooks):
         ...     def configure_optimizers(self):
         ...         return SGD(self.parameters(), lr=0.1)
         >>> FederatedModule(LitLine(), clients_per_round=2).algorithm
-        FedAvg()
+        FedAvg(keep_buffers=())
     """
 
     def __init__(

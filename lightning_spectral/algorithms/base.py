@@ -14,6 +14,7 @@ from lightning_spectral.federated.local_optimizer import LocalOptimizer
 from lightning_spectral.federated.records import Cohort, Download, Upload
 
 RoundT = TypeVar("RoundT")
+AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
 
 
 class Algorithm(ABC, Generic[RoundT]):
@@ -30,6 +31,13 @@ class Algorithm(ABC, Generic[RoundT]):
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if this algorithm cannot train ``server``. Here: it can."""
         return None
+
+    def prepare(self: AlgorithmT, server: nn.Module) -> AlgorithmT:
+        """This algorithm with everything decided that depends on the server's module, once for all rounds.
+
+        Here: nothing does.
+        """
+        return self
 
     def check_optimizer(self, template: Optimizer) -> None:
         """Look at the user's optimizer once, before training. Here: any will do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,9 @@ class DenseRound:
 class FedAvg(Algorithm[DenseRound]):
     """The dense baseline, "no sharding" in the papers: the example-weighted mean of whole models.
 
+    Args:
+        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+
     Reference:
         McMahan et al. (2017), Algorithm 1.
 
@@ -47,6 +50,8 @@ class FedAvg(Algorithm[DenseRound]):
         >>> FedAvg().build(nn.Linear(3, 2), keep_ratio=1.0)
         Linear(in_features=3, out_features=2, bias=True)
     """
+
+    keep_buffers: Sequence[str] = ()
 
     def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
         """A copy of the server's module."""
@@ -58,7 +63,9 @@ class FedAvg(Algorithm[DenseRound]):
 
     def refresh(self, server: nn.Module, cohort: Cohort) -> DenseRound:
         """Note where every client starts."""
-        return DenseRound(travelling_tensors(server), MeanChange(averaged_tensors(server)))
+        return DenseRound(
+            travelling_tensors(server), MeanChange(averaged_tensors(server, keep_buffers=self.keep_buffers))
+        )
 
     def sample(self, round_state: DenseRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
         """Everything; nothing is drawn."""

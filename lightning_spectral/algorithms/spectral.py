@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ from lightning_spectral.federated.exchange import (
 from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
 from lightning_spectral.federated.records import Cohort, Download, Upload
 from lightning_spectral.federated.statistics import MeanChange
+from lightning_spectral.functional.factors import check_granularity
 from lightning_spectral.functional.local_training import check_tau
+from lightning_spectral.nn.blocks import WeightBlock, as_rows, assemble, by_parameter
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.replace import dense_weight, sharded_layers, swap_layers
+from lightning_spectral.nn.replace import sharded_layers, swap_layers
 from lightning_spectral.nn.report import LayerReport
 from lightning_spectral.nn.treatment import plan_layers
 from lightning_spectral.sharding import Collective, ShardingStrategy
@@ -47,13 +49,18 @@ class SpectralSharding(Algorithm[SpectralRound]):
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
             ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.
         exclude: Shell-style patterns of layer names that stay dense.
-        keep_first_and_last_dense: Keep the first and the last affine layer dense, as the papers do.
+        split: From a pattern of layer names to the number of linear layers packed into each, e.g. ``{"*.qkv": 3}``.
+        keep_first_and_last_dense: Keep the first and the last layer dense, as the papers do.
+        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+        term_granularity: Round numbers of terms up to a multiple of this: 16 often takes no more time than 7.
         weigh_clients: Tell the strategy Kish's effective number of clients, which counts clients with more examples
             for more, in place of their number.
+        plan: What `validate` returned, to fix the treatment of every layer; ``None`` to decide when training starts,
+            with a traced forward pass if the module has an ``example_input_array``.
 
     Raises:
-        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1 or
-            ``frobenius_decay`` is negative.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
+            ``frobenius_decay`` is negative, or ``plan`` comes with choices that it has already made.
 
     Note:
         Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
@@ -73,8 +80,12 @@ class SpectralSharding(Algorithm[SpectralRound]):
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
     exclude: Sequence[str] = ()
+    split: Mapping[str, int] = field(default_factory=dict)
     keep_first_and_last_dense: bool = True
+    keep_buffers: Sequence[str] = ()
+    term_granularity: int = 1
     weigh_clients: bool = False
+    plan: LayerReport | None = None
 
     def __post_init__(self) -> None:
         check_keep_ratios(self.keep_ratio)
@@ -84,24 +95,49 @@ class SpectralSharding(Algorithm[SpectralRound]):
             check_is("design", self.design, Design)
         if not self.frobenius_decay >= 0.0:
             raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
+        check_granularity(self.term_granularity)
+        if self.plan is not None and (self.exclude or self.split or not self.keep_first_and_last_dense):
+            raise ValueError(
+                "`plan` has decided the treatment of every layer: give `exclude`, `split` and "
+                "`keep_first_and_last_dense` to `validate`, which makes it."
+            )
 
     def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
         """Keep ratio of every client, shape ``(num_clients,)``: exact shares, drawn from the seed."""
         return assign_keep_ratios(self.keep_ratio, num_clients, seed)
 
     def report(self, server: nn.Module) -> LayerReport:
-        """The treatment of every layer of ``server``."""
-        return plan_layers(server, exclude=self.exclude, keep_first_and_last_dense=self.keep_first_and_last_dense)
+        """The treatment of every layer of ``server``.
+
+        Raises:
+            ValueError: With every problem at once.
+        """
+        if self.plan is not None:
+            return self.plan.check()
+        return plan_layers(
+            server,
+            exclude=self.exclude,
+            split=self.split,
+            keep_first_and_last_dense=self.keep_first_and_last_dense,
+            keep_buffers=self.keep_buffers,
+        ).check()
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if nothing can be sharded, weights are tied or zero, or a pattern matches nothing."""
-        names = self.report(server).sharded_names
-        zero = [name for name in names if not bool(dense_weight(server.get_submodule(name)).detach().any())]
-        if zero:
-            raise ValueError(
-                f"Layers whose weight is zero have no singular terms that could train: {', '.join(zero)}. Keep them "
-                "dense with `exclude=`, or initialise them otherwise."
-            )
+        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``plan`` is that of another module."""
+        report, own = self.report(server), dict(server.named_parameters())
+        if missing := [name for name in report.sharded_weights if name not in own]:
+            raise ValueError(f"`plan` is that of another module: this one has no weights {', '.join(missing)}.")
+        for name, blocks in by_parameter(list(report.blocks.values())):
+            planned = blocks[-1].rows[1], blocks[0].shape[1]
+            if (found := tuple(as_rows(own[name], blocks[0].transposed).shape)) != planned:
+                raise ValueError(f"`plan` is that of another module: {name} is {found} as a matrix, not {planned}.")
+
+    def prepare(self, server: nn.Module) -> SpectralSharding:
+        """This algorithm with the treatment of every layer decided, once for all rounds."""
+        if self.plan is not None:
+            return self
+        report = self.report(server)
+        return replace(self, plan=report, exclude=(), split={}, keep_first_and_last_dense=True)
 
     def check_optimizer(self, template: Optimizer) -> None:
         """Say where the optimizer's weight decay goes."""
@@ -116,16 +152,17 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
         """A copy of ``server`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
-        names = self.report(server).sharded_names
+        report = self.report(server)
         # The dense weights that are about to be replaced are not worth copying: they stand for themselves in the copy.
-        weights = [dense_weight(server.get_submodule(name)) for name in names]
+        weights = [server.get_parameter(name) for name in report.sharded_weights]
         client = copy.deepcopy(server, {id(weight): weight for weight in weights})
-        swap_layers(client, names, lambda dense, kind, n: kind.like(dense, n), keep_ratio)
+        swap_layers(client, report, lambda kind, dense, n: kind.like(dense, n), keep_ratio, self.term_granularity)
         return client
 
     def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
         """The user's optimizer with factors in groups without weight decay, Frobenius decay, then clipping."""
-        factors = {f"{name}.{factor}": f"{name}.weight" for name in sharded_layers(client) for factor in ("u", "v")}
+        blocks = self.report(server).blocks
+        factors = {f"{name}.{factor}": block.parameter for name, block in blocks.items() for factor in ("u", "v")}
         local = rebuild_optimizer(
             template,
             server,
@@ -134,39 +171,38 @@ class SpectralSharding(Algorithm[SpectralRound]):
             overrides=lambda name: {"weight_decay": 0.0} if name in factors else {},
         )
         decoupled = isinstance(template, AdamW) or any(g.get("decoupled_weight_decay") for g in template.param_groups)
-        FrobeniusDecay(self._decays(template, server, client), decoupled).register(local.optimizer, client)
+        FrobeniusDecay(self._decays(template, server, blocks), decoupled).register(local.optimizer, client)
         EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
         return local
 
-    def _decays(self, template: Optimizer, server: nn.Module, client: nn.Module) -> dict[str, float]:
-        weights = {id(dense_weight(server.get_submodule(name))): name for name in sharded_layers(client)}
-        return {
-            weights[id(p)]: self.frobenius_decay + group.get("weight_decay", 0.0)
-            for group in template.param_groups
-            for p in group["params"]
-            if id(p) in weights
-        }
+    def _decays(self, template: Optimizer, server: nn.Module, blocks: Mapping[str, WeightBlock]) -> dict[str, float]:
+        decay_of = {id(p): g.get("weight_decay", 0.0) for g in template.param_groups for p in g["params"]}
+        weights = {name: id(server.get_parameter(block.parameter)) for name, block in blocks.items()}
+        return {name: self.frobenius_decay + decay_of[key] for name, key in weights.items() if key in decay_of}
 
     def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
-        """The left factor of every sharded layer."""
+        """The left factor of every sharded matrix."""
         return {name: layer.u for name, layer in sharded_layers(client).items()}
 
     def refresh(self, server: nn.Module, cohort: Cohort) -> SpectralRound:
-        """Factorise every sharded layer once; inclusion probabilities and multipliers for each keep ratio."""
-        names = self.report(server).sharded_names
-        layers = {name: self._open(name, server.get_submodule(name), cohort) for name in names}
-        without = {f"{name}.weight" for name in names}
-        return SpectralRound(layers, travelling_tensors(server, without), MeanChange(averaged_tensors(server, without)))
+        """Factorise every sharded matrix once; inclusion probabilities and multipliers for each keep ratio."""
+        report = self.report(server)
+        layers = {name: self._open(block, server, cohort) for name, block in report.blocks.items()}
+        averaged = averaged_tensors(server, report.sharded_weights, self.keep_buffers)
+        return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
 
-    def _open(self, name: str, layer: nn.Module, cohort: Cohort) -> LayerRound:
+    def _open(self, block: WeightBlock, server: nn.Module, cohort: Cohort) -> LayerRound:
         sizes = {
             keep_ratio: cohort.effective_size(clients) if self.weigh_clients else float(len(clients))
             for keep_ratio, clients in cohort.groups.items()
         }
+        matrix = block.matrix(server.get_parameter(block.parameter).detach())
         try:
-            return open_layer(name, dense_weight(layer), self.strategy, self.design, cohort, sizes)
+            return open_layer(
+                block.name, matrix, self.strategy, self.design, cohort, sizes, granularity=self.term_granularity
+            )
         except ValueError as error:
-            raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
+            raise ValueError(f"Layer {block.name!r} cannot be factorised: {error}") from error
 
     def sample(self, round_state: SpectralRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
         """Draw the client's terms of every layer, independently."""
@@ -195,9 +231,10 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def apply(self, server: nn.Module, round_state: SpectralRound) -> None:
         """Pseudo-gradients of the dense tensors, and of each sharded weight from the mean change of its terms."""
         apply_mean_change(server, round_state.mean.finish())
-        for name, layer in round_state.layers.items():
-            weight = dense_weight(server.get_submodule(name))
-            weight.grad = -layer.weight_change().to(weight.dtype).view_as(weight)
+        for name, blocks in by_parameter(list(self.report(server).blocks.values())):
+            weight = server.get_parameter(name)
+            changes = [round_state.layers[block.name].weight_change().to(weight.dtype) for block in blocks]
+            weight.grad = -assemble(blocks, changes, weight)
 
     def diagnostics(self, round_state: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""

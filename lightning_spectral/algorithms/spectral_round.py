@@ -38,7 +38,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class LayerRound:
-    """One sharded layer in one round.
+    """One factorised matrix in one round: a layer's weight, or a block of it.
 
     Attributes:
         name: Its dotted name.
@@ -115,21 +115,23 @@ def open_layer(
     design: Design | None,
     cohort: Cohort,
     sizes: Mapping[float, float],
+    granularity: int = 1,
 ) -> LayerRound:
-    """Factorise one weight and plan every group's draws.
+    """Factorise one matrix and plan every group's draws.
 
     Args:
-        name: Dotted name of the layer.
-        weight: Shape ``(c_out, c_in, ...)``, finite.
+        name: Dotted name of what holds its terms.
+        weight: Shape ``(c_out, c_in k)``, finite.
         strategy: Gives probabilities and multipliers.
         design: Draws; ``None`` for the strategy's own.
         cohort: Who takes part.
         sizes: For each keep ratio, the number of clients that the strategy is told.
+        granularity: Numbers of terms are rounded up to a multiple of it.
     """
     factors = factorize(weight)
     u, v = absorb(factors, weight.dtype)
     s = factors.s.cpu()
-    num_terms = {ratio: num_terms_for(len(s), ratio) for ratio in cohort.groups}
+    num_terms = {ratio: num_terms_for(len(s), ratio, granularity) for ratio in cohort.groups}
     answers = strategy.for_groups(s, list(num_terms.values()), [sizes[ratio] for ratio in num_terms])
     groups = {}
     for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):

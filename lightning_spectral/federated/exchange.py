@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 Tensors = Mapping[str, Tensor]
+AVERAGED = "averaged"
 
 
 def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
@@ -20,16 +22,17 @@ def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict
     return {name: tensor.detach() for name, tensor in _state(module).items() if name not in without}
 
 
-def averaged_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
+def averaged_tensors(
+    module: nn.Module, without: Collection[str] = (), keep_buffers: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """The part of `travelling_tensors` that comes back and is averaged.
 
     Trainable parameters, and floating-point buffers such as BatchNorm's running statistics. Integer buffers
     (``num_batches_tracked``), buffers with infinite entries (attention masks) and buffers that are not persistent,
-    which no checkpoint would hold, keep the server's value.
+    which no checkpoint would hold, keep the server's value; so do those that a pattern of ``keep_buffers`` matches.
     """
-    persistent = module.state_dict(keep_vars=True).keys()
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    moving = {n for n, buffer in module.named_buffers() if n in persistent and _is_average_of_clients(buffer)}
+    moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy == AVERAGED}
     return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
 
 
@@ -65,8 +68,25 @@ def apply_mean_change(server: nn.Module, changes: Tensors) -> None:
             buffers[name].add_(change.to(buffers[name].dtype))
 
 
-def _is_average_of_clients(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
+def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """For each buffer its name, its shape and what a federated run does with it.
+
+    Example:
+        >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]
+        [('running_var', 'averaged'), ('num_batches_tracked', "the server's: not a floating-point number")]
+    """
+    persistent = module.state_dict(keep_vars=True).keys()
+    for name, buffer in module.named_buffers():
+        kept = any(fnmatchcase(name, pattern) for pattern in keep_buffers)
+        yield name, tuple(buffer.shape), "the server's: as asked" if kept else _policy(buffer, name in persistent)
+
+
+def _policy(buffer: Tensor, persistent: bool) -> str:
+    if not buffer.is_floating_point():
+        return "the server's: not a floating-point number"
+    if not persistent:
+        return "the server's: no checkpoint holds it"
+    return AVERAGED if bool(torch.isfinite(buffer).all()) else "the server's: it has infinite entries"
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

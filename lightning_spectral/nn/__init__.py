@@ -1,19 +1,45 @@
 """Layers that hold sampled singular terms, and their exchange for a user's own layers."""
 
-from lightning_spectral.nn.conv import SpectralShardedConv2d
-from lightning_spectral.nn.linear import SpectralShardedLinear
+from lightning_spectral.nn.attention import SpectralShardedMultiheadAttention
+from lightning_spectral.nn.blocks import WeightBlock
+from lightning_spectral.nn.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
+from lightning_spectral.nn.grouped_conv import (
+    SpectralShardedGroupedConv1d,
+    SpectralShardedGroupedConv2d,
+    SpectralShardedGroupedConv3d,
+)
+from lightning_spectral.nn.kinds import SHARDED_LAYERS
+from lightning_spectral.nn.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
+from lightning_spectral.nn.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.replace import replace_layers, sharded_layers
-from lightning_spectral.nn.report import LayerReport, LayerTreatment
-from lightning_spectral.nn.sharded import SpectralShardedLayer
-from lightning_spectral.nn.treatment import SHARDED_LAYERS, plan_layers, validate
+from lightning_spectral.nn.report import BufferTreatment, LayerReport, LayerTreatment
+from lightning_spectral.nn.sharded import ShardedLayer, SpectralShardedLayer
+from lightning_spectral.nn.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
+from lightning_spectral.nn.terms import SingularTerms
+from lightning_spectral.nn.treatment import plan_layers, validate
 
 __all__ = [
     "SHARDED_LAYERS",
+    "BufferTreatment",
     "LayerReport",
     "LayerTreatment",
+    "ShardedLayer",
+    "SingularTerms",
+    "SpectralShardedConv1d",
     "SpectralShardedConv2d",
+    "SpectralShardedConv3d",
+    "SpectralShardedGRU",
+    "SpectralShardedGroupedConv1d",
+    "SpectralShardedGroupedConv2d",
+    "SpectralShardedGroupedConv3d",
+    "SpectralShardedLSTM",
     "SpectralShardedLayer",
     "SpectralShardedLinear",
+    "SpectralShardedMultiheadAttention",
+    "SpectralShardedSplitLinear",
+    "SpectralShardedSplitTransposedLinear",
+    "SpectralShardedTransposedLinear",
+    "WeightBlock",
     "plan_layers",
     "replace_layers",
     "sharded_layers",

@@ -1,12 +1,14 @@
-"""A linear layer held as n singular terms."""
+"""Linear layers held as n singular terms."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_spectral.nn.sharded import SpectralShardedLayer
+from lightning_spectral.nn.blocks import WeightBlock, row_blocks
+from lightning_spectral.nn.sharded import NumTerms, SpectralShardedLayer, counts
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
@@ -28,6 +30,7 @@ class SpectralShardedLinear(SpectralShardedLayer):
 
     Note:
         At ``n = N`` the layer computes what the dense one does, but with more parameters, and it trains differently.
+        Where the factors would take more multiplications than the weight, the weight is rebuilt once per pass.
 
     Example:
         >>> dense = nn.Linear(6, 4)
@@ -51,23 +54,15 @@ class SpectralShardedLinear(SpectralShardedLayer):
         self.out_features = out_features
 
     @classmethod
-    def from_dense(cls, dense: nn.Linear, num_terms: int) -> SpectralShardedLinear:
-        """The layer that holds the ``num_terms`` largest singular terms of ``dense``."""
-        layer = cls.like(dense, num_terms)
-        layer.load_dense(dense.weight, dense.bias)
-        return layer
-
-    @classmethod
-    def like(cls, dense: nn.Linear, num_terms: int) -> SpectralShardedLinear:
-        """An empty layer of the shape of ``dense``: its terms arrive later by ``load_terms``."""
-        weight = dense.weight
-        return cls(
-            dense.in_features, dense.out_features, num_terms, dense.bias is not None, weight.device, weight.dtype
-        )
+    def like(cls, dense: nn.Linear, num_terms: NumTerms) -> SpectralShardedLinear:
+        """An empty layer of the shape of ``dense``."""
+        (block,) = cls.blocks_of(dense)
+        (n,), (rows, columns), weight = counts(num_terms), block.shape, dense.weight
+        return cls(columns, rows, n, dense.bias is not None, weight.device, weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        return F.linear(F.linear(x, self.v), self.u * self.omega, self.bias)
+        return self.linear(x, self.bias)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the layer."""
@@ -75,3 +70,23 @@ class SpectralShardedLinear(SpectralShardedLayer):
             f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
             f"bias={self.bias is not None}"
         )
+
+
+class SpectralShardedTransposedLinear(SpectralShardedLinear):
+    """A linear layer whose dense weight is stored transposed, ``(in_features, out_features)``.
+
+    That is the ``Conv1D`` of the transformers library, which is not a convolution.
+
+    Args:
+        in_features: As in `SpectralShardedLinear`, and so are the other arguments.
+    """
+
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """One: the weight, transposed."""
+        return row_blocks("weight", dense.weight, [""], transposed=True)
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective dense weight, shape ``(in_features, out_features)``."""
+        return self.matrix().T

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.functional.local_training import check_tau, effective_lr_factors, frobenius_decay_gradients
 from lightning_spectral.nn.replace import sharded_layers
-from lightning_spectral.nn.sharded import SpectralShardedLayer
+from lightning_spectral.nn.terms import SingularTerms
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class EffectiveLRClip:
         return _before_step(optimizer, lambda: self._scale(layers))
 
     @torch.no_grad()
-    def _scale(self, layers: list[SpectralShardedLayer]) -> None:
+    def _scale(self, layers: list[SingularTerms]) -> None:
         for layer in layers:
             factors = effective_lr_factors(layer.omega, self.tau)
             if layer.u.grad is not None:
@@ -94,7 +94,7 @@ class FrobeniusDecay:
         return _before_step(optimizer, lambda: self._decay(decays, group_of))
 
     @torch.no_grad()
-    def _decay(self, decays: list[tuple[SpectralShardedLayer, float]], group_of: Mapping[int, dict[str, Any]]) -> None:
+    def _decay(self, decays: list[tuple[SingularTerms, float]], group_of: Mapping[int, dict[str, Any]]) -> None:
         for layer, decay in decays:
             penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
             for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from lightning_spectral.functional.factors import check_keep_ratio, num_terms_for
-from lightning_spectral.nn.sharded import SpectralShardedLayer
-from lightning_spectral.nn.treatment import SHARDED_LAYERS, plan_layers
+from lightning_spectral.nn.kinds import ShardedType
+from lightning_spectral.nn.report import LayerReport
+from lightning_spectral.nn.terms import SingularTerms
+from lightning_spectral.nn.trace import Example
+from lightning_spectral.nn.treatment import plan_layers
 
 _log = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Make = Callable[[ShardedType, Any, Sequence[int]], nn.Module]
 
 
 def replace_layers(
     module: ModuleT,
     keep_ratio: float,
+    example_input: Example = None,
     *,
     exclude: Sequence[str] = (),
+    split: Mapping[str, int] | None = None,
     keep_first_and_last_dense: bool = True,
+    term_granularity: int = 1,
 ) -> ModuleT:
     """A copy of ``module`` whose affine layers hold the ceil(r N) largest terms of their singular value decomposition.
 
@@ -32,14 +39,17 @@ def replace_layers(
     Args:
         module: Any module; it is not changed.
         keep_ratio: Share r of the singular terms to hold, in ``(0, 1]``.
-        exclude: Shell-style patterns of dotted layer names that stay dense.
-        keep_first_and_last_dense: Keep the first and the last affine layer dense.
+        example_input: As in `validate`.
+        exclude: As in `validate`.
+        split: As in `validate`.
+        keep_first_and_last_dense: As in `validate`.
+        term_granularity: Round the number of terms up to a multiple of this, as far as there are terms.
 
     Returns:
         The copy, of the same class.
 
     Raises:
-        ValueError: If ``keep_ratio`` is out of range, or as `plan_layers`.
+        ValueError: If ``keep_ratio`` is out of range, or with every problem that `validate` shows.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
@@ -47,37 +57,43 @@ def replace_layers(
         SpectralShardedLinear(in_features=16, out_features=16, num_terms=4, bias=True)
     """
     check_keep_ratio(keep_ratio)
-    report = plan_layers(module, exclude=exclude, keep_first_and_last_dense=keep_first_and_last_dense)
+    report = plan_layers(
+        module,
+        example_input,
+        exclude=exclude,
+        split=split,
+        keep_first_and_last_dense=keep_first_and_last_dense,
+    ).check()
     sharded = copy.deepcopy(module)
-    swap_layers(sharded, report.sharded_names, lambda dense, kind, n: kind.from_dense(dense, n), keep_ratio)
+    swap_layers(sharded, report, lambda kind, dense, n: kind.from_dense(dense, n), keep_ratio, term_granularity)
     return sharded
 
 
 def swap_layers(
-    module: nn.Module,
-    names: Sequence[str],
-    make: Callable[[Any, Any, int], SpectralShardedLayer],
-    keep_ratio: float,
+    module: nn.Module, report: LayerReport, make: Make, keep_ratio: float, term_granularity: int = 1
 ) -> None:
-    """Replace the named layers of ``module`` in place, wherever they are registered.
+    """Replace the layers that are to be sharded in place, wherever they are registered.
 
     Args:
         module: The module to change.
-        names: Dotted names of dense layers whose type is in `SHARDED_LAYERS`.
-        make: From (dense layer, sharded class, number of terms) to the new layer.
+        report: What is to be sharded.
+        make: From (sharded class, dense layer, numbers of terms of its blocks) to the new layer.
         keep_ratio: Share of the singular terms that the new layers hold.
+        term_granularity: Numbers of terms are rounded up to a multiple of it.
     """
-    swaps: dict[nn.Module, SpectralShardedLayer] = {}
-    for name in names:
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name, treatment in report.sharded.items():
+        assert treatment.sharded is not None
         dense = module.get_submodule(name)
-        num_terms = num_terms_for(min(dense_weight(dense).flatten(1).shape), keep_ratio)
-        swaps[dense] = make(dense, SHARDED_LAYERS[type(dense)], num_terms).train(dense.training)
+        num_terms = [num_terms_for(block.num_singular, keep_ratio, term_granularity) for block in treatment.blocks]
+        swaps[dense] = make(treatment.sharded, dense, num_terms).train(dense.training)
         _move_hooks(dense, swaps[dense])
         _log.info("%s: %s -> %s", name, type(dense).__name__, swaps[dense])
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if layer in swaps:
             parent, _, child = path.rpartition(".")
             setattr(module.get_submodule(parent), child, swaps[layer])
+    _leave_fast_paths(module)
 
 
 def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
@@ -88,13 +104,13 @@ def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
         getattr(sharded, hooks).update(vars(dense).get(hooks, {}))
 
 
-def dense_weight(layer: nn.Module) -> nn.Parameter:
-    """The weight of a dense affine layer."""
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight
+def _leave_fast_paths(module: nn.Module) -> None:
+    """Torch's encoder packs padded sequences into nested tensors for a kernel that sharded layers do not use."""
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
 
 
-def sharded_layers(module: nn.Module) -> dict[str, SpectralShardedLayer]:
-    """The sharded layers of a module by dotted name."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, SpectralShardedLayer)}
+def sharded_layers(module: nn.Module) -> dict[str, SingularTerms]:
+    """Whatever holds singular terms in a module, by dotted name: sharded layers, or blocks within them."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, SingularTerms)}

@@ -1,30 +1,109 @@
-"""What every sharded layer has: n singular terms instead of a weight."""
+"""The contract of a sharded layer: what it makes of a dense one."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.factors import absorb, factorize
+from lightning_spectral.nn.blocks import WeightBlock, assemble, by_parameter, row_blocks
+from lightning_spectral.nn.terms import SingularTerms
+
+if TYPE_CHECKING:  # a mix-in for modules
+    _Base = nn.Module
+else:
+    _Base = object
+
+LayerT = TypeVar("LayerT", bound="ShardedLayer")
+NumTerms = int | Sequence[int]
 
 
-class SpectralShardedLayer(nn.Module):
-    r"""A layer whose weight is :math:`W = U\,\mathrm{diag}(\omega)\,V` with n terms.
+class ShardedLayer(_Base):
+    """A module that stands for a dense layer and holds singular terms instead of its weights.
 
-    Attributes:
-        u: Parameter of shape ``(c_out, n)``; column i is :math:`\sqrt{s_i}\,u_i`.
-        v: Parameter of shape ``(n, c_in k)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
-        omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
-        bias: Parameter of shape ``(c_out,)`` or ``None``.
-
-    Training and evaluation do the same. The layer holds ``n (c_out + c_in k)`` trainable values and the bias.
+    Parameters that are not factorised, such as biases, keep the names that they have in the dense layer. Each block of
+    a weight has its terms in a `SingularTerms`: the layer itself, or one of its children.
     """
 
-    u: nn.Parameter
-    v: nn.Parameter
-    omega: Tensor
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """The matrices that are factorised; together they cover every weight they touch, in order of rows.
+
+        Args:
+            dense: The dense layer; it is only read.
+            num_parts: For a linear layer that packs several, how many.
+
+        Raises:
+            ValueError: If the outputs cannot be divided by ``num_parts``.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def like(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
+        """An empty layer of the shape of ``dense``: its terms arrive later.
+
+        Args:
+            dense: The dense layer; it is only read.
+            num_terms: Number of terms of each block; one number where there is one block.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_dense(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
+        """The layer that holds the largest singular terms of ``dense``, and its other parameters.
+
+        Args:
+            dense: The dense layer; it is only read.
+            num_terms: Number of terms of each block; one number where there is one block.
+        """
+        layer = cls.like(dense, num_terms)
+        own = dict(layer.named_parameters())
+        with torch.no_grad():
+            for name, parameter in dense.named_parameters():
+                if name in own:
+                    own[name].copy_(parameter)
+        for block in cls.blocks_of(dense, len(counts(num_terms))):
+            layer.terms(block).load_matrix(block.matrix(dense.get_parameter(block.parameter).detach()))
+        return layer
+
+    def terms(self, block: WeightBlock) -> SingularTerms:
+        """The module that holds the terms of a block."""
+        holder = self.get_submodule(block.name)
+        assert isinstance(holder, SingularTerms)
+        return holder
+
+    def effective_weights(self, dense: Any) -> dict[str, Tensor]:
+        """The dense weights that the layer stands for, by their names in ``dense``; differentiable."""
+        num_blocks = sum(isinstance(module, SingularTerms) for module in self.modules())
+        weights = {}
+        for name, blocks in by_parameter(self.blocks_of(dense, num_blocks)):
+            matrices = [self.terms(block).matrix() for block in blocks]
+            weights[name] = assemble(blocks, matrices, dense.get_parameter(name))
+        return weights
+
+
+def counts(num_terms: NumTerms) -> tuple[int, ...]:
+    """Numbers of terms, one for each block."""
+    return (num_terms,) if isinstance(num_terms, int) else tuple(num_terms)
+
+
+class SpectralShardedLayer(ShardedLayer, SingularTerms):
+    """A layer with one weight, factorised whole: it holds the terms itself, next to the bias.
+
+    Attributes:
+        bias: Parameter of shape ``(c_out,)`` or ``None``.
+        weight_shape: Shape of the dense weight.
+
+    Args:
+        weight_shape: ``(c_out, c_in, ...)``.
+        num_terms: Number n of singular terms held.
+        bias: Whether there is a bias.
+        device: As everywhere in ``torch.nn``.
+        dtype: As everywhere in ``torch.nn``.
+    """
+
     bias: nn.Parameter | None
     weight_shape: tuple[int, ...]
 
@@ -36,50 +115,17 @@ class SpectralShardedLayer(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__()
-        rows = weight_shape[0]
-        columns = int(torch.Size(weight_shape[1:]).numel())
-        check_num_terms(num_terms, min(rows, columns))
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        rows, columns = weight_shape[0], int(torch.Size(weight_shape[1:]).numel())
+        super().__init__((rows, columns), num_terms, device, dtype)
         self.weight_shape = weight_shape
-        self.u = nn.Parameter(torch.zeros(rows, num_terms, **where))
-        self.v = nn.Parameter(torch.zeros(num_terms, columns, **where))
-        self.register_buffer("omega", torch.ones(num_terms, **where))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(rows, **where)) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros_like(self.u[:, 0])) if bias else None)
 
-    @property
-    def num_terms(self) -> int:
-        """Number n of singular terms held."""
-        return self.v.shape[0]
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """One: the weight."""
+        return row_blocks("weight", dense.weight, [""])
 
     @property
     def weight(self) -> Tensor:
         """The effective dense weight, for modules that read it; differentiable, shape ``weight_shape``."""
-        return ((self.u * self.omega) @ self.v).view(self.weight_shape)
-
-    @torch.no_grad()
-    def load_terms(self, u: Tensor, v: Tensor, multipliers: Tensor) -> None:
-        """Overwrite the terms in place: same parameters, new values, so optimizers and hooks stay valid.
-
-        Args:
-            u: Shape ``(c_out, n)``, singular values absorbed.
-            v: Shape ``(n, c_in k)``, singular values absorbed.
-            multipliers: Shape ``(n,)``.
-        """
-        self.u.copy_(u)
-        self.v.copy_(v)
-        self.omega.copy_(multipliers)
-
-    @torch.no_grad()
-    def load_dense(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Load the n largest terms of a dense weight with multipliers 1: its best approximation of rank n."""
-        u, v = absorb(factorize(weight), weight.dtype)
-        self.load_terms(u[:, : self.num_terms], v[: self.num_terms], torch.ones_like(self.omega))
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
-
-
-def check_num_terms(num_terms: int, num_singular: int) -> None:
-    """Raise ``ValueError`` unless ``1 <= num_terms <= num_singular``."""
-    if not 1 <= num_terms <= num_singular:
-        raise ValueError(f"`num_terms` must be in [1, N={num_singular}], got {num_terms}.")
+        return self.matrix().view(self.weight_shape)

@@ -4,77 +4,135 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from types import MappingProxyType
+from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lightning_spectral.nn.conv import SpectralShardedConv2d
-from lightning_spectral.nn.linear import SpectralShardedLinear
-from lightning_spectral.nn.report import LayerReport, LayerTreatment
-
-SHARDED_LAYERS: Mapping[type[nn.Module], type[SpectralShardedLinear] | type[SpectralShardedConv2d]] = MappingProxyType(
-    {nn.Linear: SpectralShardedLinear, nn.Conv2d: SpectralShardedConv2d}
-)
+from lightning_spectral.federated.exchange import buffer_policies
+from lightning_spectral.nn.blocks import WeightBlock
+from lightning_spectral.nn.kinds import ShardedType, is_affine, refusal, sharded_type
+from lightning_spectral.nn.problems import Choices, problems_of
+from lightning_spectral.nn.report import BufferTreatment, LayerReport, LayerTreatment
+from lightning_spectral.nn.trace import Example, example_of, execution_order
 
 
 def plan_layers(
-    module: nn.Module, *, exclude: Sequence[str] = (), keep_first_and_last_dense: bool = True
+    module: nn.Module,
+    example_input: Example = None,
+    *,
+    exclude: Sequence[str] = (),
+    split: Mapping[str, int] | None = None,
+    keep_first_and_last_dense: bool = True,
+    keep_buffers: Sequence[str] = (),
 ) -> LayerReport:
-    """Decide the treatment of every layer of ``module`` that has parameters.
+    """Decide the treatment of every layer of ``module`` that has parameters, and say all that is wrong at once.
 
     Args:
         module: The user's module; it is only read.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that
+            shows which layers run and in which order; ``None`` for Lightning's ``example_input_array`` of the module,
+            or no pass.
         exclude: Shell-style patterns of dotted layer names that stay dense, e.g. ``"head"`` or ``"blocks.*.proj"``.
-        keep_first_and_last_dense: Keep the first and the last affine layer, in order of registration, dense
-            (Korzhenkov & Louizos 2024, section 4.1).
-
-    Raises:
-        ValueError: If a pattern matches no layer, a layer is lazy and has no weight yet, a layer to shard shares its
-            weight with another layer, or no layer is left to shard.
+        split: From a pattern of layer names to the number of linear layers packed into each, e.g. ``{"*.qkv": 3}``.
+        keep_first_and_last_dense: Keep the first and the last layer dense (Korzhenkov & Louizos 2024, section 4.1), in
+            order of execution where a pass was traced, else of registration. An embedding before the first affine
+            layer is the first layer.
+        keep_buffers: Patterns of buffer names that keep the server's value; other finite floating-point ones are
+            averaged.
     """
-    layers = list(_layers(module))
-    _check_lazy(layers)
-    _check_patterns(exclude, [name for name, _ in layers])
-    ends = _first_and_last_affine(layers) if keep_first_and_last_dense else {}
-    shared = _shared_weights(module)
-    report = LayerReport(tuple(_treat(name, layer, exclude, ends) for name, layer in layers))
-    _check_ties(report, shared)
-    if not report.sharded_names:
-        raise ValueError(
-            "No layer of this module can be sharded; the first and the last affine layer stay dense unless "
-            f"`keep_first_and_last_dense=False`, and `exclude` takes layers out. Every layer and the reason:\n{report}"
-        )
-    return report
+    example = example_of(module) if example_input is None else example_input
+    order = None if example is None else execution_order(module, example)
+    layers = _in_order(dict(_layers(module)), order)
+    choices = Choices(exclude, split or {}, keep_first_and_last_dense)
+    planner = _Planner(choices, order, _ends(layers, order) if keep_first_and_last_dense else {}, _ties(module))
+    treatments = tuple(planner.treat(name, layer) for name, layer in layers.items())
+    buffers = tuple(BufferTreatment(*entry) for entry in buffer_policies(module, keep_buffers))
+    return LayerReport(treatments, buffers, tuple(problems_of(module, layers, treatments, choices)))
 
 
-def validate(module: nn.Module, *, exclude: Sequence[str] = (), keep_first_and_last_dense: bool = True) -> LayerReport:
-    """Print which layers would be sharded, which stay dense and why; nothing is changed.
+def validate(
+    module: nn.Module,
+    example_input: Example = None,
+    *,
+    exclude: Sequence[str] = (),
+    split: Mapping[str, int] | None = None,
+    keep_first_and_last_dense: bool = True,
+    keep_buffers: Sequence[str] = (),
+) -> LayerReport:
+    """Print what happens to every layer and buffer, why, and every problem at once; nothing is changed.
 
     Args:
         module: The user's module.
-        exclude: As in `replace_layers`.
-        keep_first_and_last_dense: As in `replace_layers`.
+        example_input: As in `plan_layers`: one forward pass shows the order of execution, and what never runs.
+        exclude: As in `plan_layers`.
+        split: As in `plan_layers`.
+        keep_first_and_last_dense: As in `plan_layers`.
+        keep_buffers: As in `plan_layers`.
 
     Returns:
-        The same as a `LayerReport`.
-
-    Raises:
-        ValueError: As `plan_layers`.
+        The same as a `LayerReport`; give it to `SpectralSharding` as ``plan`` to fix exactly this treatment.
 
     Example:
+        >>> import torch
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
-        >>> report = validate(mlp)
-        layer  type    weight  N   treatment  reason
-        0      Linear  16x8    8   dense      first affine layer
-        2      Linear  16x16   16  sharded    affine
-        4      Linear  2x16    2   dense      last affine layer
+        >>> report = validate(mlp, torch.zeros(1, 8))
+        layer  type    weight  N   in forward  treatment  reason
+        0      Linear  16x8    8   yes         dense      first layer
+        2      Linear  16x16   16  yes         sharded    affine
+        4      Linear  2x16    2   yes         dense      last layer
     """
-    report = plan_layers(module, exclude=exclude, keep_first_and_last_dense=keep_first_and_last_dense)
+    report = plan_layers(
+        module,
+        example_input,
+        exclude=exclude,
+        split=split,
+        keep_first_and_last_dense=keep_first_and_last_dense,
+        keep_buffers=keep_buffers,
+    )
     print(report)
     return report
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """What the treatment of one layer depends on."""
+
+    choices: Choices
+    order: tuple[str, ...] | None
+    ends: Mapping[str, str]
+    ties: Mapping[str, Sequence[str]]
+
+    def treat(self, name: str, layer: nn.Module) -> LayerTreatment:
+        parts = self.choices.num_parts(name)
+        reason = self._reason_to_stay_dense(name, layer)
+        kind = None if reason else sharded_type(layer, parts)
+        in_forward = None if self.order is None else name in self.order
+        blocks = tuple(block.within(name) for block in _blocks(layer, parts))
+        what = "affine" if parts == 1 else f"affine, {parts} parts"
+        return LayerTreatment(name, type(layer).__name__, _shapes(layer), blocks, kind, reason or what, in_forward)
+
+    def _reason_to_stay_dense(self, name: str, layer: nn.Module) -> str | None:
+        if not name:
+            return "the whole module: wrap it in another"
+        if isinstance(layer, LazyModuleMixin):
+            return "lazy: no weight yet"
+        if not is_affine(layer):
+            return "not an affine layer"
+        if self.choices.excludes(name):
+            return "excluded by name"
+        if name in self.ends:
+            return self.ends[name]
+        if name in self.ties:
+            return f"shares its weight with {' and '.join(map(repr, self.ties[name]))}"
+        if reason := refusal(layer):
+            return reason
+        weights = {block.parameter for block in _blocks(layer, 1)}
+        if not all(layer.get_parameter(weight).requires_grad for weight in weights):
+            return "frozen"
+        if self.order is not None and name not in self.order:
+            return "not in the forward pass"
+        return None
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -83,73 +141,39 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, layer
 
 
-def _treat(name: str, layer: nn.Module, exclude: Sequence[str], ends: dict[str, str]) -> LayerTreatment:
-    weight = dict(layer.named_parameters(recurse=False)).get("weight")
-    shape = None if weight is None else tuple(weight.shape)
-    terms = min(weight.flatten(1).shape) if weight is not None and isinstance(layer, nn.Linear | _ConvNd) else None
-    reason = _reason_to_stay_dense(name, layer, weight, terms, exclude, ends)
-    return LayerTreatment(name, type(layer).__name__, shape, terms, reason is None, reason or "affine")
+def _in_order(layers: dict[str, nn.Module], order: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Executed layers first, in order of their first call; then those that never ran."""
+    ran = [name for name in order or () if name in layers]
+    return {name: layers[name] for name in dict.fromkeys([*ran, *layers])}
 
 
-def _reason_to_stay_dense(
-    name: str,
-    layer: nn.Module,
-    weight: nn.Parameter | None,
-    num_singular: int | None,
-    exclude: Sequence[str],
-    ends: dict[str, str],
-) -> str | None:
-    if not isinstance(layer, nn.Linear | _ConvNd):
-        return "not a linear layer or convolution"
-    if any(fnmatchcase(name, pattern) for pattern in exclude):
-        return "excluded by name"
-    if name in ends:
-        return ends[name]
-    if type(layer) not in SHARDED_LAYERS:
-        return f"{type(layer).__name__} is not supported"
-    if weight is None:
-        return "its weight is computed, not a plain parameter"
-    if getattr(layer, "groups", 1) != 1:
-        return "more than one group"
-    if not weight.requires_grad:
-        return "frozen"
-    return "a single term" if num_singular == 1 else None
+def _ends(layers: Mapping[str, nn.Module], order: Sequence[str] | None) -> dict[str, str]:
+    names = [name for name in layers if order is None or name in order]
+    weighted = [name for name in names if is_affine(layers[name]) or isinstance(layers[name], nn.Embedding)]
+    affine = [name for name in weighted if is_affine(layers[name])]
+    first = {weighted[0]: "first layer"} if affine and weighted[0] == affine[0] else {}
+    return {affine[-1]: "last layer", **first} if affine else {}
 
 
-def _first_and_last_affine(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    affine = [name for name, layer in layers if isinstance(layer, nn.Linear | _ConvNd)]
-    return {affine[-1]: "last affine layer", affine[0]: "first affine layer"} if affine else {}
-
-
-def _check_lazy(layers: Sequence[tuple[str, nn.Module]]) -> None:
-    lazy = [name for name, layer in layers if isinstance(layer, LazyModuleMixin)]
-    if lazy:
-        raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
-
-
-def _check_patterns(exclude: Sequence[str], names: Sequence[str]) -> None:
-    if isinstance(exclude, str):
-        raise ValueError(
-            f"`exclude` is a sequence of patterns, got the string {exclude!r}; write exclude=({exclude!r},)."
-        )
-    for pattern in exclude:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"`exclude` pattern {pattern!r} matches no layer; the layers are: {', '.join(names)}.")
-
-
-def _shared_weights(module: nn.Module) -> dict[str, list[str]]:
-    """For each layer name, the other layers that hold the same weight."""
+def _ties(module: nn.Module) -> dict[str, list[str]]:
+    """For each layer name, the other layers that hold one of its parameters."""
     holders: dict[int, list[str]] = defaultdict(list)
     for name, layer in _layers(module):
         for parameter in layer.parameters(recurse=False):
             holders[id(parameter)].append(name)
-    return {name: names for names in holders.values() if len(names) > 1 for name in names}
+    return {name: [n for n in names if n != name] for names in holders.values() if len(names) > 1 for name in names}
 
 
-def _check_ties(report: LayerReport, shared: Mapping[str, Sequence[str]]) -> None:
-    tied = [" and ".join(map(repr, shared[name])) for name in report.sharded_names if name in shared]
-    if tied:
-        raise ValueError(
-            f"Layers that share a weight cannot be sharded apart: {'; '.join(dict.fromkeys(tied))}. "
-            "Exclude them by name (`exclude=`) to keep them dense, or untie them."
-        )
+def _blocks(layer: nn.Module, num_parts: int) -> tuple[WeightBlock, ...]:
+    kind: ShardedType | None = sharded_type(layer, num_parts) if is_affine(layer) else None
+    if kind is None or isinstance(layer, LazyModuleMixin) or refusal(layer):
+        return ()
+    try:
+        return kind.blocks_of(layer, num_parts)
+    except ValueError:  # the split does not divide the rows: one of the problems
+        return kind.blocks_of(layer, 1)
+
+
+def _shapes(layer: nn.Module) -> tuple[tuple[int, ...], ...]:
+    weights = (p for name, p in layer.named_parameters(recurse=False) if "bias" not in name)
+    return () if isinstance(layer, LazyModuleMixin) else tuple(tuple(weight.shape) for weight in weights)

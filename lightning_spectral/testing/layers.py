@@ -3,90 +3,137 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.factors import absorb, factorize
-from lightning_spectral.nn.conv import SpectralShardedConv2d
-from lightning_spectral.nn.linear import SpectralShardedLinear
+from lightning_spectral.nn.blocks import WeightBlock, assemble, by_parameter
+from lightning_spectral.nn.sharded import ShardedLayer
 
 __all__ = ["check_sharded_layer"]
 
-ShardedType = type[SpectralShardedLinear] | type[SpectralShardedConv2d]
+TOLERANCE = 1e-10  # float64: the rounding of a decomposition
 
 
-def check_sharded_layer(kind: ShardedType, dense: nn.Linear | nn.Conv2d, x: Tensor) -> None:
-    """Check that a sharded layer stands for a dense one.
+def check_sharded_layer(kind: type[ShardedLayer], dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
+    """Check that a sharded layer stands for a dense one, in training mode and in evaluation mode.
 
-    With all terms it computes the same outputs, input gradients and bias gradients; with some it is the truncated
-    singular value decomposition; loading other terms changes values, never parameters.
+    With all terms it computes the same outputs, input gradients and gradients of biases, and those of the factors are
+    what the chain rule makes of the dense weight's. With some terms it is the truncated singular value decomposition
+    of every block. Loading other terms changes values, never parameters.
 
     Args:
         kind: The sharded class.
-        dense: The dense layer, in float64.
-        x: An input for it, in float64.
+        dense: The dense layer, in float64 and without dropout.
+        inputs: Arguments for its forward pass, in float64.
+        num_parts: For a linear layer that packs several, how many.
 
     Raises:
         AssertionError: With the promise that is broken.
 
     Example:
+        >>> from lightning_spectral.nn import SpectralShardedLinear
         >>> linear = nn.Linear(5, 3, dtype=torch.float64)
         >>> check_sharded_layer(SpectralShardedLinear, linear, torch.randn(2, 5, dtype=torch.float64))
     """
-    num_singular = min(dense.weight.flatten(1).shape)
-    _check_full(kind.from_dense(dense, num_singular), dense, x)  # type: ignore[arg-type]
-    for num_terms in {1, (num_singular + 1) // 2, num_singular}:
-        _check_truncated(kind.from_dense(dense, num_terms), dense, x, num_terms)  # type: ignore[arg-type]
-        _check_loading(kind.like(dense, num_terms), dense, num_terms)  # type: ignore[arg-type]
+    blocks = kind.blocks_of(dense, num_parts)
+    full = [block.num_singular for block in blocks]
+    for training in (True, False):
+        dense.train(training)
+        _check_full(kind.from_dense(copy.deepcopy(dense), full).train(training), dense, blocks, inputs)
+    for num_terms in ([1] * len(full), [(n + 1) // 2 for n in full], full):
+        _check_truncated(kind.from_dense(copy.deepcopy(dense), num_terms), dense, blocks, inputs, num_terms)
+        _check_loading(kind.like(copy.deepcopy(dense), num_terms), dense, blocks)
 
 
-def _check_full(sharded: nn.Module, dense: nn.Module, x: Tensor) -> None:
-    for name, ours, theirs in zip(
-        ("output", "input gradient", "bias gradient"), _run(sharded, x), _run(dense, x), strict=True
-    ):
-        if theirs is not None:
-            assert ours is not None, f"{name} is missing"
-            assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10), f"{name} differs"
+def _check_full(sharded: ShardedLayer, dense: nn.Module, blocks: Sequence[WeightBlock], inputs: Any) -> None:
+    ours, theirs = _run(sharded, inputs), _run(dense, inputs)
+    for what, mine, its in zip(("output", "input gradient"), ours, theirs, strict=True):
+        assert len(mine) == len(its), f"{what} is missing"
+        for a, b in zip(mine, its, strict=True):
+            assert _same(a, b), f"{what} differs"
+    own = dict(sharded.named_parameters())
+    weights = {block.parameter for block in blocks}
+    for name, parameter in dense.named_parameters():
+        if name not in weights:
+            assert name in own, f"{name} is missing"
+            assert _same(own[name].grad, parameter.grad), f"gradient of {name} differs"
+    for block in blocks:
+        gradient = dense.get_parameter(block.parameter).grad
+        assert gradient is not None
+        terms, dw = sharded.terms(block), block.matrix(gradient)
+        assert _same(terms.u.grad, (dw @ terms.v.T) * terms.omega), f"gradient of u differs in {block.name!r}"
+        assert _same(terms.v.grad, (terms.u * terms.omega).T @ dw), f"gradient of v differs in {block.name!r}"
 
 
-def _run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _run(layer: nn.Module, inputs: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of the floating-point inputs, of a fixed loss."""
     layer.zero_grad()
-    x = x.clone().requires_grad_()
-    output = layer(x)
-    assert isinstance(output, Tensor)
-    (output * torch.linspace(-1, 1, output.numel(), dtype=x.dtype).view_as(output)).sum().backward()  # type: ignore[no-untyped-call]
-    bias = layer.bias
-    return output, x.grad, bias.grad if isinstance(bias, Tensor) else None
+    leaves = [x.clone().requires_grad_() if _is_float(x) else x for x in inputs]
+    outputs = _tensors(layer(*leaves))
+    loss = sum((torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) * out).sum() for out in outputs)
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return outputs, [x.grad for x in leaves if _is_float(x)]
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors in whatever a layer returns."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, tuple) else []
 
 
 def _check_truncated(
-    sharded: SpectralShardedLinear | SpectralShardedConv2d, dense: nn.Linear | nn.Conv2d, x: Tensor, num_terms: int
+    sharded: ShardedLayer, dense: nn.Module, blocks: Sequence[WeightBlock], inputs: Any, num_terms: Sequence[int]
 ) -> None:
-    u, s, vh = torch.linalg.svd(dense.weight.detach().flatten(1), full_matrices=False)
-    best = ((u[:, :num_terms] * s[:num_terms]) @ vh[:num_terms]).view_as(dense.weight)
-    assert torch.allclose(sharded.weight, best, rtol=1e-10, atol=1e-10), f"{num_terms} terms are not the largest"
-    rows, columns = dense.weight.flatten(1).shape
-    trainable = sum(p.numel() for p in sharded.parameters()) - (0 if dense.bias is None else rows)
-    assert trainable == num_terms * (rows + columns), f"{trainable} trainable values for {num_terms} terms"
+    twin = copy.deepcopy(dense).eval()
+    wanted = dict(zip((block.name for block in blocks), num_terms, strict=True))
+    for name, parts in by_parameter(blocks):
+        weight = twin.get_parameter(name)
+        best = assemble(parts, [_best(part.matrix(weight.detach()), wanted[part.name]) for part in parts], weight)
+        effective = sharded.effective_weights(dense)[name]
+        assert _same(effective, best), f"{wanted} terms are not the largest of {name}"
+        weight.data.copy_(best)
+    trainable = sum(p.numel() for block in blocks for p in sharded.terms(block).parameters(recurse=False))
+    own = sum(n * sum(block.shape) for n, block in zip(num_terms, blocks, strict=True))
+    bias = sum(p.numel() for name, p in sharded.terms(blocks[0]).named_parameters(recurse=False) if name == "bias")
+    assert trainable == own + bias, f"{trainable} trainable values for {num_terms} terms"
     with torch.no_grad():
-        expected = _with_weight(dense, sharded.weight)(x)
-        assert torch.allclose(sharded(x), expected, rtol=1e-10, atol=1e-10), "`forward` does not apply `weight`"
+        for mine, its in zip(_tensors(sharded.eval()(*inputs)), _tensors(twin(*inputs)), strict=True):
+            assert _same(mine, its), "`forward` does not apply the effective weight"
 
 
-def _with_weight(dense: nn.Linear | nn.Conv2d, weight: Tensor) -> nn.Module:
-    twin = copy.deepcopy(dense)
-    twin.weight.data.copy_(weight)
-    return twin
+def _best(matrix: Tensor, num_terms: int) -> Tensor:
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    best: Tensor = (u[:, :num_terms] * s[:num_terms]) @ vh[:num_terms]
+    return best
 
 
-def _check_loading(
-    sharded: SpectralShardedLinear | SpectralShardedConv2d, dense: nn.Linear | nn.Conv2d, num_terms: int
-) -> None:
+def _check_loading(sharded: ShardedLayer, dense: nn.Module, blocks: Sequence[WeightBlock]) -> None:
     parameters = [id(p) for p in sharded.parameters()]
-    u, v = absorb(factorize(dense.weight), dense.weight.dtype)
-    omega = torch.linspace(1, 3, num_terms, dtype=u.dtype)
-    sharded.load_terms(u[:, -num_terms:], v[-num_terms:], omega)
+    expected = {}
+    for i, block in enumerate(blocks, start=1):
+        terms = sharded.terms(block)
+        u = torch.linspace(-1, i, terms.u.numel(), dtype=terms.u.dtype).view_as(terms.u)
+        v = torch.linspace(-i, 2, terms.v.numel(), dtype=terms.v.dtype).view_as(terms.v)
+        omega = torch.linspace(1, 3, terms.num_terms, dtype=u.dtype)
+        terms.load_terms(u, v, omega)
+        expected[block.name] = (u * omega) @ v
     assert [id(p) for p in sharded.parameters()] == parameters, "loading terms must keep the parameters"
-    expected = ((u[:, -num_terms:] * omega) @ v[-num_terms:]).view_as(dense.weight)
-    assert torch.allclose(sharded.weight, expected, rtol=1e-10, atol=1e-10), "the loaded terms are not the weight"
+    for name, parts in by_parameter(blocks):
+        loaded = assemble(parts, [expected[part.name] for part in parts], dense.get_parameter(name))
+        effective = sharded.effective_weights(dense)[name]
+        assert _same(effective, loaded), "the loaded terms are not the weight"

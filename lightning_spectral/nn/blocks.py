@@ -1,0 +1,96 @@
+"""Which rows of which weight are factorised together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightBlock:
+    """A matrix that is factorised by itself: a whole weight, or equal parts of its rows such as q, k and v.
+
+    Attributes:
+        name: Path of the module that holds its terms in a sub-model; ``""`` is the layer itself.
+        parameter: Name of the dense weight.
+        rows: First row of the matrix and the one after its last.
+        shape: Rows and columns of the matrix.
+        transposed: Whether the dense weight is stored with one *column* per output.
+    """
+
+    name: str
+    parameter: str
+    rows: tuple[int, int]
+    shape: tuple[int, int]
+    transposed: bool = False
+
+    @property
+    def num_singular(self) -> int:
+        """Number N of singular terms."""
+        return min(self.shape)
+
+    def within(self, path: str) -> WeightBlock:
+        """The same block, named from a module that has this one at ``path``."""
+        return replace(self, name=join(path, self.name), parameter=join(path, self.parameter))
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The block of a dense weight, shape ``shape``; a view where memory allows.
+
+        Example:
+            >>> from torch import nn
+            >>> conv = nn.Conv2d(4, 6, 3, groups=2)
+            >>> row_blocks("weight", conv.weight, ["blocks.0", "blocks.1"])[1].matrix(conv.weight).shape
+            torch.Size([3, 18])
+        """
+        return as_rows(weight, self.transposed)[slice(*self.rows)]
+
+
+def row_blocks(
+    parameter: str, weight: Tensor, names: Sequence[str], transposed: bool = False
+) -> tuple[WeightBlock, ...]:
+    """Equal parts of the rows of a weight, one for each name.
+
+    Raises:
+        ValueError: If the rows cannot be divided by the number of names.
+    """
+    rows, columns = as_rows(weight, transposed).shape
+    height, rest = divmod(rows, len(names))
+    if rest:
+        raise ValueError(f"A weight of {rows} rows cannot be split into {len(names)} equal parts.")
+    return tuple(
+        WeightBlock(name, parameter, (i * height, (i + 1) * height), (height, columns), transposed)
+        for i, name in enumerate(names)
+    )
+
+
+def as_rows(weight: Tensor, transposed: bool) -> Tensor:
+    """A dense weight as a matrix with one row per output."""
+    return weight.T if transposed else weight.flatten(1)
+
+
+def assemble(blocks: Sequence[WeightBlock], matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+    """Matrices of all the blocks of one weight, put together in its shape.
+
+    Args:
+        blocks: Every block of the weight, in order of their rows.
+        matrices: One for each block.
+        weight: A tensor of the shape to return.
+    """
+    rows = torch.cat(list(matrices)) if len(matrices) > 1 else matrices[0]
+    return (rows.T if blocks[0].transposed else rows).reshape(weight.shape)
+
+
+def by_parameter(blocks: Sequence[WeightBlock]) -> Iterator[tuple[str, list[WeightBlock]]]:
+    """The blocks of each weight, in order of rows."""
+    grouped: dict[str, list[WeightBlock]] = {}
+    for block in blocks:
+        grouped.setdefault(block.parameter, []).append(block)
+    yield from grouped.items()
+
+
+def join(path: str, name: str) -> str:
+    """A dotted name; either part may be empty."""
+    return f"{path}.{name}" if path and name else path or name

@@ -1,0 +1,116 @@
+"""n singular terms instead of a matrix: what a client holds and trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_spectral.functional.factors import absorb, factorize
+
+
+class SingularTerms(nn.Module):
+    r"""A matrix :math:`W = U\,\mathrm{diag}(\omega)\,V` with n terms.
+
+    Attributes:
+        u: Parameter of shape ``(rows, n)``; column i is :math:`\sqrt{s_i}\,u_i`.
+        v: Parameter of shape ``(n, columns)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
+        omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
+
+    Training and evaluation do the same. There are ``n (rows + columns)`` trainable values.
+
+    Args:
+        shape: Rows (outputs) and columns (inputs) of the matrix.
+        num_terms: Number n of singular terms, ``1 <= n <= min(rows, columns)``.
+        device: As everywhere in ``torch.nn``.
+        dtype: As everywhere in ``torch.nn``.
+
+    Raises:
+        ValueError: If ``num_terms`` is out of range.
+
+    Example:
+        >>> terms = SingularTerms((4, 3), num_terms=1)
+        >>> terms.load_matrix(torch.ones(4, 3))
+        >>> torch.allclose(terms.matrix(), torch.ones(4, 3))
+        True
+    """
+
+    u: nn.Parameter
+    v: nn.Parameter
+    omega: Tensor
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        num_terms: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        rows, columns = shape
+        if not 1 <= num_terms <= min(shape):
+            raise ValueError(f"`num_terms` must be in [1, N={min(shape)}], got {num_terms}.")
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.u = nn.Parameter(torch.zeros(rows, num_terms, **where))
+        self.v = nn.Parameter(torch.zeros(num_terms, columns, **where))
+        self.register_buffer("omega", torch.ones(num_terms, **where))
+
+    @property
+    def num_terms(self) -> int:
+        """Number n of singular terms held."""
+        return self.v.shape[0]
+
+    def matrix(self) -> Tensor:
+        """The effective matrix, differentiable, shape ``(rows, columns)``."""
+        return self.scaled_u() @ self.v
+
+    def scaled_u(self) -> Tensor:
+        """``U diag(omega)``, differentiable, shape ``(rows, n)``."""
+        return self.u * self.omega
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x W^T + bias`` by two thin products, or through the matrix where that is less work.
+
+        Args:
+            x: Shape ``(..., columns)``.
+            bias: Shape ``(rows,)``.
+        """
+        if rebuilding_is_cheaper(x.numel() // x.shape[-1], self.num_terms, self.u.shape[0], self.v.shape[1]):
+            return F.linear(x, self.matrix(), bias)
+        return F.linear(F.linear(x, self.v), self.scaled_u(), bias)
+
+    @torch.no_grad()
+    def load_terms(self, u: Tensor, v: Tensor, multipliers: Tensor) -> None:
+        """Overwrite the terms in place: same parameters, new values, so optimizers and hooks stay valid.
+
+        Args:
+            u: Shape ``(rows, n)``, singular values absorbed.
+            v: Shape ``(n, columns)``, singular values absorbed.
+            multipliers: Shape ``(n,)``.
+        """
+        self.u.copy_(u)
+        self.v.copy_(v)
+        self.omega.copy_(multipliers)
+
+    @torch.no_grad()
+    def load_matrix(self, matrix: Tensor) -> None:
+        """Load the n largest terms of a matrix with multipliers 1: its best approximation of rank n."""
+        u, v = absorb(factorize(matrix), matrix.dtype)
+        self.load_terms(u[:, : self.num_terms], v[: self.num_terms], torch.ones_like(self.omega))
+
+
+def rebuilding_is_cheaper(num_positions: int, num_terms: int, rows: int, columns: int) -> bool:
+    """Whether the matrix first, then one product, takes fewer multiplications than two thin products.
+
+    The factors cost ``P n (rows + columns)`` and the matrix ``n rows columns + P rows columns``, P being the number of
+    positions. It can only be so where the factors hold more values than the matrix.
+
+    Example:
+        >>> rebuilding_is_cheaper(num_positions=2048, num_terms=256, rows=256, columns=256)
+        True
+        >>> rebuilding_is_cheaper(num_positions=2048, num_terms=64, rows=256, columns=256)
+        False
+    """
+    return num_positions * num_terms * (rows + columns) > (num_positions + num_terms) * rows * columns

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_spectral.functional.gram import TOLERANCE, gram_svd
+
 
 class Factors(NamedTuple):
     """The singular value decomposition of a weight, W = U diag(s) Vh, in float64.
@@ -80,13 +82,16 @@ def check_keep_ratio(keep_ratio: float) -> None:
 def factorize(weight: Tensor) -> Factors:
     """Singular value decomposition of a layer's weight, in float64.
 
-    LAPACK is handed the tall orientation: two to three times faster than the wide one for the same result.
+    A weight in single precision or less goes by way of its Gram matrix where that is accurate to single precision
+    (`gram_svd`); any other is left to LAPACK, in the tall orientation: two to three times faster than the wide one.
 
     Args:
         weight: Shape ``(c_out, c_in)`` or ``(c_out, c_in, k_1, ...)``, finite.
 
     Returns:
-        `Factors` with ``N = min(c_out, c_in k)`` terms, on the weight's device.
+        `Factors` with ``N = min(c_out, c_in k)`` terms, on the weight's device. ``U diag(s) Vh`` is the weight to
+        rounding of float64. For a weight in float64, so are singular values and orthogonality; for any other, all
+        singular values are right within ``1.2e-7`` of themselves or to rounding of float64.
 
     Raises:
         ValueError: If the weight has NaN or infinite entries.
@@ -99,10 +104,16 @@ def factorize(weight: Tensor) -> Factors:
     matrix = weight_to_matrix(weight.detach()).double()
     if not bool(torch.isfinite(matrix).all()):
         raise ValueError(f"A weight to factorise must be finite; this one, of shape {tuple(weight.shape)}, is not.")
-    if matrix.shape[0] >= matrix.shape[1]:
-        return Factors(*torch.linalg.svd(matrix, full_matrices=False))
+    wide = matrix.shape[0] <= matrix.shape[1]
+    U, s, Vh = _svd_of_wide(matrix if wide else matrix.T, single=torch.finfo(weight.dtype).eps >= TOLERANCE)
+    return Factors(U, s, Vh) if wide else Factors(Vh.T.contiguous(), s, U.T.contiguous())
+
+
+def _svd_of_wide(matrix: Tensor, single: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if single and (found := gram_svd(matrix)) is not None:
+        return found
     U, s, Vh = torch.linalg.svd(matrix.T.contiguous(), full_matrices=False)
-    return Factors(Vh.T.contiguous(), s, U.T.contiguous())
+    return Vh.T.contiguous(), s, U.T.contiguous()
 
 
 def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -101,19 +101,21 @@ def factorize(weight: Tensor) -> Factors:
         >>> factors.s
         tensor([2., 1.], dtype=torch.float64)
     """
-    matrix = weight_to_matrix(weight.detach()).double()
-    if not bool(torch.isfinite(matrix).all()):
+    # NaN is both the least and the greatest of its tensor; this is many times faster than asking every entry.
+    if not bool(torch.isfinite(torch.stack(weight.detach().aminmax())).all()):
         raise ValueError(f"A weight to factorise must be finite; this one, of shape {tuple(weight.shape)}, is not.")
+    matrix = weight_to_matrix(weight.detach()).double()
     wide = matrix.shape[0] <= matrix.shape[1]
     U, s, Vh = _svd_of_wide(matrix if wide else matrix.T, single=torch.finfo(weight.dtype).eps >= TOLERANCE)
-    return Factors(U, s, Vh) if wide else Factors(Vh.T.contiguous(), s, U.T.contiguous())
+    U, Vh = (U, Vh) if wide else (Vh.T, U.T)
+    return Factors(U.contiguous(), s, Vh.contiguous())
 
 
 def _svd_of_wide(matrix: Tensor, single: bool) -> tuple[Tensor, Tensor, Tensor]:
     if single and (found := gram_svd(matrix)) is not None:
         return found
     U, s, Vh = torch.linalg.svd(matrix.T.contiguous(), full_matrices=False)
-    return Vh.T.contiguous(), s, U.T.contiguous()
+    return Vh.T, s, U.T
 
 
 def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ def gram_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """
     try:
         eigenvalues, vectors = torch.linalg.eigh(matrix @ matrix.T)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but re-exported without a word
         return None
     # An eigenvalue within its own rounding error decides nothing: spare the work that could only fail.
     rounding = len(eigenvalues) * torch.finfo(torch.float64).eps

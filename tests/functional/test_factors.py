@@ -41,7 +41,7 @@ def test_zero_and_rank_deficient_weights_factorise() -> None:
     assert float(s[1]) < 1e-12 * float(s[0])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weight_that_is_not_finite_is_refused(bad: float) -> None:
     weight = torch.ones(2, 2)
     weight[0, 1] = bad

@@ -1,0 +1,300 @@
+"""Every kind of layer goes through whole rounds: nothing moves without training, and what moves is put back right."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.nn.blocks import as_rows
+
+
+class Recurrent(nn.Module):
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(x)[0]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, core: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(x, x, x, need_weights=False)[0]
+
+
+class Conv1D(nn.Module):
+    """As the transformers library has it; its place in the library is what the package knows it by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
+
+
+def image(core: nn.Module, *shape: int) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, shape), core, nn.Flatten(2), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+
+
+def sequence(core: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (4, 8)), core, nn.Flatten())
+
+
+CORES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: sequence(nn.Linear(8, 8)),
+    "split": lambda: sequence(nn.Linear(8, 12)),
+    "Conv1D": lambda: sequence(Conv1D()),
+    "conv1d": lambda: image(nn.Conv1d(4, 6, 3, padding=1), 4, 8),
+    "conv2d": lambda: image(nn.Conv2d(2, 6, 3, padding=1), 2, 4, 4),
+    "conv3d": lambda: image(nn.Conv3d(1, 6, 2), 1, 2, 4, 4),
+    "grouped": lambda: image(nn.Conv2d(2, 8, 3, groups=2), 2, 4, 4),
+    "attention": lambda: sequence(SelfAttention(nn.MultiheadAttention(8, 2, batch_first=True))),
+    "encoder": lambda: sequence(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
+    "lstm": lambda: sequence(Recurrent(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True))),
+    "gru": lambda: sequence(Recurrent(nn.GRU(8, 5, batch_first=True))),
+}
+
+
+class LitCore(pl.LightningModule):
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.head = nn.LazyLinear(3)
+        self(torch.zeros(2, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.core(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def flat() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(48, 32, generator=generator), torch.randint(3, (48,), generator=generator))
+
+
+def fit(lit: pl.LightningModule, dataset: TensorDataset, quiet: Any, num_clients: int = 6, **options: Any) -> Any:
+    model = ls.FederatedModule(lit, **{"clients_per_round": num_clients, **options})
+    data = ls.FederatedDataModule(dataset, ls.IIDPartitioner(num_clients), batch_size=8)
+    pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+    return model
+
+
+def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
+    split = {"core.1": 3} if name == "split" else {}
+    return ls.SpectralSharding(
+        keep_ratio=keep_ratio, keep_first_and_last_dense=False, exclude=["head"], split=split, frobenius_decay=0.0
+    )
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_without_training_no_bit_of_any_layer_changes(name: str, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    lit = LitCore(CORES[name]())
+    before = {key: value.clone() for key, value in lit.state_dict().items()}
+    fit(lit, flat, quiet, algorithm=options_for(name, 0.5), local_epochs=0)
+    after = lit.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_one_client_with_all_terms_hands_back_the_weight_it_trained(
+    name: str, flat: TensorDataset, quiet: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    lit = LitCore(CORES[name]()).double()
+    dataset = TensorDataset(flat.tensors[0].double(), flat.tensors[1])
+    algorithm = options_for(name, 1.0)
+    report = algorithm.report(lit)
+    kept: dict[str, Tensor] = {}
+
+    class Keep(ls.RoundCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, task: Any, result: Any) -> None:
+            client = pl_module.engine.sub_model(1.0).module
+            for holder in report.blocks:
+                kept[holder] = client.get_submodule(holder).matrix().detach().clone()
+
+    model = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=1)
+    data = ls.FederatedDataModule(dataset, ls.IIDPartitioner(1), batch_size=8)
+    before = {key: value.clone() for key, value in lit.state_dict().items()}
+    pl.Trainer(max_epochs=1, callbacks=[Keep()], **quiet).fit(model, data)
+    assert kept
+    for holder, block in report.blocks.items():
+        weight = lit.get_parameter(block.parameter).detach()
+        rows = as_rows(weight, block.transposed)[block.rows[0] : block.rows[1]]
+        torch.testing.assert_close(rows, kept[holder], rtol=1e-9, atol=1e-9)
+        assert not torch.equal(weight, before[block.parameter])
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_mixed_keep_ratios_train_every_layer(name: str, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    lit = LitCore(CORES[name]())
+    algorithm = options_for(name, {0.3: 0.5, 0.7: 0.5})
+    before = {key: value.clone() for key, value in lit.state_dict().items()}
+    fit(lit, flat, quiet, algorithm=algorithm)
+    after = lit.state_dict()
+    names = algorithm.report(lit).sharded_weights
+    assert names
+    assert not [name for name in names if torch.equal(before[name], after[name])]
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+
+
+class LitNet(pl.LightningModule):
+    """Layers under names of their own; `forward` is the test's."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], traced: bool, **layers: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(32, 8), nn.Linear(8, 3)
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.run = forward
+        if traced:
+            self.example_input_array = torch.zeros(1, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run(self, self.stem(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_layer_used_twice_trains(traced: bool, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    lit = LitNet(lambda self, x: self.mid(self.mid(x).relu()), traced, mid=nn.Linear(8, 8))
+    before = lit.mid.weight.detach().clone()
+    fit(lit, flat, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    assert not torch.equal(lit.mid.weight, before)
+
+
+def test_a_layer_never_used_stays_dense_if_seen_and_is_refused_by_name_if_not(
+    flat: TensorDataset, quiet: dict[str, Any]
+) -> None:
+    def make(traced: bool) -> LitNet:
+        return LitNet(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
+
+    lit = make(traced=True)
+    fit(lit, flat, quiet, algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
+    assert list(algorithm.report(lit).sharded) == ["mid"]
+    # registered last, so that only `exclude` could save it: the head is registered before
+    with pytest.raises(ValueError, match="do not take part in the forward pass of `training_step`: mid2"):
+        fit(
+            LitNet(lambda self, x: self.mid(x), False, mid=nn.Linear(8, 8), mid2=nn.Linear(8, 8), last=nn.Linear(8, 8)),
+            flat,
+            quiet,
+            algorithm=ls.SpectralSharding(keep_ratio=0.5),
+        )
+
+
+def test_a_tied_head_stays_tied_and_dense(quiet: dict[str, Any]) -> None:
+    class LitTied(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mid, self.head = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            tokens, y = batch
+            return nn.functional.cross_entropy(self.head(self.mid(self.embed(tokens)).mean(1)), y)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    lit, generator = LitTied(), torch.Generator().manual_seed(0)
+    before = lit.embed.weight.detach().clone()
+    tokens = TensorDataset(torch.randint(5, (48, 4), generator=generator), torch.randint(5, (48,), generator=generator))
+    fit(lit, tokens, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    assert lit.head.weight is lit.embed.weight
+    assert not torch.equal(lit.embed.weight, before)
+
+
+def test_a_frozen_layer_stays_dense_and_still(flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    lit = LitNet(
+        lambda self, x: self.mid(self.base(x)), True, base=nn.Linear(8, 8).requires_grad_(False), mid=nn.Linear(8, 8)
+    )
+    before = lit.base.weight.detach().clone()
+    fit(lit, flat, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    assert torch.equal(lit.base.weight, before)
+
+
+# Dynamo itself looks at `.grad` of an inner tensor when it traces a second batch size
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    net: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    if in_place:
+        net.compile(backend="eager")
+    else:
+        net = torch.compile(net, backend="eager")
+    lit = LitNet(lambda self, x: self.net(x), False, net=net)
+    names = [name for name in lit.state_dict() if name.startswith("net") and name.endswith("weight")]
+    before = {name: lit.state_dict()[name].clone() for name in names}
+    fit(
+        lit,
+        flat,
+        quiet,
+        algorithm=ls.SpectralSharding(keep_ratio=0.5, exclude=["head"], keep_first_and_last_dense=False),
+    )
+    assert all(not torch.equal(before[name], lit.state_dict()[name]) for name in names)
+
+
+def test_lora_layers_are_ordinary_once_they_are_not_zero(flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    layers = {"base": nn.Linear(8, 8).requires_grad_(False), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
+
+    def adapted(self: Any, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+    lit = LitNet(adapted, True, **layers)
+    nn.init.zeros_(lit.up.weight)
+    with pytest.raises(ValueError, match=r"no singular terms that could train: up\. Keep them dense with `exclude=`"):
+        ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
+    fit(lit, flat, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5, exclude=["up"]))
+    assert bool(lit.up.weight.any())
+
+
+def test_a_plan_fixes_the_treatment_and_knows_its_module(
+    flat: TensorDataset, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lit = LitNet(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    plan = ls.validate(lit, torch.zeros(1, 32), exclude=["a"])
+    algorithm = ls.SpectralSharding(keep_ratio=0.5, plan=plan)
+    fit(lit, flat, quiet, algorithm=algorithm)
+    assert list(algorithm.report(lit).sharded) == ["b"]
+    wider = LitNet(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
+    with pytest.raises(ValueError, match=r"another module: b.weight is \(8, 9\) as a matrix, not \(8, 8\)"):
+        algorithm.check(wider)
+    with pytest.raises(ValueError, match=r"another module: this one has no weights b\.weight"):
+        algorithm.check(LitNet(lambda self, x: x, False, a=nn.Linear(8, 8)))
+    with pytest.raises(ValueError, match="give `exclude`, `split` and `keep_first_and_last_dense` to `validate`"):
+        ls.SpectralSharding(plan=plan, exclude=["b"])
+
+
+def test_buffers_can_keep_the_servers_value(flat: TensorDataset, quiet: dict[str, Any]) -> None:
+    for algorithm in (ls.FedAvg(keep_buffers=["*running_*"]), ls.SpectralSharding(keep_buffers=["*running_*"])):
+        lit = LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
+        fit(lit, flat, quiet, algorithm=algorithm)
+        assert torch.equal(lit.norm.running_mean, torch.zeros(8))
+        assert not torch.equal(lit.norm.weight, torch.ones(8))

@@ -1,0 +1,104 @@
+"""Models of other libraries, with random weights: planned, trained for a round, loaded back where they came from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+
+class LitLogits(pl.LightningModule):
+    """Any model, and how to get logits from it."""
+
+    def __init__(self, model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.logits = logits
+        self.example_input_array = example
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.model, x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x).flatten(0, -2), y.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def tokens() -> TensorDataset:
+    x = torch.randint(20, (24, 9), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x[:, :-1], x[:, 1:])
+
+
+def images() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(24, 3, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator))
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="comes with the `test` extra")
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def vit() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="comes with the `test` extra")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model: nn.Module = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
+    )
+    return model
+
+
+def timm_vit() -> nn.Module:
+    timm = pytest.importorskip("timm", reason="timm needs torchvision, which has no build for a CPU-only torch")
+    model: nn.Module = timm.models.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3
+    )
+    return model
+
+
+def timm_resnext() -> nn.Module:
+    timm = pytest.importorskip("timm", reason="timm needs torchvision, which has no build for a CPU-only torch")
+    model: nn.Module = timm.models.ResNet(
+        timm.models.resnet.Bottleneck, (1, 1), num_classes=3, cardinality=4, base_width=4, channels=(8, 16)
+    )
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], Any, dict[str, int], int]] = {
+    "transformers GPT-2": (gpt2, lambda model, x: model(input_ids=x).logits, tokens, {"*.c_attn": 3}, 12),
+    "transformers ViT": (vit, lambda model, x: model(pixel_values=x).logits, images, {}, 12),
+    "timm ViT": (timm_vit, lambda model, x: model(x), images, {"*.qkv": 3}, 12),
+    "timm ResNeXt": (timm_resnext, lambda model, x: model(x), images, {}, 22),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, quiet: dict[str, Any]) -> None:
+    make, logits, dataset, split, num_blocks = CASES[case]
+    lit = LitLogits(make(), logits, dataset().tensors[0][:2])
+    algorithm = ls.SpectralSharding(keep_ratio=0.5, split=split)
+    report = ls.validate(lit, split=split)
+    assert len(report.blocks) == num_blocks
+    assert not report.problems
+    before = {name: lit.state_dict()[name].clone() for name in report.sharded_weights}
+    data = ls.FederatedDataModule(dataset(), ls.IIDPartitioner(num_clients=4), batch_size=4)
+    pl.Trainer(max_epochs=1, **quiet).fit(ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=3), data)
+    assert not [name for name, weight in before.items() if torch.equal(weight, lit.state_dict()[name])]
+
+    plain = make()
+    plain.load_state_dict(lit.model.state_dict(), strict=True)
+    x = dataset().tensors[0][:4]
+    with torch.no_grad():
+        torch.testing.assert_close(logits(plain.eval(), x), lit.eval()(x))

@@ -1,0 +1,134 @@
+"""A character language model of GPT-2 blocks."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.models.attention import SelfAttention
+
+
+class GPT2Block(nn.Module):
+    """Attention and a four times wider MLP, each after a LayerNorm and beside a shortcut.
+
+    Args:
+        width: Size of each position's vector.
+        num_heads: Number of attention heads; must divide ``width``.
+        dropout: Probability, of attention weights and of what each branch adds.
+
+    Shape:
+        Input and output ``(batch, length, width)``.
+    """
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, num_heads, dropout=dropout, causal=True)
+        self.norm2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.contract = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        wide = self.gelu(self.expand(self.norm2(x)))
+        branch: Tensor = self.dropout(self.contract(wide))
+        return x + branch
+
+
+class CharTransformer(nn.Module):
+    """Predicts the next character: embeddings, GPT-2 blocks, a LayerNorm and a linear head.
+
+    Korzhenkov & Louizos (2024) train "a tiny transformer model with three GPT-2 blocks" on Shakespeare. The default has
+    628,352 parameters.
+
+    What the paper leaves open:
+
+    - Vocabulary of 90 and context of 80 characters: the TensorFlow Federated data set, whose 715 clients it has.
+    - Width 128 and four heads: those of minGPT's "gpt-micro". The recurrent net of Reddi et al. (2021) for the same
+      data is of similar size, with 820,522 parameters.
+    - Dropout 0.1 of embeddings, attention and branches: GPT (Radford et al. 2018, section 4.1).
+    - The head is not tied to the embedding, other than in GPT-2: our choice. Last layers stay dense, and a layer of its
+      own needs no rule for what a shared weight is to be.
+    - Queries, keys and values are separate layers; see `SelfAttention`.
+
+    Initial weights are GPT-2's: normal with standard deviation 0.02 (positions: 0.01), biases zero, and the last layer
+    of each of the ``2 num_layers`` branches divided by the root of their number.
+
+    Args:
+        vocab_size: Number of different characters.
+        context_length: Longest sequence.
+        width: Size of each position's vector.
+        num_heads: Number of attention heads; must divide ``width``.
+        num_layers: Number of blocks.
+        dropout: Probability.
+
+    Shape:
+        Input ``(batch, length)`` of character ids, ``length <= context_length``; output
+        ``(batch, length, vocab_size)``, at each position the logits of the next character.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``width``, or a sequence is longer than the context.
+
+    Reference:
+        Radford et al., "Language models are unsupervised multitask learners" (2019), section 2.3, and
+            its released code, ``openai/gpt-2``.
+        Korzhenkov & Louizos (2024), section 4.1.
+
+    Example:
+        >>> model = CharTransformer(vocab_size=12, width=16)
+        >>> model(torch.tensor([[3, 1, 4, 1, 5]])).shape
+        torch.Size([1, 5, 12])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 90,
+        context_length: int = 80,
+        width: int = 128,
+        num_heads: int = 4,
+        num_layers: int = 3,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.context_length = context_length
+        self.characters = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(context_length, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(GPT2Block(width, num_heads, dropout) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.positions.weight, std=0.01)
+        branches = [
+            layer
+            for block in self.modules()
+            if isinstance(block, GPT2Block)
+            for layer in (block.attention.out, block.contract)
+        ]
+        for layer in branches:
+            nn.init.normal_(layer.weight, std=0.02 / len(branches) ** 0.5)
+
+    def example_input(self) -> Tensor:
+        """A batch of one sequence of full length."""
+        return torch.zeros(1, self.context_length, dtype=torch.long)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """Logits of the next character at each position."""
+        length = characters.shape[1]
+        if length > self.context_length:
+            raise ValueError(
+                f"A sequence must not be longer than `context_length`={self.context_length}, got {length}; "
+                "cut it or raise `context_length`."
+            )
+        positions = torch.arange(length, device=characters.device)
+        x = self.blocks(self.dropout(self.characters(characters) + self.positions(positions)))
+        logits: Tensor = self.head(self.norm(x))
+        return logits

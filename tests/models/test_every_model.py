@@ -1,0 +1,175 @@
+"""What holds for each of the papers' models: its size, that it learns, and that clients can train it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral import models
+
+Build = Callable[[], nn.Module]
+
+# Small enough for a test, with every part that the real one has. Classes: 4.
+TINY: dict[str, Build] = {
+    "mlp": lambda: models.MLP(in_features=12, hidden_features=(16, 16), num_classes=4),
+    "cnn": lambda: models.FEMNISTCNN(num_classes=4, image_size=8, channels=(4, 8), hidden_features=16),
+    "cnn without hidden layer": lambda: models.FEMNISTCNN(4, image_size=8, channels=(4, 8), hidden_features=None),
+    "resnet": lambda: models.ResNet18(num_classes=4, width=4, image_size=8),
+    "cct": lambda: models.CCT(num_classes=4, image_size=8, width=16, num_heads=2, num_layers=2),
+    "gpt": lambda: models.CharTransformer(vocab_size=4, context_length=6, width=16, num_heads=2, num_layers=2),
+    "lstm": lambda: models.LSTMClassifier(num_classes=4, vocab_size=7, embedding_dim=8, hidden_size=16),
+}
+
+# What the source says (test ids), or what its table adds up to.
+SIZES: dict[str, tuple[Build, int]] = {
+    "2NN of McMahan et al., section 3": (models.MLP, 199_210),
+    "CNN of McMahan et al., section 3": (lambda: models.FEMNISTCNN(num_classes=10, hidden_features=512), 1_663_370),
+    "LEAF, layers of models/femnist/cnn.py": (
+        models.FEMNISTCNN,
+        (25 * 32 + 32) + (25 * 32 * 64 + 64) + (7 * 7 * 64 * 2048 + 2048) + (2048 * 62 + 62),
+    ),
+    "PriSM, layers of model/femnist.py": (
+        lambda: models.FEMNISTCNN(hidden_features=None),
+        (25 * 32 + 32) + (25 * 32 * 64 + 64) + (3136 * 62 + 62),
+    ),
+    # kuangliu/pytorch-cifar's ResNet-18; GroupNorm has as many parameters as BatchNorm
+    "ResNet-18 with a 3x3 stem, 10 classes": (models.ResNet18, 11_173_962),
+    "PriSM, Table 6": (
+        lambda: models.LSTMClassifier(num_classes=1),
+        1001 * 64 + 4 * 256 * (64 + 256 + 2) + 4 * 256 * (256 + 256 + 2) + (256 + 1),
+    ),
+    # transformers' GPT2Model has 124,439,808; the head of the language model is not tied here
+    "GPT-2 small with a head of its own": (
+        lambda: models.CharTransformer(50257, context_length=1024, width=768, num_heads=12, num_layers=12),
+        124_439_808 + 50257 * 768,
+    ),
+    "the character transformer's docstring": (models.CharTransformer, 628_352),
+    "CCT's docstring": (models.CCT, 3_326_923),
+}
+
+
+def build(make: Build, seed: int = 0) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make()
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def layer_macs(model: nn.Module, inputs: Tensor) -> int:
+    """Multiply-adds of linear layers and convolutions: outputs times the weights that each of them reads."""
+    counts: list[int] = []
+
+    def count(layer: Any, args: Any, output: Tensor) -> None:
+        counts.append(output.numel() * layer.weight[0].numel())
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.register_forward_hook(count)
+    model(inputs)
+    return sum(counts)
+
+
+def examples(name: str, num_examples: int) -> tuple[Tensor, Tensor]:
+    """Inputs of the tiny model, and random targets."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_examples, *build(TINY[name]).example_input().shape[1:])
+    if name == "gpt":
+        characters = torch.randint(4, (num_examples, shape[1] + 1), generator=generator)
+        return characters[:, :-1], characters[:, 1:]
+    targets = torch.randint(4, (num_examples,), generator=generator)
+    if name == "lstm":
+        return torch.randint(1, 7, (num_examples, 10), generator=generator), targets
+    return torch.randn(shape, generator=generator), targets
+
+
+def task(name: str) -> models.LitClassifier:
+    kind = models.LitNextToken if name == "gpt" else models.LitClassifier
+    return kind(build(TINY[name]), num_classes=4, lr=0.05)
+
+
+@pytest.mark.parametrize(("make", "size"), SIZES.values(), ids=SIZES.keys())
+def test_the_model_has_the_size_of_its_source(make: Build, size: int) -> None:
+    with torch.device("meta"):
+        assert num_parameters(make()) == size
+
+
+def test_cct_has_the_size_and_the_cost_that_its_authors_give() -> None:
+    model = models.CCT()
+    assert f"{num_parameters(model) / 1e6:.3f}M" == "3.327M"
+    assert f"{layer_macs(model, model.example_input()) / 1e9:.3f}G" == "0.241G"
+
+
+def test_resnet_has_the_size_and_the_cost_of_prism_table_10() -> None:
+    model = models.ResNet18()
+    assert round(num_parameters(model) / 1e6) == 11
+    macs = layer_macs(model, model.example_input())
+    assert round(macs / 1e6) == 555
+    # The table's 35 G for 32 images are 35 rounded down and two operations for each multiply-add.
+    assert int(2 * 32 * macs / 1e9) == 35
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_example_input_fits_and_gives_one_row_of_logits(name: str) -> None:
+    model = build(TINY[name])
+    assert model(model.example_input()).shape == ((1, 6, 4) if name == "gpt" else (1, 4))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_examples_of_a_batch_do_not_see_each_other(name: str) -> None:
+    model = build(TINY[name]).eval()
+    inputs, _ = examples(name, 3)
+    together = model(inputs)
+    apart = torch.cat([model(inputs[[i]]) for i in range(3)])
+    torch.testing.assert_close(together, apart)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    model = build(TINY[name]).eval()
+    inputs, targets = examples(name, 8)
+    F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_model_fits_eight_examples_to_a_tenth_of_the_loss(name: str) -> None:
+    model = build(TINY[name]).eval()  # dropout would leave a floor under the loss
+    inputs, targets = examples(name, 8)
+    if name == "gpt":  # next characters that the sequence determines
+        targets = inputs.roll(1, dims=1)
+        targets[:, 0] = 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(100):
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "spectral"])
+def test_clients_train_it_for_a_round(name: str, algorithm: Any, quiet: dict[str, Any]) -> None:
+    if name == "lstm" and isinstance(algorithm, ls.SpectralSharding):
+        pytest.skip("its only affine layer is the last, which stays dense")
+    lit = task(name)
+    before = {key: value.clone() for key, value in lit.state_dict().items()}
+    train = TensorDataset(*examples(name, 24))
+    history = ls.RoundHistory()
+    data = ls.FederatedDataModule(train, ls.IIDPartitioner(num_clients=3), val=train, batch_size=4)
+    module = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=2)
+    pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(module, data)
+    assert not [key for key, value in lit.state_dict().items() if torch.equal(value, before[key])]
+    assert {"train_loss", "train_accuracy", "val_loss", "val_accuracy"} <= history.rows[0].keys()
+    assert history.rows[0]["train_loss"] == pytest.approx(history.rows[0]["fl/loss"])

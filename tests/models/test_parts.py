@@ -1,0 +1,130 @@
+"""What is particular to one model."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_spectral import models
+from lightning_spectral.models.cct import DropPath
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class TestCharTransformer:
+    def test_a_later_character_changes_no_earlier_logits(self) -> None:
+        model = models.CharTransformer(vocab_size=9, context_length=12, width=16, num_heads=2).eval()
+        characters = torch.randint(9, (2, 12), generator=seeded())
+        changed = characters.clone()
+        changed[:, 7] = (changed[:, 7] + 1) % 9
+        before, after = model(characters), model(changed)
+        assert torch.equal(before[:, :7], after[:, :7])
+        assert (before[:, 7:] != after[:, 7:]).any(2).all()
+
+    def test_the_same_character_elsewhere_is_read_otherwise(self) -> None:
+        model = models.CharTransformer(vocab_size=9, width=16).eval()
+        logits = model(torch.full((1, 2), 3))
+        assert not torch.allclose(logits[0, 0], logits[0, 1])
+
+    def test_a_sequence_longer_than_the_context_is_refused(self) -> None:
+        model = models.CharTransformer(vocab_size=9, context_length=4, width=16)
+        with pytest.raises(ValueError, match=r"not be longer than `context_length`=4, got 5; cut it"):
+            model(torch.zeros(1, 5, dtype=torch.long))
+
+    def test_initial_weights_have_the_spread_of_gpt_2(self) -> None:
+        model = models.CharTransformer(num_layers=3)
+        branch = 0.02 / math.sqrt(6)  # two branches in each of three blocks
+        expected = {"characters": 0.02, "positions": 0.01, "head": 0.02}
+        for i in range(3):
+            expected |= {f"blocks.{i}.attention.{name}": 0.02 for name in ("query", "key", "value")}
+            expected |= {f"blocks.{i}.expand": 0.02}
+            expected |= {f"blocks.{i}.attention.out": branch, f"blocks.{i}.contract": branch}
+        for name, std in expected.items():
+            weight = model.get_parameter(f"{name}.weight")
+            # the standard deviation of N normal numbers has itself a standard deviation of std / sqrt(2 N)
+            assert abs(weight.std().item() - std) < 5 * std / math.sqrt(2 * weight.numel()), name
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        assert not any(bias.any() for bias in biases)
+
+
+class TestLSTMClassifier:
+    def test_padding_is_not_read(self) -> None:
+        model = models.LSTMClassifier(vocab_size=9, embedding_dim=8, hidden_size=8)
+        words = torch.randint(1, 9, (3, 6), generator=seeded())
+        words[1, 4:] = 0
+        padded = torch.cat([words, torch.zeros(3, 20, dtype=torch.long)], dim=1)
+        torch.testing.assert_close(model(padded), model(words))
+        torch.testing.assert_close(model(words[1:2, :4]), model(words[1:2]))
+
+    def test_every_word_is_read(self) -> None:
+        model = models.LSTMClassifier(vocab_size=9, embedding_dim=8, hidden_size=8)
+        words = torch.randint(1, 9, (1, 5), generator=seeded())
+        for position in range(5):
+            changed = words.clone()
+            changed[0, position] = changed[0, position] % 8 + 1
+            assert not torch.equal(model(changed), model(words))
+
+    def test_an_empty_text_has_logits(self) -> None:
+        model = models.LSTMClassifier(vocab_size=9, embedding_dim=8, hidden_size=8)
+        empty = torch.zeros(2, 4, dtype=torch.long)
+        assert model(empty).isfinite().all()
+
+    @pytest.mark.parametrize("padding_idx", [0, 3])
+    def test_the_example_has_no_padding(self, padding_idx: int) -> None:
+        model = models.LSTMClassifier(vocab_size=9, padding_idx=padding_idx)
+        assert (model.example_input() != padding_idx).all()
+
+
+class TestCCT:
+    @pytest.mark.parametrize("image_size", [8, 9, 10, 11, 32])
+    def test_there_is_a_position_for_each_token(self, image_size: int) -> None:
+        model = models.CCT(image_size=image_size, width=8, num_layers=1)
+        assert model(model.example_input()).shape == (1, 10)
+
+    def test_images_of_another_size_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"Images must be of shape \(3, 32, 32\), got \(3, 64, 64\)"):
+            models.CCT(width=8, num_layers=1)(torch.zeros(1, 3, 64, 64))
+
+    def test_stochastic_depth_rises_from_zero(self) -> None:
+        model = models.CCT(width=8, num_layers=6)
+        rates = [module.p for module in model.modules() if isinstance(module, DropPath)]
+        assert rates == pytest.approx([0, 0.02, 0.04, 0.06, 0.08, 0.1])
+
+    def test_a_branch_is_dropped_for_whole_examples_and_right_on_average(self) -> None:
+        drop, num_examples, p = DropPath(0.25), 4000, 0.25
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            kept = drop(torch.ones(num_examples, 3, 2)).flatten(1)
+        assert torch.equal(kept.amin(1), kept.amax(1))
+        assert set(kept.unique().tolist()) == {0, pytest.approx(1 / (1 - p))}
+        # kept / (1 - p) has variance p / (1 - p)
+        assert abs(kept.mean().item() - 1) < 5 * math.sqrt(p / (1 - p) / num_examples)
+        branch = torch.ones(2, 3)
+        assert drop.eval()(branch) is branch
+
+
+class TestResNet18:
+    def test_four_stages_halve_the_image_three_times(self) -> None:
+        model = models.ResNet18(width=4)
+        shapes = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda layer, args, output: shapes.append(tuple(output.shape[1:])))
+        model(model.example_input())
+        assert shapes[1::2] == [(4, 32, 32), (8, 16, 16), (16, 8, 8), (32, 4, 4)]
+
+    def test_there_is_no_batch_norm_and_no_max_pooling(self) -> None:
+        kinds = {type(module) for module in models.ResNet18(width=4).modules()}
+        assert nn.GroupNorm in kinds
+        assert not kinds & {nn.BatchNorm2d, nn.MaxPool2d}
+
+    def test_groups_must_divide_the_width(self) -> None:
+        with pytest.raises(ValueError, match="`num_groups` must divide `width`, got 3 groups of 64 channels"):
+            models.ResNet18(num_groups=3)
+
+
+def test_the_cnn_refuses_an_image_that_two_poolings_empty() -> None:
+    with pytest.raises(ValueError, match="`image_size` must be at least 4, for two 2x2 poolings, got 3"):
+        models.FEMNISTCNN(image_size=3)

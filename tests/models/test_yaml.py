@@ -1,8 +1,6 @@
 """Every model from a file: by jsonargparse, which LightningCLI is made of."""
 
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,7 +38,7 @@ def test_a_task_and_its_model_come_from_yaml(task: type[models.LitClassifier], n
         num_classes: 3
         lr: 0.05
     """
-    lit = parser.instantiate_classes(parser.parse_string(text)).task
+    lit = parser.instantiate(parser.parse_string(text)).task
     assert type(lit) is task
     assert type(lit.model) is getattr(models, name)
     assert lit.lr == 0.05
@@ -54,10 +52,12 @@ def test_every_model_has_a_config_here() -> None:
     }
 
 
-@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-def test_the_command_line_of_lightning_trains_one(quiet: dict[str, Any]) -> None:
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
+def test_the_command_line_of_lightning_trains_one(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.cli import LightningCLI
 
+    monkeypatch.setattr(sys, "argv", ["train"])
     config = {
         "seed_everything": False,
         "model": {
@@ -81,24 +81,7 @@ def test_the_command_line_of_lightning_trains_one(quiet: dict[str, Any]) -> None
         args=config,
     )
     before = cli.model.model.head.weight.detach().clone()
-    cli.trainer.fit(cli.model, DataLoader(TensorDataset(torch.ones(4, 6), torch.arange(4) % 3), batch_size=4))
+    loader = DataLoader(TensorDataset(torch.ones(4, 6), torch.arange(4) % 3), batch_size=4)
+    cli.trainer.fit(cli.model, loader, loader)
     assert cli.trainer.global_step == 1
     assert not torch.equal(cli.model.model.head.weight, before)
-
-
-def test_the_reference_has_every_model() -> None:
-    reference = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    assert not [name for name in models.__all__ if f":: lightning_spectral.models.{name}\n" not in reference]
-
-
-def test_the_package_does_not_need_its_models() -> None:
-    code = "import sys, lightning_spectral; assert 'lightning_spectral.models' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_models_know_nothing_of_the_package() -> None:
-    folder = Path(models.__file__).parent
-    imports = [line for file in folder.glob("*.py") for line in file.read_text().splitlines() if "import" in line]
-    ours = [line for line in imports if line.startswith(("from lightning_spectral", "import lightning_spectral"))]
-    assert ours
-    assert all(line.startswith("from lightning_spectral.models.") for line in ours)

@@ -9,13 +9,13 @@ class FEMNISTCNN(nn.Module):
 
     One architecture, three sources, which differ in the dense layers:
 
-    ============================  ===================  =============  ==========
-    source                        ``hidden_features``  ``num_classes``  parameters
-    ============================  ===================  =============  ==========
-    LEAF (the default)            2048                 62             6,603,710
-    McMahan et al. (2017), MNIST  512                  10             1,663,370
-    PriSM's code                  ``None``             62             246,590
-    ============================  ===================  =============  ==========
+    =============================  ===================  ===============  ==========
+    source                         ``hidden_features``  ``num_classes``  parameters
+    =============================  ===================  ===============  ==========
+    LEAF (the default)             2048                 62               6,603,710
+    McMahan et al. (2017)          512                  10               1,663,370
+    PriSM's code                   ``None``             62               246,590
+    =============================  ===================  ===============  ==========
 
     Args:
         num_classes: Number of classes; FEMNIST has 10 digits and 52 letters.

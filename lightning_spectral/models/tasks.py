@@ -31,7 +31,14 @@ class LitClassifier(pl.LightningModule):
 
     An ordinary LightningModule: train it with a plain Trainer, or hand it to a `FederatedModule`. Logged per epoch,
     which is a round in a federation: ``train_loss``, ``train_accuracy``, and the same with ``val_`` and ``test_``.
-    Batches are pairs of inputs and class indices.
+    Batches are pairs of inputs and class indices. In the YAML of a `LightningCLI` it is::
+
+        model:
+          class_path: lightning_spectral.models.LitClassifier
+          init_args:
+            model: {class_path: lightning_spectral.models.ResNet18, init_args: {num_classes: 100}}
+            num_classes: 100
+            lr: 0.05
 
     Args:
         model: From inputs to logits, shape ``(batch, num_classes)``. If it has a method ``example_input``, as this

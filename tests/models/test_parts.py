@@ -1,20 +1,46 @@
 """What is particular to one model."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lightning_spectral import models
-from lightning_spectral.models.cct import DropPath
+from lightning_spectral.models.cct import CCTBlock, DropPath
+from lightning_spectral.models.gpt import GPT2Block
+from lightning_spectral.models.resnet import BasicBlock
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def scrambled(module: Any) -> Any:
+    """``module`` in float64, with no parameter at a value that hides it, such as a bias of zero."""
+    generator = seeded(1)
+    for parameter in module.double().parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    return module
+
+
+def layer_norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
+
+
 class TestCharTransformer:
+    def test_a_block_is_that_of_gpt_2(self) -> None:
+        block = scrambled(GPT2Block(width=8, num_heads=2, dropout=0.1)).eval()
+        x = torch.randn(2, 5, 8, dtype=torch.float64, generator=seeded())
+        after = x + block.attention(layer_norm(x, block.norm1))
+        wide = block.expand(layer_norm(after, block.norm2))
+        # openai/gpt-2, src/model.py, `gelu`
+        active = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        torch.testing.assert_close(block(x), after + block.contract(active), rtol=1e-12, atol=1e-12)
+
     def test_a_later_character_changes_no_earlier_logits(self) -> None:
         model = models.CharTransformer(vocab_size=9, context_length=12, width=16, num_heads=2).eval()
         characters = torch.randint(9, (2, 12), generator=seeded())
@@ -79,6 +105,24 @@ class TestLSTMClassifier:
 
 
 class TestCCT:
+    def test_a_block_is_the_authors(self) -> None:
+        block = scrambled(CCTBlock(width=8, num_heads=2, mlp_ratio=2, attention_dropout=0.1, drop_path=0.1)).eval()
+        x = torch.randn(2, 5, 8, dtype=torch.float64, generator=seeded())
+        # SHI-Labs/Compact-Transformers, src/utils/transformers.py: the norm replaces what the shortcut carries
+        after = layer_norm(x + block.attention(layer_norm(x, block.norm1)), block.norm2)
+        wide = block.expand(after)
+        active = wide * (1 + torch.erf(wide / math.sqrt(2))) / 2
+        torch.testing.assert_close(block(x), after + block.contract(active), rtol=1e-12, atol=1e-12)
+
+    def test_sequence_pooling_is_a_mean_weighted_by_a_softmax_over_tokens(self) -> None:
+        model = scrambled(models.CCT(image_size=8, width=8, num_layers=1)).eval()
+        tokens: list[Tensor] = []
+        model.norm.register_forward_hook(lambda layer, args, output: tokens.append(output))
+        logits = model(torch.randn(1, 3, 8, 8, dtype=torch.float64, generator=seeded()))
+        scores = [math.exp(model.pool_weights(token).item()) for token in tokens[0][0]]
+        pooled = sum(score * token for score, token in zip(scores, tokens[0][0], strict=True)) / sum(scores)
+        torch.testing.assert_close(logits[0], model.head(pooled), rtol=1e-12, atol=1e-12)
+
     @pytest.mark.parametrize("image_size", [8, 9, 10, 11, 32])
     def test_there_is_a_position_for_each_token(self, image_size: int) -> None:
         model = models.CCT(image_size=image_size, width=8, num_layers=1)
@@ -107,6 +151,20 @@ class TestCCT:
 
 
 class TestResNet18:
+    @pytest.mark.parametrize(("channels", "stride"), [(4, 1), (8, 1), (8, 2)])
+    def test_a_block_is_he_s(self, channels: int, stride: int) -> None:
+        block = scrambled(BasicBlock(4, channels, stride, num_groups=2))
+        x = torch.randn(2, 4, 6, 6, dtype=torch.float64, generator=seeded())
+        residual = F.conv2d(x, block.conv1.weight, stride=stride, padding=1)
+        residual = F.group_norm(residual, 2, block.norm1.weight, block.norm1.bias).clamp(min=0)
+        residual = F.conv2d(residual, block.conv2.weight, padding=1)
+        residual = F.group_norm(residual, 2, block.norm2.weight, block.norm2.bias)
+        shortcut = x
+        if (channels, stride) != (4, 1):  # option B: a projection where the shape changes
+            conv, norm = block.shortcut
+            shortcut = F.group_norm(F.conv2d(x, conv.weight, stride=stride), 2, norm.weight, norm.bias)
+        torch.testing.assert_close(block(x), (residual + shortcut).clamp(min=0), rtol=1e-12, atol=1e-12)
+
     def test_four_stages_halve_the_image_three_times(self) -> None:
         model = models.ResNet18(width=4)
         shapes = []

@@ -1,6 +1,8 @@
 """Every model from a file: by jsonargparse, which LightningCLI is made of."""
 
+import inspect
 import sys
+import textwrap
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,11 +25,22 @@ CONFIGS = {
 }
 
 
+def built(text: str, key: str) -> Any:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(pl.LightningModule, key)
+    return parser.instantiate(parser.parse_string(text))[key]
+
+
+def test_the_yaml_of_the_docstring_works() -> None:
+    _, yaml = str(inspect.getdoc(models.LitClassifier)).split("it is::\n")
+    lit = built(textwrap.dedent(yaml.split("Args:")[0]), "model")
+    assert isinstance(lit.model, models.ResNet18)
+    assert (lit.model.head.out_features, lit.lr) == (100, 0.05)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("task", [models.LitClassifier, models.LitNextToken])
 def test_a_task_and_its_model_come_from_yaml(task: type[models.LitClassifier], name: str) -> None:
-    parser = jsonargparse.ArgumentParser()
-    parser.add_subclass_arguments(pl.LightningModule, "task")
     text = f"""
     task:
       class_path: lightning_spectral.models.{task.__name__}
@@ -38,7 +51,7 @@ def test_a_task_and_its_model_come_from_yaml(task: type[models.LitClassifier], n
         num_classes: 3
         lr: 0.05
     """
-    lit = parser.instantiate(parser.parse_string(text)).task
+    lit = built(text, "task")
     assert type(lit) is task
     assert type(lit.model) is getattr(models, name)
     assert lit.lr == 0.05

@@ -71,8 +71,8 @@ class CharTransformer(nn.Module):
         ValueError: If ``num_heads`` does not divide ``width``, or a sequence is longer than the context.
 
     Reference:
-        Radford et al., "Language models are unsupervised multitask learners" (2019), section 2.3, and
-            its released code, ``openai/gpt-2``.
+        Radford et al., "Language models are unsupervised multitask learners" (2019), section 2.3;
+        code in ``openai/gpt-2``.
         Korzhenkov & Louizos (2024), section 4.1.
 
     Example:

@@ -141,7 +141,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_model_fits_eight_examples_to_a_tenth_of_the_loss(name: str) -> None:
+def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> None:
     model = build(TINY[name]).eval()  # dropout would leave a floor under the loss
     inputs, targets = examples(name, 8)
     if name == "gpt":  # next characters that the sequence determines
@@ -155,7 +155,7 @@ def test_the_model_fits_eight_examples_to_a_tenth_of_the_loss(name: str) -> None
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
+    assert losses[-1] < losses[0] / 50  # of four seeds, the slowest model's worst comes to a 320th
 
 
 @pytest.mark.parametrize("name", TINY)

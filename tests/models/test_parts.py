@@ -183,6 +183,28 @@ class TestResNet18:
             models.ResNet18(num_groups=3)
 
 
+@pytest.mark.parametrize("hidden_features", [5, None])
+def test_the_cnn_is_the_net_of_its_sources(hidden_features: int | None) -> None:
+    model = scrambled(models.FEMNISTCNN(3, image_size=8, channels=(2, 4), hidden_features=hidden_features))
+    x = images = torch.randn(2, 1, 8, 8, dtype=torch.float64, generator=seeded())
+    for conv in (model.conv1, model.conv2):
+        x = F.max_pool2d(F.conv2d(x, conv.weight, conv.bias, padding="same").clamp(min=0), 2)
+    x = x.flatten(1)
+    if hidden_features:
+        x = F.linear(x, model.hidden.weight, model.hidden.bias).clamp(min=0)
+    expected = F.linear(x, model.head.weight, model.head.bias)
+    torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_mlp_has_relu_between_its_layers_and_none_behind_the_last() -> None:
+    model = scrambled(models.MLP(in_features=6, hidden_features=(5, 4), num_classes=3))
+    x = inputs = torch.randn(2, 2, 3, dtype=torch.float64, generator=seeded())
+    x = x.flatten(1)
+    for layer in model.hidden:
+        x = (x @ layer.weight.T + layer.bias).clamp(min=0)
+    torch.testing.assert_close(model(inputs), x @ model.head.weight.T + model.head.bias, rtol=1e-12, atol=1e-12)
+
+
 def test_the_cnn_refuses_an_image_that_two_poolings_empty() -> None:
     with pytest.raises(ValueError, match="`image_size` must be at least 4, for two 2x2 poolings, got 3"):
         models.FEMNISTCNN(image_size=3)

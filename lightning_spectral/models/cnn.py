@@ -31,8 +31,8 @@ class FEMNISTCNN(nn.Module):
         ValueError: If the image is too small for two poolings.
 
     Note:
-        Table 5 of PriSM prints 64 kernels in both convolutions, 3x3 in the second, and 10 classes. Its code, which made
-        the results, is followed instead. Initial weights are PyTorch's: our choice; PriSM's code draws its own.
+        Table 5 of PriSM prints 64 kernels in both convolutions, 3x3 in the second, and 10 classes. Its public code is
+        followed instead. Initial weights are PyTorch's: our choice; PriSM's code draws its own.
 
     Reference:
         Caldas et al., "LEAF: a benchmark for federated settings" (2018), ``models/femnist/cnn.py``.

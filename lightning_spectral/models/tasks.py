@@ -46,7 +46,7 @@ class LitClassifier(pl.LightningModule):
         num_classes: Number of classes.
         lr: Initial learning rate. Korzhenkov & Louizos (2024) have 0.1 for CIFAR-10 and Shakespeare, 0.05 for CIFAR-100
             and TinyImageNet; PriSM has 0.1, and 0.01 for FEMNIST.
-        momentum: Momentum of SGD. 0.9 in PriSM (Tables 7-9); 2024 does not say.
+        momentum: Momentum of SGD. 0.9 in 2024 (section 3.3) and in PriSM (Tables 7-9).
         weight_decay: Coefficient of the penalty on squared weights. 0.0002 in PriSM; 0, our choice, because 2024 names
             none beside its own Frobenius decay.
         eta_min: Learning rate at the end. 0, our choice; the papers say "cosine annealing" and no more.

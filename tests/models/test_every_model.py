@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral import models
+from lightning_spectral.nn import plan_layers
 
 Build = Callable[[], nn.Module]
 
@@ -159,10 +160,16 @@ def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> N
 
 
 @pytest.mark.parametrize("name", TINY)
+def test_a_task_shows_which_layers_run_without_being_given_an_input(name: str) -> None:
+    report = plan_layers(task(name))
+    assert not report.problems
+    assert all(layer.in_forward for layer in report.layers)
+    assert report.sharded
+
+
+@pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "spectral"])
 def test_clients_train_it_for_a_round(name: str, algorithm: Any, quiet: dict[str, Any]) -> None:
-    if name == "lstm" and isinstance(algorithm, ls.SpectralSharding):
-        pytest.skip("its only affine layer is the last, which stays dense")
     lit = task(name)
     before = {key: value.clone() for key, value in lit.state_dict().items()}
     train = TensorDataset(*examples(name, 24))

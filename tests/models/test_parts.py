@@ -31,6 +31,33 @@ def layer_norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
     return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
 
 
+def from_transformers(theirs: Any) -> dict[str, Tensor]:
+    """The weights of a ``GPT2LMHeadModel`` by the names of a `CharTransformer`; theirs are transposed and packed."""
+    weights = {
+        "characters.weight": theirs.transformer.wte.weight,
+        "positions.weight": theirs.transformer.wpe.weight,
+        "norm.weight": theirs.transformer.ln_f.weight,
+        "norm.bias": theirs.transformer.ln_f.bias,
+        "head.weight": theirs.lm_head.weight,
+    }
+    for i, block in enumerate(theirs.transformer.h):
+        packed = zip(block.attn.c_attn.weight.chunk(3, 1), block.attn.c_attn.bias.chunk(3), strict=True)
+        layers = dict(zip(("attention.query", "attention.key", "attention.value"), packed, strict=True))
+        layers |= {
+            name: (layer.weight, layer.bias)
+            for name, layer in (
+                ("attention.out", block.attn.c_proj),
+                ("expand", block.mlp.c_fc),
+                ("contract", block.mlp.c_proj),
+            )
+        }
+        for name, (weight, bias) in layers.items():
+            weights |= {f"blocks.{i}.{name}.weight": weight.T, f"blocks.{i}.{name}.bias": bias}
+        for name, norm in (("norm1", block.ln_1), ("norm2", block.ln_2)):
+            weights |= {f"blocks.{i}.{name}.weight": norm.weight, f"blocks.{i}.{name}.bias": norm.bias}
+    return weights
+
+
 class TestCharTransformer:
     def test_a_block_is_that_of_gpt_2(self) -> None:
         block = scrambled(GPT2Block(width=8, num_heads=2, dropout=0.1)).eval()
@@ -49,6 +76,15 @@ class TestCharTransformer:
         before, after = model(characters), model(changed)
         assert torch.equal(before[:, :7], after[:, :7])
         assert (before[:, 7:] != after[:, 7:]).any(2).all()
+
+    def test_the_logits_are_those_of_transformers_gpt_2(self) -> None:
+        transformers = pytest.importorskip("transformers", reason="an oracle that is not needed otherwise")
+        sizes = {"vocab_size": 11, "n_positions": 7, "n_embd": 16, "n_layer": 3, "n_head": 2}
+        theirs = scrambled(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))).eval()
+        ours = models.CharTransformer(11, context_length=7, width=16, num_heads=2).double().eval()
+        ours.load_state_dict(from_transformers(theirs))
+        characters = torch.randint(11, (3, 7), generator=seeded())
+        torch.testing.assert_close(ours(characters), theirs(characters).logits, rtol=1e-12, atol=1e-12)
 
     def test_the_same_character_elsewhere_is_read_otherwise(self) -> None:
         model = models.CharTransformer(vocab_size=9, width=16).eval()

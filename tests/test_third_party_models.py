@@ -71,7 +71,12 @@ def timm_vit() -> nn.Module:
 def timm_resnext() -> nn.Module:
     timm = pytest.importorskip("timm", reason="timm needs torchvision, which has no build for a CPU-only torch")
     model: nn.Module = timm.models.ResNet(
-        timm.models.resnet.Bottleneck, (1, 1), num_classes=3, cardinality=4, base_width=4, channels=(8, 16)
+        timm.models.resnet.Bottleneck,
+        (1, 1, 1, 1),
+        num_classes=3,
+        cardinality=4,
+        base_width=16,
+        channels=(8, 16, 16, 16),
     )
     return model
 
@@ -80,7 +85,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
     "transformers GPT-2": (gpt2, lambda model, x: model(input_ids=x).logits, tokens, {"*.c_attn": 3}, 12),
     "transformers ViT": (vit, lambda model, x: model(pixel_values=x).logits, images, {}, 12),
     "timm ViT": (timm_vit, lambda model, x: model(x), images, {"*.qkv": 3}, 12),
-    "timm ResNeXt": (timm_resnext, lambda model, x: model(x), images, {}, 22),
+    "timm ResNeXt": (timm_resnext, lambda model, x: model(x), images, {}, 28),
 }
 
 

@@ -1,6 +1,7 @@
 """Layers that hold sampled singular terms, and their exchange for a user's own layers."""
 
 from lightning_spectral.nn.attention import SpectralShardedMultiheadAttention
+from lightning_spectral.nn.batch_norm import use_batch_statistics
 from lightning_spectral.nn.blocks import WeightBlock
 from lightning_spectral.nn.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
 from lightning_spectral.nn.grouped_conv import (
@@ -43,5 +44,6 @@ __all__ = [
     "plan_layers",
     "replace_layers",
     "sharded_layers",
+    "use_batch_statistics",
     "validate",
 ]

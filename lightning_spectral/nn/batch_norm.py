@@ -1,0 +1,39 @@
+"""Batch normalisation without running statistics."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def use_batch_statistics(module: ModuleT) -> ModuleT:
+    """A copy of a module whose normalisation layers use each batch's own statistics, in evaluation too.
+
+    Running statistics are buffers that clients would have to average; without them there is nothing to average, at
+    the price that a prediction depends on the batch it is made in.
+
+    Args:
+        module: Any module; it is not changed.
+
+    Returns:
+        The copy, of the same class.
+
+    Reference:
+        The published code of Niu et al. (2022) trains and evaluates so.
+
+    Example:
+        >>> net = use_batch_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        >>> list(net.buffers())
+        []
+    """
+    copied = copy.deepcopy(module)
+    for layer in copied.modules():
+        if isinstance(layer, _NormBase):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return copied

@@ -24,6 +24,7 @@ import lightning_spectral as ls
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.federated.records import Cohort
 from lightning_spectral.functional.factors import factorize, num_terms_for
+from lightning_spectral.models import ResNet18
 from lightning_spectral.nn.report import aligned
 
 COHORT, EXAMPLES, BATCH_SIZE, LOCAL_EPOCHS = 10, 500, 32, 2
@@ -32,28 +33,6 @@ SHARDING = ls.SpectralSharding(ls.Collective(), keep_ratio=0.2)
 RESNET_SHAPES = [(64, 576), (128, 576), (128, 1152), (256, 1152), (256, 2304), (512, 2304), (512, 4608)]
 SHORTCUT_SHAPES = [(128, 64), (256, 128), (512, 256)]
 TRANSFORMER_SHAPES = [(256, 256), (768, 256), (512, 256), (768, 768), (2304, 768), (3072, 768), (768, 3072)]
-
-
-class Block(nn.Module):
-    """Two 3x3 convolutions with GroupNorm, and a shortcut."""
-
-    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False), nn.GroupNorm(2, c_out)
-        self.conv2, self.norm2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False), nn.GroupNorm(2, c_out)
-        self.shortcut = nn.Identity() if c_in == c_out else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
-        return (h + self.shortcut(x)).relu()
-
-
-def resnet18() -> nn.Module:
-    """ResNet-18 for images of 32 x 32, with GroupNorm and a 3x3 stem."""
-    widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
-    blocks = [block for c_in, c, stride in widths for block in (Block(c_in, c, stride), Block(c, c, 1))]
-    stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(2, 64), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -97,27 +76,28 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
     template = torch.optim.SGD(server.parameters(), lr=0.01, momentum=0.9)
     client = SHARDING.build(server, 0.2)
     optimizer = SHARDING.local_optimizer(template, server, client).optimizer
+    sharding = SHARDING.prepare(server)
     cohort = Cohort(0, round_idx, {0.2: tuple(range(COHORT))}, dict.fromkeys(range(COHORT), EXAMPLES))
     stage: dict[str, float] = defaultdict(float)
 
     start = time.perf_counter()
-    opened = SHARDING.refresh(server, cohort)
+    opened = sharding.refresh(server, cohort)
     stage["refresh"] = time.perf_counter() - start
     parts_of_refresh(server, stage)
     for client_id in range(COHORT):
         start = time.perf_counter()
-        download = SHARDING.sample(opened, 0.2, (0, round_idx, client_id))
+        download = sharding.sample(opened, 0.2, (0, round_idx, client_id))
         drawn = time.perf_counter()
-        SHARDING.load(client, download)
+        sharding.load(client, download)
         stage["sample"] += drawn - start
         stage["load"] += time.perf_counter() - drawn
         took["step"] += local_steps(client, optimizer, steps)
         start = time.perf_counter()
-        upload = SHARDING.collect(opened, client, EXAMPLES)
+        upload = sharding.collect(opened, client, EXAMPLES)
         assert upload.is_finite()
-        SHARDING.add(opened, download, upload)
+        sharding.add(opened, download, upload)
         stage["aggregate"] += time.perf_counter() - start
-    stage["apply"] = seconds(lambda: SHARDING.apply(server, opened))
+    stage["apply"] = seconds(lambda: sharding.apply(server, opened))
     template.step()
     for name, value in stage.items():
         took[name].append(value)
@@ -125,8 +105,8 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
 
 def parts_of_refresh(server: nn.Module, stage: dict[str, float]) -> None:
     """The parts that can be named, done once more: singular values, and what follows from them."""
-    for name in SHARDING.report(server).sharded_names:
-        weight = server.get_submodule(name).weight
+    for block in SHARDING.report(server).blocks.values():
+        weight = block.matrix(server.get_parameter(block.parameter))
         start = time.perf_counter()
         s = factorize(weight).s
         factorised = time.perf_counter()
@@ -152,7 +132,7 @@ def local_steps(client: nn.Module, optimizer: torch.optim.Optimizer, steps: int)
 
 def round_table(turns: int, steps: int) -> tuple[list[list[str]], dict[str, float]]:
     torch.manual_seed(0)
-    server, took = resnet18(), defaultdict(list)
+    server, took = ResNet18(), defaultdict(list)
     for round_idx in range(turns + 1):
         if round_idx == 1:
             took.clear()  # the first round warms up

@@ -26,7 +26,7 @@ class Algorithm(ABC, Generic[RoundT]):
 
     def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
         """Keep ratio of every client, shape ``(num_clients,)``; a pure function of its arguments. Here: all hold 1."""
-        return torch.ones(num_clients, dtype=torch.float64)
+        return torch.ones(1, dtype=torch.float64).expand(num_clients)
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if this algorithm cannot train ``server``. Here: it can."""

@@ -59,7 +59,7 @@ def assign_keep_ratios(keep_ratio: KeepRatio, num_clients: int, seed: int) -> Te
                 "one for all, or {ratio: share}."
             )
         return torch.tensor(keep_ratio, dtype=torch.float64)
-    return torch.full((num_clients,), keep_ratio, dtype=torch.float64)
+    return torch.tensor(keep_ratio, dtype=torch.float64).expand(num_clients)  # one number in memory
 
 
 def _distinct(keep_ratio: KeepRatio) -> list[float]:

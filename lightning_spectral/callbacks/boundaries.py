@@ -24,7 +24,7 @@ class SVDRefresh(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]
         """Open the round for the clients that Lightning will run (`limit_train_batches` may cut the cohort)."""
         client_ids = pl_module.cohort(trainer.current_epoch)[: int(trainer.num_training_batches)]
-        sizes = pl_module.data.partition.sizes[client_ids].tolist()
+        sizes = pl_module.data.partition.sizes_of(client_ids)
         pl_module.start_round(trainer.current_epoch, dict(zip(client_ids, sizes, strict=True)))
 
 

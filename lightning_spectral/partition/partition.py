@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,8 +114,19 @@ class Partition:
         """Examples per client, int64, shape ``(num_clients,)``."""
         return self.offsets.diff()
 
+    def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
+        """Examples of a few clients, without a look at the others.
+
+        Example:
+            >>> Partition.from_lists([[4, 0], [], [2, 3, 1]]).sizes_of([2, 0])
+            [3, 2]
+        """
+        ids = torch.as_tensor(client_ids, dtype=torch.int64)
+        sizes: list[int] = (self.offsets[ids + 1] - self.offsets[ids]).tolist()
+        return sizes
+
     def fingerprint(self) -> str:
-        """Short stable hash of the split, to recognise it in a checkpoint.
+        """Short stable hash of the split, to recognise it in a checkpoint; computed once.
 
         Returns:
             16 hexadecimal digits; equal for equal splits on every platform.
@@ -124,6 +136,10 @@ class Partition:
             >>> split.fingerprint() == swapped.fingerprint()
             False
         """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for tensor in (torch.tensor([self.num_clients]), self.offsets, self.indices):
             digest.update(tensor.numpy().astype("<i8").tobytes())

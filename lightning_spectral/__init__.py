@@ -27,10 +27,13 @@ from lightning_spectral.designs import (
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.module import FederatedModule
 from lightning_spectral.nn import (
+    CostTable,
     SpectralShardedConv1d,
     SpectralShardedConv2d,
     SpectralShardedConv3d,
     SpectralShardedLinear,
+    cost_table,
+    keep_ratio_for,
     replace_layers,
     validate,
 )
@@ -47,6 +50,7 @@ __all__ = [
     "CommunicationLedger",
     "ConditionalPoisson",
     "Coordinated",
+    "CostTable",
     "Design",
     "DirichletPartitioner",
     "EffectiveLRClip",
@@ -82,6 +86,8 @@ __all__ = [
     "TopN",
     "Unbiased",
     "UpdateAlignment",
+    "cost_table",
+    "keep_ratio_for",
     "replace_layers",
     "validate",
 ]

@@ -2,8 +2,11 @@
 
 from lightning_spectral.nn.attention import SpectralShardedMultiheadAttention
 from lightning_spectral.nn.batch_norm import use_batch_statistics
+from lightning_spectral.nn.block_costs import Cost
 from lightning_spectral.nn.blocks import WeightBlock
+from lightning_spectral.nn.budgets import keep_ratio_for
 from lightning_spectral.nn.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
+from lightning_spectral.nn.cost_table import CostTable, cost_table
 from lightning_spectral.nn.grouped_conv import (
     SpectralShardedGroupedConv1d,
     SpectralShardedGroupedConv2d,
@@ -22,6 +25,8 @@ from lightning_spectral.nn.treatment import plan_layers, validate
 __all__ = [
     "SHARDED_LAYERS",
     "BufferTreatment",
+    "Cost",
+    "CostTable",
     "LayerReport",
     "LayerTreatment",
     "ShardedLayer",
@@ -41,6 +46,8 @@ __all__ = [
     "SpectralShardedSplitTransposedLinear",
     "SpectralShardedTransposedLinear",
     "WeightBlock",
+    "cost_table",
+    "keep_ratio_for",
     "plan_layers",
     "replace_layers",
     "sharded_layers",

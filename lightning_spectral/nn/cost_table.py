@@ -96,8 +96,8 @@ def cost_table(
     Args:
         module: Any module; it is not changed.
         keep_ratios: Shares of the singular terms, each in ``(0, 1]``.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments, on the module's device; ``None``
-            for Lightning's ``example_input_array`` of the module.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, on the module's device;
+            ``None`` for Lightning's ``example_input_array`` of the module.
         exclude: As in `validate`.
         split: As in `validate`.
         keep_first_and_last_dense: As in `validate`.

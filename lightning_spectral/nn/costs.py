@@ -75,8 +75,8 @@ def costs_of(
     example = example_of(module) if example_input is None else example_input
     if example is None:
         raise ValueError(
-            "What a module costs shows in a forward pass: give `example_input`, a batch as clients train on, or set the "
-            "module's `example_input_array`."
+            "What a module costs shows in a forward pass: give `example_input`, a batch as clients train on, or set "
+            "the module's `example_input_array`."
         )
     if plan is None:
         plan = plan_layers(

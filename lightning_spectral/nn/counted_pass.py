@@ -156,7 +156,7 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
     sizes = [module.u.shape[0] * module.v.shape[1] for module in terms]
     dense = sum(weight.numel() for weight in layer._flat_weights if weight is not None and weight.dim() == 2)
     rebuilt = sum(module.num_terms * size for module, size in zip(terms, sizes, strict=True))
-    return num_positions * (dense + sum(sizes)) + rebuilt
+    return int(num_positions * (dense + sum(sizes)) + rebuilt)
 
 
 def _inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

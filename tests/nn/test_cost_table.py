@@ -8,13 +8,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.nn.budgets import keep_ratio_for
-from lightning_spectral.nn.cost_table import CostTable, _bytes, _count, cost_table
-from lightning_spectral.nn.costs import costs_of
+from lightning_spectral.nn import Cost, cost_table, keep_ratio_for
+from lightning_spectral.nn.cost_table import _bytes, _count
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 30), nn.Linear(30, 3))
+    return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 16), nn.Linear(16, 3))
 
 
 EXAMPLE = torch.zeros(5, 6)
@@ -46,9 +45,9 @@ def test_the_table_reads_as_rows_of_keep_ratios_with_shares_of_the_whole_model()
     assert header.split("  ")[0] == "keep ratio"
     assert full.startswith("full ")
     assert half.startswith("0.5 ")
-    # outside: 6 * 24 + 24 + 20 + 30 + 30 * 3 + 3; inside, 5 terms of each of two layers
-    outside, whole = 311, 311 + 24 * 20 + 20 * 30
-    assert quarter.split("  ")[4].strip() == f"{outside + 5 * (24 + 20 + 20 + 30)} ({781 / whole:.0%})"
+    outside = 6 * 24 + 24 + 20 + 16 + 16 * 3 + 3
+    inside = 5 * (24 + 20) + 4 * (20 + 16)  # a quarter of the terms of two layers
+    assert f"{outside + inside} ({(outside + inside) / (outside + 24 * 20 + 20 * 16):.0%})" in quarter
 
 
 def test_as_dict_has_every_number() -> None:
@@ -109,8 +108,7 @@ def test_a_keep_ratio_out_of_range_is_refused() -> None:
         cost_table(mlp(), [1.5], EXAMPLE)
 
 
-def needs(table: CostTable) -> dict[str, int]:
-    (cost,) = table.at.values()
+def needs(cost: Cost) -> dict[str, int]:
     down_and_up = cost.downlink_bytes + cost.uplink_bytes
     return {"budget_bytes": down_and_up, "budget_macs": cost.macs, "budget_params": cost.parameters}
 
@@ -120,10 +118,8 @@ def needs(table: CostTable) -> dict[str, int]:
 def test_the_answer_fits_and_no_larger_ratio_does(kind: str, term_granularity: int) -> None:
     """Every ratio of a fine grid is tried, and budgets just below, at and above what each takes."""
     options: Any = {"term_granularity": term_granularity}
-    grid = [i / 240 for i in range(1, 241)]  # holds every multiple of 1/20 and 1/24
-    cost = {r: needs(cost_table(mlp(), [r], EXAMPLE, **options))[kind] for r in grid[::24]}
-    costs = costs_of(mlp(), EXAMPLE, **options)
-    cost = {r: needs(CostTable(costs.full, {r: costs.at(r)}))[kind] for r in grid}
+    grid = [i / 240 for i in range(1, 241)]  # every multiple of 1/20 and 1/16, and others
+    cost = {r: needs(c)[kind] for r, c in cost_table(mlp(), grid, EXAMPLE, **options).at.items()}
     budgets = sorted({value + change for value in cost.values() for change in (-1, 0, 1)})[1:]
     answers = keep_ratio_for(mlp(), EXAMPLE, **{kind: budgets}, **options)
     assert answers == [max(r for r in grid if cost[r] <= budget) for budget in budgets]
@@ -133,14 +129,15 @@ def test_one_budget_gives_one_ratio_that_an_algorithm_takes() -> None:
     ratio = keep_ratio_for(mlp(), EXAMPLE, budget_params=10**9)
     assert ratio == 1.0
     per_client = keep_ratio_for(mlp(), EXAMPLE, budget_params=(700, 900))
-    assert ls.SpectralSharding(keep_ratio=per_client).keep_ratio == per_client == [0.15, 0.3]
+    # 255 + 44 * 6 + 36 * 5 = 699 and 255 + 44 * 8 + 36 * 7 = 859; one more term of the first layer takes 44 more
+    assert ls.SpectralSharding(keep_ratio=per_client).keep_ratio == per_client == [6 / 20, 8 / 20]
 
 
 def test_if_nothing_fits_the_smallest_cost_is_named() -> None:
-    smallest = 311 + (24 + 20) + (20 + 30)
+    smallest = 255 + 44 + 36
     with pytest.raises(ValueError, match=rf"No sub-model fits `budget_params={smallest - 1}`: .* takes {smallest}"):
         keep_ratio_for(mlp(), EXAMPLE, budget_params=[10**6, smallest - 1])
-    assert keep_ratio_for(mlp(), EXAMPLE, budget_params=smallest) == 0.05 - 0.05 % (1 / 24)
+    assert keep_ratio_for(mlp(), EXAMPLE, budget_params=smallest) == 1 / 20
 
 
 @pytest.mark.parametrize("budgets", [{}, {"budget_macs": 1, "budget_params": 2}])

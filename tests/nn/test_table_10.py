@@ -1,0 +1,93 @@
+"""ResNet-18 on CIFAR at batch 32 against the "FedHM" rows of Niu et al. (2023), Table 10, difference by difference."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.nn import CostTable, cost_table, plan_layers
+
+# keep ratio: parameters in millions, "MACs" in billions, values of activations in millions
+PRINTED = {0.8: (9.9, 28.8, 44.9), 0.6: (7.4, 22.4, 40.5), 0.4: (4.9, 16.0, 36.1), 0.2: (2.5, 7.4, 31.7)}
+FULL = (11, 35, 31.5)
+BATCH = 32
+UNIT = BATCH * 64 * 32 * 32  # values behind a convolution of the first stage
+STAGES = ((64, 64, 32), (64, 128, 16), (128, 256, 8), (256, 512, 4))  # channels before, channels, height
+
+
+class Block(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        stride = 1 if before == after else 2
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.GroupNorm(2, after), nn.GroupNorm(2, after)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride == 2:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(2, after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())) + self.shortcut(x)).relu()
+
+
+def resnet18() -> nn.Sequential:
+    blocks = [block for b, a, _ in STAGES for block in (Block(b, a), Block(a, a))]
+    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(2, 64), nn.ReLU()
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def convolutions() -> Iterator[tuple[int, int, int]]:
+    """Rows, columns and positions of each 3x3 convolution after the stem."""
+    for before, after, height in STAGES:
+        for channels in (before, after, after, after):
+            yield after, 9 * channels, BATCH * height**2
+
+
+@pytest.fixture(scope="module")
+def table() -> CostTable:
+    with torch.random.fork_rng():
+        net = resnet18()
+    plan = plan_layers(net, torch.zeros(1, 3, 32, 32), exclude=["*.shortcut.*"])
+    return cost_table(net, [*PRINTED], torch.zeros(BATCH, 3, 32, 32), plan=plan)
+
+
+def test_the_whole_model_is_that_of_the_table_and_its_macs_are_floating_point_operations(table: CostTable) -> None:
+    assert math.floor(table.full.parameters / 1e6) == FULL[0]
+    assert math.floor(2 * table.full.macs / 1e9) == FULL[1]
+
+
+def test_parameters_are_the_tables_and_what_it_leaves_out(table: CostTable) -> None:
+    outside = 3 * 9 * 64 + 512 * 10 + 10  # stem and head
+    outside += sum(b * a for b, a, _ in STAGES[1:])  # shortcuts
+    outside += 2 * (64 + sum(4 * a for _, a, _ in STAGES) + sum(a for _, a, _ in STAGES[1:]))  # normalisations
+    for keep_ratio, (parameters, _, _) in PRINTED.items():
+        # one in its last digit: the table prints 4.95 as 4.9 and 2.48 as 2.5
+        without_rounding = sum(keep_ratio * rows * (rows + columns) for rows, columns, _ in convolutions())
+        assert abs(without_rounding / 1e6 - parameters) < 0.1
+        rounded_up = sum(math.ceil(keep_ratio * rows) * (rows + columns) for rows, columns, _ in convolutions())
+        assert table.at[keep_ratio].parameters == rounded_up + outside
+
+
+def test_macs_follow_the_parameters_layer_by_layer_where_the_tables_do_not(table: CostTable) -> None:
+    inside = sum(rows * columns * positions for rows, columns, positions in convolutions())
+    more_than_printed = []
+    for keep_ratio, (_, printed, _) in PRINTED.items():
+        of_terms = sum(math.ceil(keep_ratio * rows) * (rows + cols) * p for rows, cols, p in convolutions())
+        assert table.at[keep_ratio].macs == table.full.macs - inside + of_terms
+        least = 2 * sum(keep_ratio * rows * (rows + columns) * p for rows, columns, p in convolutions())
+        more_than_printed.append(round(100 * (least / 1e9 / printed - 1)))
+    assert more_than_printed == [9, 5, -2, 6]  # percent: what the table's own parameters take
+
+
+def test_values_kept_are_two_for_each_position_of_a_convolution_and_what_the_table_leaves_out(table: CostTable) -> None:
+    behind_convolutions = 2 * sum(rows * positions for rows, _, positions in convolutions())
+    assert behind_convolutions == 15 * UNIT
+    assert round(behind_convolutions / 1e6, 1) == FULL[2]
+    shortcuts = sum(BATCH * after * height**2 for _, after, height in STAGES[1:])
+    norms = 20 * 2 * 2 * BATCH  # mean and deviation of two groups
+    assert table.full.kept_values == behind_convolutions + 2 * UNIT + shortcuts + norms + BATCH * 512
+    for keep_ratio in PRINTED:
+        terms = sum(math.ceil(keep_ratio * rows) * (positions + rows) for rows, _, positions in convolutions())
+        assert table.at[keep_ratio].kept_values == table.full.kept_values + terms

@@ -65,12 +65,12 @@ class CostTable:
         figure = Figure(figsize=(6.0, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel="keep ratio", ylabel="share of the whole model's")
         axes.axhline(1.0, color="grey", linewidth=0.8)
-        costs = sorted(self.at.items())
-        for name, (title, _) in COLUMNS.items():
-            axes.plot([r for r, _ in costs], [self._share(name, cost) for _, cost in costs], marker=".", label=title)
+        ratios = sorted(self.at)
+        for name, (title, look) in LINES.items():
+            axes.plot(ratios, [self._share(name, self.at[ratio]) for ratio in ratios], look, label=title)
         axes.set_ylim(bottom=0.0)
         axes.grid(alpha=0.3)
-        axes.legend()
+        figure.legend(loc="outside right upper")
         return figure
 
 
@@ -163,5 +163,14 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
         "kept_bytes": ("kept bytes", _bytes),
         "downlink_bytes": ("down", _bytes),
         "uplink_bytes": ("up", _bytes),
+    }
+)
+# Titles, and looks that can be told apart where lines cover each other.
+LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "kept_bytes": ("kept bytes", "-s"),
+        "parameters": ("parameters", "-o"),
+        "macs": ("MACs", "--x"),
+        "round_bytes": ("down and up", ":+"),
     }
 )

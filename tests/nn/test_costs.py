@@ -155,7 +155,7 @@ RECURRENT: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "lstm": (lambda: Recurrent(nn.LSTM(6, 7, num_layers=2, dropout=0.1)), normal(4, 3, 5), {}),
     "lstm, projected": (lambda: Recurrent(nn.LSTM(6, 9, proj_size=7, bidirectional=True)), normal(4, 3, 5), {}),
     "gru, packed": (lambda: Recurrent(nn.GRU(6, 7, batch_first=True), [4, 2, 1]), normal(3, 4, 5), {}),
-    "gru, long": (lambda: Recurrent(nn.GRU(6, 7)), normal(60, 3, 5), {}),
+    "gru, longer": (lambda: Recurrent(nn.GRU(6, 7)), normal(20, 3, 5), {}),
     "rnn, dense": (
         lambda: nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5), Recurrent(nn.RNN(6, 7))),
         normal(4, 3, 5),

@@ -91,3 +91,12 @@ def test_values_kept_are_two_for_each_position_of_a_convolution_and_what_the_tab
     for keep_ratio in PRINTED:
         terms = sum(math.ceil(keep_ratio * rows) * (positions + rows) for rows, _, positions in convolutions())
         assert table.at[keep_ratio].kept_values == table.full.kept_values + terms
+
+
+def test_the_tables_activations_are_not_the_full_models_and_those_between_the_factors() -> None:
+    behind = sum(rows * positions for rows, _, positions in convolutions())
+    more_than_that = [round(100 * (kept * 1e6 / ((2 + r) * behind) - 1)) for r, (_, _, kept) in PRINTED.items()]
+    assert more_than_that == [2, -1, -4, -8]  # percent
+    # PriSM's own rows: three values for each position and channel, cut to the keep ratio; one in the last digit
+    for keep_ratio, printed, digit in ((0.8, 37, 1), (0.6, 28.3, 0.1), (0.4, 18.9, 0.1), (0.2, 9.5, 0.1)):
+        assert abs(3 * keep_ratio * behind / 1e6 - printed) < digit

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.nn.blocks import as_rows
+from lightning_spectral.nn.treatment import plan_layers
 
 
 class Recurrent(nn.Module):
@@ -293,8 +294,13 @@ def test_a_plan_fixes_the_treatment_and_knows_its_module(
 
 
 def test_buffers_can_keep_the_servers_value(flat: TensorDataset, quiet: dict[str, Any]) -> None:
-    for algorithm in (ls.FedAvg(keep_buffers=["*running_*"]), ls.SpectralSharding(keep_buffers=["*running_*"])):
-        lit = LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
+    def make() -> LitNet:
+        return LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
+
+    kept = ["*running_*"]
+    planned = ls.SpectralSharding(plan=plan_layers(make(), keep_buffers=kept))
+    for algorithm in (ls.FedAvg(keep_buffers=kept), ls.SpectralSharding(keep_buffers=kept), planned):
+        lit = make()
         fit(lit, flat, quiet, algorithm=algorithm)
         assert torch.equal(lit.norm.running_mean, torch.zeros(8))
         assert not torch.equal(lit.norm.weight, torch.ones(8))

@@ -17,6 +17,7 @@ from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRou
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.federated.exchange import (
+    AVERAGED,
     apply_mean_change,
     averaged_tensors,
     load_tensors,
@@ -188,7 +189,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
         """Factorise every sharded matrix once; inclusion probabilities and multipliers for each keep ratio."""
         report = self.report(server)
         layers = {name: self._open(block, server, cohort) for name, block in report.blocks.items()}
-        averaged = averaged_tensors(server, report.sharded_weights, self.keep_buffers)
+        kept = [*self.keep_buffers, *(buffer.name for buffer in report.buffers if buffer.policy != AVERAGED)]
+        averaged = averaged_tensors(server, report.sharded_weights, kept)
         return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
 
     def _open(self, block: WeightBlock, server: nn.Module, cohort: Cohort) -> LayerRound:

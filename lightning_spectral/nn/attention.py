@@ -84,9 +84,8 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         if is_causal and attn_mask is None:
             raise ValueError("`is_causal=True` says that `attn_mask` is causal; give the mask too, as torch asks.")
         batched = query.dim() == 3
-        inputs = [self._batch_first(x, batched) for x in (query, key, value)]
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (self._heads(*item) for item in zip(ROLES, inputs, biases, strict=True))
+        q, k, v = (self._heads(*item) for item in zip(ROLES, (query, key, value), biases, strict=True))
         mask = self._merged_mask(attn_mask, key_padding_mask, q, k)
         if need_weights:
             scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
@@ -104,20 +103,20 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
             return out.squeeze(0), None if attention is None else attention.squeeze(0)
         return out, attention
 
-    def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
-        if not batched:
-            return x.unsqueeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
-
     def _block(self, role: str) -> SingularTerms:
         block = self.blocks[role]
         assert isinstance(block, SingularTerms)
         return block
 
     def _heads(self, role: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Project: shape (batch, heads, positions, head_dim)."""
+        """Project, then reorder: an input is not copied. Shape (batch, heads, positions, head_dim)."""
         projected = self._block(role).linear(x, bias)
-        return projected.view(*projected.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
+        if x.dim() == 2:  # without a batch
+            heads = heads.unsqueeze(0)
+        elif not self.batch_first:
+            heads = heads.transpose(0, 1)
+        return heads.transpose(1, 2)
 
     def _merged_mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """Both masks as numbers to add to the scores, broadcastable to (batch, heads, targets, sources)."""

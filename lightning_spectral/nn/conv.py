@@ -86,15 +86,15 @@ class SpectralShardedConv(SpectralShardedLayer):
             weight.dtype,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
         padding = self.padding
         if self.padding_mode != "zeros":
             sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
-            x, padding = F.pad(x, sides, mode=self.padding_mode), "valid"
+            input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
         conv = type(self).conv
         kernel = self.v.view(self.num_terms, *self.weight_shape[1:])
-        hidden = conv(x, kernel, None, self.stride, padding, self.dilation)
+        hidden = conv(input, kernel, None, self.stride, padding, self.dilation)
         return conv(hidden, self.scaled_u().view(*self.u.shape, *(1,) * len(self.kernel_size)), self.bias)
 
     def extra_repr(self) -> str:

@@ -49,14 +49,15 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         """An empty layer of the shape of ``dense``."""
         return cls(dense, counts(num_terms))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
         padding = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, explicit_padding(padding, self.kernel_size, self.dilation), self.padding_mode), 0
+            sides = explicit_padding(padding, self.kernel_size, self.dilation)
+            input, padding = F.pad(input, sides, self.padding_mode), 0
         conv, groups = type(self).conv, list(self._groups())
         kernel = torch.cat([group.v for group in groups]).view(-1, *self.weight_shape[1:])
-        hidden = conv(x, kernel, None, self.stride, padding, self.dilation, self.groups)
+        hidden = conv(input, kernel, None, self.stride, padding, self.dilation, self.groups)
         mix = torch.cat([group.scaled_u() for group in groups])
         return conv(hidden, mix.view(*mix.shape, *(1,) * len(self.kernel_size)), self.bias, groups=self.groups)
 

@@ -60,9 +60,9 @@ class SpectralShardedLinear(SpectralShardedLayer):
         (n,), (rows, columns), weight = counts(num_terms), block.shape, dense.weight
         return cls(columns, rows, n, dense.bias is not None, weight.device, weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
-        return self.linear(x, self.bias)
+        return self.linear(input, self.bias)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the layer."""

@@ -67,9 +67,9 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
         (height, columns), bias = blocks[0].shape, dense.bias is not None
         return cls(columns, height * len(blocks), num_terms, bias, weight.device, weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Apply every part and join the outputs."""
-        out = torch.cat([part.linear(x) for part in self._parts()], dim=-1)
+        out = torch.cat([part.linear(input) for part in self._parts()], dim=-1)
         return out if self.bias is None else out + self.bias
 
     @property

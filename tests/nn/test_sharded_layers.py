@@ -217,6 +217,14 @@ def test_making_a_layer_draws_no_random_number() -> None:
         assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("dense", [nn.Linear(4, 6), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 1, groups=2)], ids=str)
+def test_the_input_has_the_name_that_torch_gives_it(dense: Any) -> None:
+    kind: Any = sharded_type(dense)
+    sharded = kind.from_dense(dense, [block.num_singular for block in kind.blocks_of(dense)])
+    x = torch.ones(2, 4, 4, 4)
+    assert torch.equal(sharded(input=x), sharded(x))
+
+
 def test_weight_is_differentiable_and_reaches_the_factors() -> None:
     layer = SpectralShardedLinear.from_dense(nn.Linear(4, 3), num_terms=2)
     layer.weight.sum().backward()

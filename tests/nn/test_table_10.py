@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
 
+from lightning_spectral.models import ResNet18
 from lightning_spectral.nn import CostTable, cost_table, plan_layers
 
 # keep ratio: parameters in millions, "MACs" in billions, values of activations in millions
@@ -15,27 +15,6 @@ FULL = (11, 35, 31.5)
 BATCH = 32
 UNIT = BATCH * 64 * 32 * 32  # values behind a convolution of the first stage
 STAGES = ((64, 64, 32), (64, 128, 16), (128, 256, 8), (256, 512, 4))  # channels before, channels, height
-
-
-class Block(nn.Module):
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        stride = 1 if before == after else 2
-        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.GroupNorm(2, after), nn.GroupNorm(2, after)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride == 2:
-            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(2, after))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())) + self.shortcut(x)).relu()
-
-
-def resnet18() -> nn.Sequential:
-    blocks = [block for b, a, _ in STAGES for block in (Block(b, a), Block(a, a))]
-    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(2, 64), nn.ReLU()
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 def convolutions() -> Iterator[tuple[int, int, int]]:
@@ -48,7 +27,7 @@ def convolutions() -> Iterator[tuple[int, int, int]]:
 @pytest.fixture(scope="module")
 def table() -> CostTable:
     with torch.random.fork_rng():
-        net = resnet18()
+        net = ResNet18()
     plan = plan_layers(net, torch.zeros(1, 3, 32, 32), exclude=["*.shortcut.*"])
     return cost_table(net, [*PRINTED], torch.zeros(BATCH, 3, 32, 32), plan=plan)
 

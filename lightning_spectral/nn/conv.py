@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -9,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_spectral.nn.pointwise import pointwise
 from lightning_spectral.nn.sharded import NumTerms, SpectralShardedLayer, counts
+from lightning_spectral.nn.terms import rebuilding_is_cheaper
 
 ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
 
@@ -17,7 +20,8 @@ ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
 class SpectralShardedConv(SpectralShardedLayer):
     """A convolution with n output channels followed by a ``1 x 1`` one that carries the bias.
 
-    The first has the kernel, the stride, the padding and the dilation of the dense layer.
+    The first has the kernel, the stride, the padding and the dilation of the dense layer. Where the two would take more
+    multiplications than the weight, the weight is rebuilt once per pass.
 
     Args:
         in_channels: Channels of the input.
@@ -92,10 +96,18 @@ class SpectralShardedConv(SpectralShardedLayer):
         if self.padding_mode != "zeros":
             sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
             input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
-        conv = type(self).conv
-        kernel = self.v.view(self.num_terms, *self.weight_shape[1:])
-        hidden = conv(input, kernel, None, self.stride, padding, self.dilation)
-        return conv(hidden, self.scaled_u().view(*self.u.shape, *(1,) * len(self.kernel_size)), self.bias)
+        num_positions = input.numel() // (self.in_channels * math.prod(self.stride))  # of the output, but for the edges
+        if rebuilding_is_cheaper(num_positions, self.num_terms, self.u.shape[0], self.v.shape[1]):
+            return self._convolve(input, self.matrix(), self.bias, padding)
+        hidden = self._convolve(input, self.v, None, padding)
+        return pointwise(hidden, self.scaled_u(), self.bias, (1,) * len(self.kernel_size), type(self).conv)
+
+    def _convolve(self, input: Tensor, matrix: Tensor, bias: Tensor | None, padding: str | tuple[int, ...]) -> Tensor:
+        """The convolution of this layer with other outputs, one for each row of ``matrix``."""
+        conv, unpadded = type(self).conv, isinstance(padding, str) or not any(padding)
+        if unpadded and math.prod(self.kernel_size) == 1:
+            return pointwise(input, matrix, bias, self.stride, conv)
+        return conv(input, matrix.view(-1, *self.weight_shape[1:]), bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the layer."""

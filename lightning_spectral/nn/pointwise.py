@@ -45,8 +45,8 @@ def products_are_faster(num_values: int, num_positions: int) -> bool:
     """Whether one matrix product for each example beats a convolution, for channels-first memory on a CPU.
 
     A convolution repacks channels-first memory, which a product reads as it is; but each product packs the matrix
-    anew, which must be small. Measured for 64 to 512 channels at 16 to 196 positions: 1.3 to 2.5 times as fast where
-    this holds and 0.6 to 1 where not.
+    anew, which must be small. Measured for 64 to 512 channels at 16 to 196 positions: mostly 1 to 2.5 times as fast
+    where this holds, 0.6 to 1 where not.
 
     Args:
         num_values: Number of elements of the matrix.

@@ -106,12 +106,13 @@ class BlockUse:
         if issubclass(self.layer, SpectralShardedRecurrent):
             return num_terms * rows
         if self._is_rebuilt(call, num_terms):
-            return num_terms * rows + rows * columns * call.input_needs_grad
+            needs_weight = call.input_needs_grad or issubclass(self.layer, SpectralShardedConv)  # torch keeps it anyway
+            return num_terms * rows + rows * columns * needs_weight
         # the groups' factors v are joined into one kernel, which is a new tensor
         joined = num_terms * columns if issubclass(self.layer, SpectralShardedGroupedConv) else 0
         return num_terms * (rows + call.positions) + joined
 
     def _is_rebuilt(self, call: BlockCall, num_terms: int) -> bool:
-        if issubclass(self.layer, SpectralShardedConv | SpectralShardedGroupedConv):
+        if issubclass(self.layer, SpectralShardedGroupedConv):
             return False
         return rebuilding_is_cheaper(call.positions, num_terms, *self.block.shape)

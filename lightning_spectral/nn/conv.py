@@ -96,11 +96,20 @@ class SpectralShardedConv(SpectralShardedLayer):
         if self.padding_mode != "zeros":
             sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
             input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
-        num_positions = input.numel() // (self.in_channels * math.prod(self.stride))  # of the output, but for the edges
-        if rebuilding_is_cheaper(num_positions, self.num_terms, self.u.shape[0], self.v.shape[1]):
+        if rebuilding_is_cheaper(self._num_positions(input, padding), self.num_terms, self.u.shape[0], self.v.shape[1]):
             return self._convolve(input, self.matrix(), self.bias, padding)
         hidden = self._convolve(input, self.v, None, padding)
         return pointwise(hidden, self.scaled_u(), self.bias, (1,) * len(self.kernel_size), type(self).conv)
+
+    def _num_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
+        """Positions of the output, over the whole batch."""
+        sizes = input.shape[-len(self.kernel_size) :]
+        batch = input.numel() // (self.in_channels * math.prod(sizes))
+        if padding == "same":
+            return batch * math.prod(sizes)
+        sides = (0,) * len(sizes) if isinstance(padding, str) else padding
+        axes = zip(sizes, sides, self.dilation, self.kernel_size, self.stride, strict=True)
+        return batch * math.prod((size + 2 * side - d * (k - 1) - 1) // step + 1 for size, side, d, k, step in axes)
 
     def _convolve(self, input: Tensor, matrix: Tensor, bias: Tensor | None, padding: str | tuple[int, ...]) -> Tensor:
         """The convolution of this layer with other outputs, one for each row of ``matrix``."""

@@ -25,6 +25,8 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.federated.local_hooks import GradientClip, LocalHook, ProximalTerm
+from lightning_spectral.federated.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.module import FederatedModule
 from lightning_spectral.nn import (
     CostTable,
@@ -54,16 +56,23 @@ __all__ = [
     "Design",
     "DirichletPartitioner",
     "EffectiveLRClip",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
+    "FedYogi",
     "FederatedDataModule",
     "FederatedModule",
     "FrobeniusDecay",
+    "GradientClip",
     "IIDPartitioner",
     "JointDesign",
+    "LocalHook",
     "MinimumSupport",
     "NaturalPartitioner",
     "Partitioner",
     "PriSM",
+    "ProximalTerm",
     "RandomSystematic",
     "RoundCallback",
     "RoundError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.federated.local import LocalResult, Placement, train_locally
+from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
 from lightning_spectral.federated.participates import GradientWatch
 from lightning_spectral.federated.recorder import Recorder
@@ -48,6 +49,7 @@ class Engine:
         local_epochs: Passes over a client's data in a round.
         placement: Device and precision of local training.
         seed: The run's seed.
+        local_hooks: What acts on a client's gradients before each step, in this order.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Engine:
         local_epochs: int,
         placement: Placement,
         seed: int,
+        local_hooks: Sequence[LocalHook] = (),
     ) -> None:
         self.server = server
         self.algorithm = algorithm.prepare(server)
@@ -67,6 +70,7 @@ class Engine:
         self.local_epochs = local_epochs
         self.placement = placement
         self.seed = seed
+        self.local_hooks = tuple(local_hooks)
         self._make_sub_model = make_sub_model
         self._sub_models: dict[float, SubModel] = {}
         self._recorder = Recorder()
@@ -122,13 +126,15 @@ class Engine:
         with self._timed("train"), _blamed(task, "local training"), self._isolated_rng(task):
             sub_model.optimizer.start_client()
             self._recorder.start_client(sub_model.module)
+            module, optimizer = sub_model.module, sub_model.optimizer.optimizer
             result = train_locally(
-                sub_model.module,
-                sub_model.optimizer.optimizer,
+                module,
+                optimizer,
                 task.data,
                 local_epochs=self.local_epochs,
                 recorder=self._recorder,
                 placement=self.placement,
+                before_step=[hook.start_client(module, optimizer) for hook in self.local_hooks],
             )
         if watch is not None and result.num_steps > 0:
             watch.check(self.server)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -18,14 +18,22 @@ from lightning_spectral.checkpointing import check_checkpoint, settle_progress
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine
 from lightning_spectral.errors import check_is
+from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import check_optimizer
 from lightning_spectral.federated.metrics import round_metrics
 from lightning_spectral.federated.records import ClientTask, Download, RoundSummary
 from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.local_schedule import Schedule, read_optimizer
 from lightning_spectral.participation import UniformParticipation
+from lightning_spectral.precision import full_precision, unscaled
 from lightning_spectral.server_hooks import ServerHooks
-from lightning_spectral.setup_checks import check_module, check_stage, check_trainer
+from lightning_spectral.setup_checks import (
+    check_clipping,
+    check_module,
+    check_stage,
+    check_trainer,
+    warn_of_compiled_in_place,
+)
 from lightning_spectral.sub_models import make_engine
 from lightning_spectral.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 
@@ -44,7 +52,9 @@ class FederatedModule(ServerHooks):
         clients_per_round: Size of the cohort of each round, drawn uniformly.
         local_epochs: Passes over a client's own data in a round; 0 trains nothing.
         server_optimizer: From the server's parameters to the optimizer that steps once per round on the
-            pseudo-gradient; ``None`` for SGD with learning rate 1, which is plain averaging.
+            pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for SGD with learning rate 1, which is plain averaging.
+        local_hooks: What acts on the gradients of clients before each of their steps, one after another, e.g.
+            ``[ProximalTerm(0.01), GradientClip(1.0)]``.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
 
     Raises:
@@ -78,11 +88,13 @@ class FederatedModule(ServerHooks):
         clients_per_round: int,
         local_epochs: int = 1,
         server_optimizer: ServerOptimizer | None = None,
+        local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
     ) -> None:
         super().__init__()
         check_module(module)
         check_user_module(module)
+        warn_of_compiled_in_place(module)
         check_is("local_epochs", local_epochs, int)
         check_is("clients_per_round", clients_per_round, int)
         if local_epochs < 0:
@@ -90,8 +102,12 @@ class FederatedModule(ServerHooks):
         if server_optimizer is not None and not callable(server_optimizer):
             raise TypeError(
                 f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
-                "write lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
+                "leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
+                "lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
             )
+        check_is("local_hooks", local_hooks, Sequence)
+        for hook in local_hooks:
+            check_is("local_hooks", hook, LocalHook)
         self.automatic_optimization = False
         self.module = module
         self.algorithm: Algorithm[Any] = FedAvg() if algorithm is None else algorithm
@@ -100,10 +116,12 @@ class FederatedModule(ServerHooks):
         self.participation = UniformParticipation(clients_per_round)
         self.local_epochs = local_epochs
         self.server_optimizer = server_optimizer
+        self.local_hooks = tuple(local_hooks)
         self.seed = seed
         self.schedules: list[Schedule] = []
         self._engine: Engine | None = None
         self._download: Download | None = None
+        self._default_dtype = torch.get_default_dtype()
         self._finished_round = -1
         self._stop_after_round = False
         self.save_hyperparameters({"federation": self.configuration(), "user_module": dict(module.hparams)})
@@ -114,6 +132,8 @@ class FederatedModule(ServerHooks):
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
             "local_epochs": self.local_epochs,
+            "server_optimizer": _described(self.server_optimizer),
+            "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
         }
 
@@ -148,6 +168,7 @@ class FederatedModule(ServerHooks):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
+        check_clipping(self.trainer)  # here, because Lightning refuses it in other words before `setup`
         own = self.module.configure_callbacks()
         boundaries = [RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
         present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in self._trainer_callbacks()))
@@ -193,14 +214,14 @@ class FederatedModule(ServerHooks):
 
     def on_fit_start(self) -> None:
         """The user's hook; then the engine, on the device."""
+        self._default_dtype = torch.get_default_dtype()
         self.module.on_fit_start()
         self.module.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
         self._engine = make_engine(self, self.module, self.algorithm)
 
     def training_step(self, batch: ClientTask, batch_idx: int) -> None:
         """One client's local epochs, then `Aggregation`."""
-        # Lightning's precision context is around the whole step; a client enters it for its forward passes alone
-        with torch.autocast(self.device.type, enabled=False):
+        with full_precision(self.device, self._default_dtype):
             result = self.engine.train(batch, self.download)
             for callback in self._round_callbacks():
                 callback.on_client_end(self.trainer, self, batch, result)
@@ -215,7 +236,8 @@ class FederatedModule(ServerHooks):
         """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
         optimizers: Any = self.optimizers()
         server, local = optimizers
-        server.step()
+        with unscaled(self.trainer.precision_plugin):
+            server.step()
         self.module.zero_grad()  # of every parameter, also those that no optimizer has
         self._finished_round = summary.round_idx
         summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
@@ -276,3 +298,10 @@ class FederatedModule(ServerHooks):
         if not isinstance(data, FederatedDataModule):  # evaluating with a loader of one's own
             return self.configuration()
         return {**self.configuration(), "batch_size": data.batch_size, "partition": data.partition.fingerprint()}
+
+
+def _described(server_optimizer: ServerOptimizer | None) -> str:
+    """The server optimizer with its settings, as far as they can be seen: those of a function cannot."""
+    if server_optimizer is None or is_dataclass(server_optimizer):
+        return repr(server_optimizer)
+    return "a function, whose settings are not compared"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_spectral.data import FederatedDataModule
+from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.user_hooks import is_overridden
 
 
@@ -14,6 +16,11 @@ def check_module(module: Any) -> None:
     """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package."""
     if isinstance(module, pl.LightningModule):
         return
+    if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
+        raise TypeError(
+            "`module` is a compiled LightningModule, and clients train copies with other layers; compile what does the "
+            "work inside it: self.net = torch.compile(net)."
+        )
     kind = type(module)
     other_package = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
     remedy = (
@@ -25,6 +32,18 @@ def check_module(module: Any) -> None:
     raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
 
 
+def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
+    """Say which parts were compiled by ``part.compile()``, which copies do not take over."""
+    lost = [name or "itself" for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None)]
+    if lost:
+        warnings.warn(
+            f"{type(module).__name__}: clients train copies, which do not take over `compile()` in place "
+            f"({', '.join(lost)}) and run uncompiled; write self.net = torch.compile(net) instead.",
+            SpectralWarning,
+            stacklevel=3,
+        )
+
+
 def check_stage(stage: str, module: pl.LightningModule) -> None:
     """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
     step = {"validate": "validation_step", "test": "test_step"}.get(stage)
@@ -33,13 +52,22 @@ def check_stage(stage: str, module: pl.LightningModule) -> None:
         raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`, which is not there; define it.")
 
 
+def check_clipping(trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it sees the server's alone."""
+    if trainer.state.fn == "fit" and trainer.gradient_clip_val:
+        raise ValueError(
+            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` would not reach the gradients of clients; give "
+            f"FederatedModule(..., local_hooks=[GradientClip({trainer.gradient_clip_val})]) instead, which clips by "
+            "norm in every local step."
+        )
+
+
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what a fit cannot do.
 
     Raises:
         TypeError: If the data does not come from a `FederatedDataModule`.
-        ValueError: If there are several processes, gradients are scaled, or there is no ``validation_step`` for the
-            validation data.
+        ValueError: If there are several processes, or there is no ``validation_step`` for the validation data.
     """
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:
@@ -55,7 +83,5 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     if trainer.world_size > 1:
         raise ValueError(f"Clients run in one process here, got a world size of {trainer.world_size}; use devices=1.")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ValueError('precision="16-mixed" scales gradients, which local steps do not; use "bf16-mixed".')
     if datamodule.val is not None and not is_overridden(module, "validation_step"):
         raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")

@@ -34,6 +34,7 @@ def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: A
         local_epochs=owner.local_epochs,
         placement=_placement(owner),
         seed=owner.seed,
+        local_hooks=owner.local_hooks,
     )
 
 
@@ -48,7 +49,8 @@ def copy_detached(owner: FederatedModule, make_copy: Callable[[pl.LightningModul
 def _placement(owner: FederatedModule) -> Placement:
     precision = owner.trainer.precision_plugin
     moves = owner.device.type != "cpu" or is_overridden(owner.module, "transfer_batch_to_device")
-    return Placement(owner.device, precision.convert_input, precision.train_step_context, moves)
+    scaler = getattr(precision, "scaler", None)
+    return Placement(owner.device, precision.convert_input, precision.train_step_context, moves, scaler)
 
 
 def _make_sub_model(

@@ -19,7 +19,7 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
         "optimizer_zero_grad": "local steps call `optimizer.zero_grad()`; remove the override",
         "backward": "local steps call `loss.backward()`; put what it does into `on_after_backward`",
         "lr_scheduler_step": "schedulers step once per round; remove the override",
-        "configure_gradient_clipping": "clip in `on_before_optimizer_step` instead",
+        "configure_gradient_clipping": "give `local_hooks=[GradientClip(...)]`, or clip in `on_before_optimizer_step`",
         "configure_model": "sub-models are made from the finished module; build its layers in `__init__`",
         "configure_sharded_model": "sub-models are made from the finished module; build its layers in `__init__`",
         "train_dataloader": "clients' data comes from FederatedDataModule(train, partitioner)",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.keep_ratios import KeepRatio, assign_keep_ratios, check_keep_ratios
@@ -47,6 +48,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling;
             for PriSM successive sampling, the rule of its paper).
         clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
+            Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
             ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.
         exclude: Shell-style patterns of layer names that stay dense.
@@ -141,7 +143,15 @@ class SpectralSharding(Algorithm[SpectralRound]):
         return replace(self, plan=report, exclude=(), split={}, keep_first_and_last_dense=True)
 
     def check_optimizer(self, template: Optimizer) -> None:
-        """Say where the optimizer's weight decay goes."""
+        """Say where the optimizer's weight decay goes, and which optimizers undo the clip."""
+        if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
+            warnings.warn(
+                f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, which is exact for "
+                f"SGD, with or without momentum; {type(template).__name__} rescales gradients by their own history, "
+                "which undoes it. Use SGD, or clip_tau=float('inf') to do without.",
+                SpectralWarning,
+                stacklevel=2,
+            )
         if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
             listed = ", ".join(f"{decay:g}" for decay in decays)
             warnings.warn(

@@ -101,9 +101,10 @@ def _accumulate(
     entries: dict[str, _Entry], name: str, value: Tensor | float, weight: float, prog_bar: bool, logger: bool
 ) -> None:
     """Add a weighted value; a tensor of several is its mean, as Lightning reduces it."""
-    value = torch.as_tensor(value).detach()
+    # a number keeps its digits also where half precision is the default type
+    value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     value = value if value.ndim == 0 else value.float().mean()
     if name not in entries:
-        entries[name] = _Entry(torch.zeros((), device=value.device), 0.0, prog_bar, logger)
+        entries[name] = _Entry(torch.zeros((), dtype=torch.float64, device=value.device), 0.0, prog_bar, logger)
     entries[name].total.add_(value, alpha=weight)
     entries[name].weight += weight

@@ -1,5 +1,7 @@
 import copy
 import math
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -238,3 +240,27 @@ def test_bytes_are_those_of_the_tensors_that_travel() -> None:
     assert download.num_bytes == 4 * (dense + factors + 4 + 5) + 8  # omega; num_batches_tracked is int64
     upload = algorithm.collect(state, client, 1)
     assert upload.num_bytes == 4 * (dense + factors)
+
+
+SLOPE = [torch.nn.Parameter(torch.ones(1))]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clip_tau", "num_warnings"),
+    [
+        (torch.optim.SGD(SLOPE, lr=0.1), 10.0, 0),
+        (torch.optim.SGD(SLOPE, lr=0.1, momentum=0.9, nesterov=True), 10.0, 0),
+        (torch.optim.Adam(SLOPE), 10.0, 1),
+        (torch.optim.AdamW(SLOPE, weight_decay=0.0), 10.0, 1),
+        (torch.optim.Adagrad(SLOPE), 2.0, 1),
+        (torch.optim.Adam(SLOPE), float("inf"), 0),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.optim.Optimizer) else str(value),
+)
+def test_optimizers_that_undo_the_clip_are_said_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer)
+    said = [str(warning.message) for warning in caught if warning.category is ls.SpectralWarning]
+    assert len(said) == num_warnings
+    assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)

@@ -1,0 +1,131 @@
+"""What acts on a client's gradients in every local step, between the backward pass and the optimizer."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+BeforeStep = Callable[[], None]
+
+
+class LocalHook(ABC):
+    """The contract: started once per client, then called before every step.
+
+    A hook is a choice the user makes: a frozen dataclass without state, whose ``repr`` goes into checkpoints. What
+    belongs to one client lives in what `start_client` returns.
+    """
+
+    @abstractmethod
+    def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
+        """Look at a client before it trains, and return what to do before each of its steps.
+
+        That is called without arguments after ``on_before_optimizer_step`` of the user's module: gradients are there,
+        unscaled; Frobenius decay and `EffectiveLRClip` act afterwards. It must not read a tensor's value, which would
+        wait for the device.
+
+        Args:
+            module: The sub-model; it holds what the client was sent.
+            optimizer: Steps its parameters.
+        """
+
+
+@dataclass(frozen=True)
+class ProximalTerm(LocalHook):
+    r"""FedProx: pulls a client's parameters towards what the client was sent.
+
+    Adds the gradient :math:`\mu (w - w_0)` of :math:`\frac{\mu}{2}\|w - w_0\|^2` to that of the loss. Here w are the
+    parameters that the client's optimizer steps. Of a sharded layer these are the factors u and v, each pulled
+    towards its own start: a bound on the change of the factors, not of the weight that they make.
+    A parameter without a gradient in a step is left alone in that step, as the optimizer does.
+
+    Args:
+        mu: Strength, in units of loss per squared parameter, at least 0.
+
+    Raises:
+        ValueError: If ``mu`` is negative or not finite.
+
+    Reference:
+        Li et al. (2020), Federated optimization in heterogeneous networks, equation (2).
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> before_step = ProximalTerm(mu=0.5).start_client(model, optimizer)
+        >>> model.weight.grad = torch.zeros(1, 1)
+        >>> _ = model.weight.data.add_(2.0)  # as a step would
+        >>> before_step()
+        >>> model.weight.grad
+        tensor([[1.]])
+    """
+
+    mu: float
+
+    def __post_init__(self) -> None:
+        if not (self.mu >= 0.0 and math.isfinite(self.mu)):
+            raise ValueError(f"`mu` must be finite and at least 0, got {self.mu!r}.")
+
+    def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
+        """Remember where the client starts: one copy of what it trains."""
+        # an optimizer that maximises turns the sign of gradients round
+        signs = [-self.mu if group.get("maximize") else self.mu for group in optimizer.param_groups]
+        groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        starts = [[p.detach().clone() for p in group] for group in groups]
+
+        @torch.no_grad()
+        def pull() -> None:
+            for mu, parameters, start in zip(signs, groups, starts, strict=True):
+                _pull(parameters, start, mu)
+
+        return pull
+
+
+def _pull(parameters: list[nn.Parameter], start: list[Tensor], mu: float) -> None:
+    moved = [(p, p.grad, before) for p, before in zip(parameters, start, strict=True) if p.grad is not None]
+    if not moved:
+        return
+    now, gradients, before = (list(column) for column in zip(*moved, strict=True))
+    torch._foreach_add_(gradients, torch._foreach_sub(now, before), alpha=mu)
+
+
+@dataclass(frozen=True)
+class GradientClip(LocalHook):
+    """Scales a client's gradients so that their joint Euclidean norm is at most ``max_norm``.
+
+    All parameters that the client's optimizer steps count together: the factors of sharded layers and what is dense.
+    Weight decay is not part of the norm, as in a plain ``Trainer(gradient_clip_val=max_norm)``.
+
+    Args:
+        max_norm: Largest norm, positive.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> before_step = GradientClip(1.0).start_client(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> before_step()
+        >>> model.weight.grad
+        tensor([[0.6000, 0.8000]])
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0.0:
+            raise ValueError(f"`max_norm` must be positive, got {self.max_norm!r}; leave the hook out to clip nothing.")
+
+    def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
+        """Nothing is remembered."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def clip() -> None:
+            nn.utils.clip_grad_norm_(parameters, self.max_norm)
+
+        return clip

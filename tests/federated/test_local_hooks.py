@@ -1,0 +1,144 @@
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+import lightning_spectral as ls
+
+
+def small_net() -> nn.Module:
+    """A sharded and a dense layer, float64."""
+    torch.manual_seed(0)
+    sharded = ls.SpectralShardedLinear(4, 5, num_terms=2)
+    sharded.load_terms(torch.randn(5, 2), torch.randn(2, 4), torch.tensor([1.0, 6.0]))
+    return nn.Sequential(sharded, nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+@pytest.fixture(autouse=True)
+def _own_draws() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def loss_of(net: nn.Module) -> torch.Tensor:
+    return net(torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(3, 4)).square().sum()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_proximal_term_is_the_gradient_of_half_mu_times_the_squared_distance(maximize: bool) -> None:
+    net = small_net()
+    written_out, start = copy.deepcopy(net), copy.deepcopy(net)
+    sign = -1.0 if maximize else 1.0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, maximize=maximize)
+    expected = torch.optim.SGD(written_out.parameters(), lr=0.01, momentum=0.9, maximize=maximize)
+    before_step = ls.ProximalTerm(mu=0.7).start_client(net, optimizer)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        before_step()
+        optimizer.step()
+
+        expected.zero_grad()
+        pairs = zip(written_out.parameters(), start.parameters(), strict=True)
+        distance = sum((p - p0.detach()).square().sum() for p, p0 in pairs)
+        (loss_of(written_out) + sign * 0.35 * distance).backward()
+        expected.step()
+    for ours, theirs in zip(net.parameters(), written_out.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # sums in another order, float64
+
+
+def test_the_proximal_term_leaves_what_has_no_gradient_alone() -> None:
+    net = nn.Linear(2, 1)
+    before_step = ls.ProximalTerm(mu=1.0).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    net.weight.grad = torch.zeros_like(net.weight)
+    with torch.no_grad():
+        net.bias.add_(1.0)
+    before_step()
+    assert net.bias.grad is None
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(max_norm: float) -> None:
+    net = small_net()
+    loss_of(net).backward()
+    before = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    ls.GradientClip(max_norm).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))()
+    after = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    norm = before.square().sum().sqrt()
+    # torch divides by the norm plus 1e-6
+    torch.testing.assert_close(after, before * min(1.0, max_norm / (float(norm) + 1e-6)), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.ProximalTerm(-1.0), "`mu` must be finite and at least 0, got -1.0"),
+        (lambda: ls.ProximalTerm(float("inf")), "`mu` must be finite"),
+        (lambda: ls.GradientClip(0.0), "`max_norm` must be positive, got 0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, clip_tau=2.0)]
+
+
+def trained(kind: Any, data: Any, quiet: dict[str, Any], algorithm: Any, **options: Any) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = kind()
+    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=4, local_epochs=1, **options)
+    pl.Trainer(max_epochs=3, **quiet).fit(model, data)
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
+class TestInRounds:
+    def test_fedprox_is_the_penalty_in_every_clients_loss(
+        self, algorithm: Any, lit_mlp: Any, data: Any, quiet: Any
+    ) -> None:
+        class Penalised(lit_mlp):  # type: ignore[misc]
+            def on_train_epoch_start(self) -> None:
+                self.start = [p.detach().clone() for p in self.parameters()]  # one local epoch: what was sent
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                distance = sum((p - s).square().sum() for p, s in zip(self.parameters(), self.start, strict=True))
+                return super().training_step(batch, batch_idx) + 0.5 * distance
+
+        ours = trained(lit_mlp, data, quiet, algorithm, local_hooks=[ls.ProximalTerm(mu=1.0)])
+        # float32, three rounds of three steps on weights of order one
+        torch.testing.assert_close(ours, trained(Penalised, data, quiet, algorithm), rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(ours, trained(lit_mlp, data, quiet, algorithm), rtol=1e-2)
+
+    def test_clipping_is_that_of_the_users_own_hook(self, algorithm: Any, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        class Clipped(lit_mlp):  # type: ignore[misc]
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                own = [p for group in optimizer.param_groups for p in group["params"]]  # in the order of the sum
+                nn.utils.clip_grad_norm_(own, 0.1)
+
+        ours = trained(lit_mlp, data, quiet, algorithm, local_hooks=[ls.GradientClip(0.1)])
+        assert torch.equal(ours, trained(Clipped, data, quiet, algorithm))
+        assert not torch.equal(ours, trained(lit_mlp, data, quiet, algorithm))
+
+    def test_hooks_act_in_the_order_given(self, algorithm: Any, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        hooks = [ls.ProximalTerm(mu=5.0), ls.GradientClip(0.1)]
+        one = trained(lit_mlp, data, quiet, algorithm, local_hooks=hooks)
+        assert not torch.equal(one, trained(lit_mlp, data, quiet, algorithm, local_hooks=hooks[::-1]))
+
+
+def test_the_trainers_own_clipping_points_to_ours(lit: Any, data: Any, quiet: Any) -> None:
+    trainer = pl.Trainer(max_epochs=1, gradient_clip_val=0.5, **quiet)
+    with pytest.raises(ValueError, match=r"local_hooks=\[GradientClip\(0\.5\)\]"):
+        trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
+    trainer.validate(ls.FederatedModule(lit, clients_per_round=2), data, verbose=False)
+
+
+@pytest.mark.parametrize("hooks", [ls.GradientClip(1.0), [ls.GradientClip], ["clip"]])
+def test_what_is_no_list_of_hooks_is_refused(hooks: Any, lit: Any) -> None:
+    with pytest.raises(TypeError, match="`local_hooks` must be an instance of"):
+        ls.FederatedModule(lit, clients_per_round=2, local_hooks=hooks)

@@ -1,0 +1,200 @@
+"""The recursions of Reddi et al. (2021), Algorithm 2, written out number by number."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lightning_spectral as ls
+
+ADAPTIVE: list[Any] = [
+    ls.FedAdagrad(lr=0.3, momentum=0.5, tau=0.2),
+    ls.FedAdagrad(lr=0.3, tau=1e-3),
+    ls.FedAdam(lr=0.2, betas=(0.8, 0.7), tau=0.1),
+    ls.FedAdam(),
+    ls.FedYogi(lr=0.2, betas=(0.8, 0.7), tau=0.1),
+    ls.FedYogi(),
+]
+ALL: list[Any] = [ls.FedAvgM(lr=0.5, momentum=0.6), ADAPTIVE[0], ADAPTIVE[2], ADAPTIVE[4]]
+
+SECOND_MOMENT: dict[type, Callable[[float, float, float], float]] = {
+    ls.FedAdagrad: lambda v, delta, beta: v + delta**2,
+    ls.FedYogi: lambda v, delta, beta: v - (1 - beta) * delta**2 * float(np.sign(v - delta**2)),
+    ls.FedAdam: lambda v, delta, beta: beta * v + (1 - beta) * delta**2,
+}
+
+
+def oracle(choice: Any, start: float, deltas: list[float]) -> float:
+    """Where one weight ends after the mean changes of some rounds."""
+    if isinstance(choice, ls.FedAvgM):
+        velocity = 0.0
+        for delta in deltas:
+            velocity = choice.momentum * velocity + delta
+            start += choice.lr * velocity
+        return start
+    beta1, beta2 = (choice.momentum, 0.0) if isinstance(choice, ls.FedAdagrad) else choice.betas
+    m, v, x = 0.0, choice.tau**2, start
+    for delta in deltas:
+        m = beta1 * m + (1 - beta1) * delta
+        v = SECOND_MOMENT[type(choice)](v, delta, beta2)
+        x = x + choice.lr * m / (np.sqrt(v) + choice.tau)
+    return x
+
+
+@pytest.mark.parametrize("choice", [ls.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
+def test_steps_are_those_of_the_papers_recursion(choice: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 2), (4,), ()]
+    parameters = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+    deltas = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(6)]
+    for parameter in deltas[3]:
+        parameter.zero_()  # a round in which nothing changed
+    start = nn.utils.parameters_to_vector(parameters).detach()
+    optimizer = choice(parameters)
+    for change in deltas:
+        for parameter, delta in zip(parameters, change, strict=True):
+            parameter.grad = -delta
+        optimizer.step()
+    per_weight = torch.stack([nn.utils.parameters_to_vector(change) for change in deltas]).T.tolist()
+    expected = [oracle(choice, x, d) for x, d in zip(start.tolist(), per_weight, strict=True)]
+    # six steps of a few operations in float64 each, on numbers of order one
+    torch.testing.assert_close(
+        nn.utils.parameters_to_vector(parameters).detach(),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-13,
+        atol=1e-13,
+    )
+
+
+@pytest.mark.parametrize("choice", ALL, ids=repr)
+def test_a_weight_without_pseudo_gradient_stays(choice: Any) -> None:
+    moved, kept = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    moved.grad = torch.ones(2)
+    choice([moved, kept]).step()
+    assert torch.equal(kept, torch.ones(2))
+    assert not torch.equal(moved, torch.ones(2))
+
+
+@pytest.mark.parametrize("choice", ALL, ids=repr)
+def test_groups_keep_their_own_learning_rate(choice: Any) -> None:
+    fast, slow = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = choice([{"params": [fast]}, {"params": [slow], "lr": choice.lr / 2}])
+    for parameter in (fast, slow):
+        parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert torch.equal(fast, 2 * slow)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
+        (lambda: ls.FedAvgM(momentum=1.0), "`momentum` must be in"),
+        (lambda: ls.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
+        (lambda: ls.FedAdagrad(lr=float("nan")), "`lr` must be positive and finite, got nan"),
+        (lambda: ls.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
+        (lambda: ls.FedYogi(tau=float("inf")), "`tau` must be positive and finite, got inf"),
+        (lambda: ls.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+class LitLine(pl.LightningModule):
+    """Everyone with one full batch and one step of learning rate 0.1: the mean change is -0.1 times a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return (self.line(x).squeeze(1) - y.float()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("choice", ALL, ids=repr)
+def test_the_server_steps_on_the_mean_change_of_the_clients(choice: Any, toy: Any, quiet: dict[str, Any]) -> None:
+    module = LitLine().double()
+    central = copy.deepcopy(module)
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4), batch_size=1000)
+    model = ls.FederatedModule(module, clients_per_round=4, server_optimizer=choice)
+    pl.Trainer(max_epochs=3, precision="64-true", **quiet).fit(model, data)
+
+    batch = [toy.tensors[0].double(), toy.tensors[1]]
+    deltas: list[torch.Tensor] = []
+    start = nn.utils.parameters_to_vector(central.parameters()).detach().clone()
+    for _ in range(3):
+        central.zero_grad()
+        central.training_step(batch, 0).backward()
+        deltas.append(-0.1 * nn.utils.parameters_to_vector(p.grad for p in central.parameters() if p.grad is not None))
+        per_weight = torch.stack(deltas).T.tolist()
+        now = [oracle(choice, x, d) for x, d in zip(start.tolist(), per_weight, strict=True)]
+        nn.utils.vector_to_parameters(torch.tensor(now, dtype=torch.float64), central.parameters())
+    weights = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in (module, central)]
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)  # float64 all the way
+
+
+class TestResume:
+    def fit(self, lit_mlp: Any, data: Any, quiet: Any, rounds: int, ckpt: Path | None = None, **options: Any) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module = lit_mlp()
+        trainer = pl.Trainer(max_epochs=rounds, **quiet)
+        settings = {"algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), "clients_per_round": 4}
+        trainer.fit(ls.FederatedModule(module, **{**settings, **options}), data, ckpt_path=ckpt)
+        return module, trainer
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+    @pytest.mark.parametrize("choice", ALL, ids=repr)
+    def test_resumed_run_equals_the_uninterrupted_one(
+        self, choice: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        options = {"server_optimizer": choice, "local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.5)]}
+        whole, _ = self.fit(lit_mlp, data, quiet, 4, **options)
+        _, trainer = self.fit(lit_mlp, data, quiet, 2, **options)
+        trainer.save_checkpoint(tmp_path / "2.ckpt")
+        resumed, _ = self.fit(lit_mlp, data, quiet, 4, tmp_path / "2.ckpt", **options)
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+    @pytest.mark.parametrize(
+        ("then", "now", "named"),
+        [
+            (
+                {"server_optimizer": ls.FedAdam(lr=0.1)},
+                {"server_optimizer": ls.FedAdam(lr=0.2)},
+                "server_optimizer: 'FedAdam.lr=0.1, .* in the checkpoint, 'FedAdam.lr=0.2",
+            ),
+            ({}, {"server_optimizer": ls.FedAvgM()}, "server_optimizer: 'None' in the checkpoint, 'FedAvgM"),
+            (
+                {"local_hooks": [ls.ProximalTerm(0.1)]},
+                {"local_hooks": [ls.ProximalTerm(0.2)]},
+                "local_hooks: '.ProximalTerm.mu=0.1",
+            ),
+        ],
+    )
+    def test_other_settings_are_refused(
+        self, then: Any, now: Any, named: str, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        _, trainer = self.fit(lit_mlp, data, quiet, 1, **then)
+        trainer.save_checkpoint(tmp_path / "1.ckpt")
+        with pytest.raises(ValueError, match=f"another configuration(.|\n)*{named}"):
+            self.fit(lit_mlp, data, quiet, 2, tmp_path / "1.ckpt", **now)
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+    def test_of_functions_nothing_is_compared(self, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
+        _, trainer = self.fit(lit_mlp, data, quiet, 1, server_optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+        trainer.save_checkpoint(tmp_path / "1.ckpt")
+        again = lambda p: torch.optim.SGD(p, lr=0.5)  # noqa: E731
+        _, trainer = self.fit(lit_mlp, data, quiet, 2, tmp_path / "1.ckpt", server_optimizer=again)
+        assert trainer.global_step == 2

@@ -1,0 +1,106 @@
+"""A compiled part of the user's module stays compiled: clients are new values in the same parameters."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+
+class LitCompiled(pl.LightningModule):
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__()
+        net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+        self.net = torch.compile(net, backend="aot_eager") if compiled else net
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class CountGraphs(ls.RoundCallback):
+    """Number of compiled graphs after each client, and the keep ratios so far."""
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []
+        self.ratios: list[float] = []
+
+    def on_client_end(self, trainer: Any, pl_module: Any, task: Any, result: Any) -> None:
+        self.graphs.append(counters["stats"]["unique_graphs"])
+        self.ratios.append(pl_module.download.keep_ratio)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def run(toy: TensorDataset, quiet: Any, algorithm: Any, batch_size: int, compiled: bool = True) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = LitCompiled(compiled)
+    count = CountGraphs()
+    model = ls.FederatedModule(
+        module, algorithm=algorithm, clients_per_round=4, local_epochs=2, local_hooks=[ls.GradientClip(1.0)]
+    )
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), batch_size=batch_size)
+    pl.Trainer(max_epochs=3, callbacks=[count], **quiet).fit(model, data)
+    return module, count
+
+
+def spectral(keep_ratio: Any) -> ls.SpectralSharding:
+    return ls.SpectralSharding(keep_ratio=keep_ratio)
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])
+def test_later_clients_and_rounds_recompile_nothing(algorithm: Any, toy: TensorDataset, quiet: Any) -> None:
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        _, count = run(toy, quiet, algorithm, batch_size=5)
+    assert count.graphs == [1] * 12
+
+
+def test_every_keep_ratio_has_one_graph(toy: TensorDataset, quiet: Any) -> None:
+    _, count = run(toy, quiet, spectral({0.3: 0.5, 0.6: 0.5}), batch_size=5)
+    assert count.graphs == [len(set(count.ratios[: i + 1])) for i in range(12)]
+    assert count.graphs[-1] == 2
+
+
+def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDataset, quiet: Any) -> None:
+    _, count = run(toy, quiet, ls.FedAvg(), batch_size=4)  # 10 examples: 4, 4, 2
+    assert count.graphs == [2] * 12
+
+
+# all terms: which ones are drawn depends on names of layers, and `torch.compile` adds to them
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(1.0)], ids=["dense", "spectral"])
+def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: TensorDataset, quiet: Any) -> None:
+    compiled, _ = run(toy, quiet, algorithm, batch_size=5)
+    plain, _ = run(toy, quiet, algorithm, batch_size=5, compiled=False)
+    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32; same operations, maybe other order
+
+
+def test_compiling_in_place_is_lost_and_said() -> None:
+    module = LitCompiled(compiled=False)
+    module.net.compile(backend="aot_eager")
+    with pytest.warns(ls.SpectralWarning, match=r"do not take over `compile\(\)` in place \(net\)"):
+        ls.FederatedModule(module, clients_per_round=2)
+
+
+def test_a_compiled_lightning_module_is_refused_with_the_remedy() -> None:
+    compiled: Any = torch.compile(LitCompiled(compiled=False), backend="aot_eager")
+    with pytest.raises(TypeError, match=r"self\.net = torch\.compile\(net\)"):
+        ls.FederatedModule(compiled, clients_per_round=2)

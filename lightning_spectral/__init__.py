@@ -25,6 +25,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.estimate import RunEstimate, estimate
 from lightning_spectral.federated.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.federated.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.module import FederatedModule
@@ -78,6 +79,7 @@ __all__ = [
     "RoundError",
     "RoundHistory",
     "RoundProgressBar",
+    "RunEstimate",
     "SVDRefresh",
     "Scaled",
     "Schatten",
@@ -96,6 +98,7 @@ __all__ = [
     "Unbiased",
     "UpdateAlignment",
     "cost_table",
+    "estimate",
     "keep_ratio_for",
     "replace_layers",
     "validate",

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
-from lightning_spectral.federated.local import LocalResult, Placement, train_locally
+from lightning_spectral.federated.local import LocalResult, Placement
 from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
+from lightning_spectral.federated.local_trainer import LocalTrainer
 from lightning_spectral.federated.participates import GradientWatch
 from lightning_spectral.federated.recorder import Recorder
 from lightning_spectral.federated.records import ClientOutcome, ClientTask, Cohort, Download, RoundSummary
 from lightning_spectral.federated.rng import derived_seed, isolated_rng
 
-STAGES = ("refresh", "sample", "train", "aggregate")
+STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +32,11 @@ class SubModel:
 
     Attributes:
         module: A copy of the user's module whose ``log`` is the engine's recorder.
-        optimizer: The user's optimizer over it.
+        optimizers: The user's optimizers over it; one, but for modules that optimise manually.
     """
 
     module: Any
-    optimizer: LocalOptimizer
+    optimizers: tuple[LocalOptimizer, ...]
 
 
 class Engine:
@@ -46,10 +47,12 @@ class Engine:
         algorithm: What travels.
         keep_ratios: Keep ratio of every client, shape ``(num_clients,)``.
         make_sub_model: From a keep ratio and the recorder of what clients log to a sub-model.
+        local_trainer: Runs a client's local epochs.
         local_epochs: Passes over a client's data in a round.
         placement: Device and precision of local training.
         seed: The run's seed.
         local_hooks: What acts on a client's gradients before each step, in this order.
+        profile: Entered around each stage, by its name in `STAGES`.
     """
 
     def __init__(
@@ -59,18 +62,22 @@ class Engine:
         *,
         keep_ratios: Tensor,
         make_sub_model: Callable[[float, Recorder], SubModel],
+        local_trainer: LocalTrainer,
         local_epochs: int,
         placement: Placement,
         seed: int,
         local_hooks: Sequence[LocalHook] = (),
+        profile: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.server = server
         self.algorithm = algorithm.prepare(server)
         self.keep_ratios = keep_ratios
+        self.local_trainer = local_trainer
         self.local_epochs = local_epochs
         self.placement = placement
         self.seed = seed
         self.local_hooks = tuple(local_hooks)
+        self._profile = profile
         self._make_sub_model = make_sub_model
         self._sub_models: dict[float, SubModel] = {}
         self._recorder = Recorder()
@@ -111,6 +118,7 @@ class Engine:
         with self._timed("sample"), _blamed(task, "sampling"):
             key = (self.seed, task.round_idx, task.client_id)
             download = self.algorithm.sample(self._round, keep_ratio, key)
+        with self._timed("load"), _blamed(task, "loading"):
             self.algorithm.load(self.sub_model(keep_ratio).module, download)
         return download
 
@@ -124,17 +132,17 @@ class Engine:
         sub_model = self.sub_model(download.keep_ratio)
         watch = None if self._participation_checked else GradientWatch(self.algorithm.watched(sub_model.module))
         with self._timed("train"), _blamed(task, "local training"), self._isolated_rng(task):
-            sub_model.optimizer.start_client()
+            for local in sub_model.optimizers:
+                local.start_client()
             self._recorder.start_client(sub_model.module)
-            module, optimizer = sub_model.module, sub_model.optimizer.optimizer
-            result = train_locally(
-                module,
-                optimizer,
-                task.data,
+            result = self.local_trainer.train(
+                sub_model.module,
+                [local.optimizer for local in sub_model.optimizers],
+                task,
                 local_epochs=self.local_epochs,
                 recorder=self._recorder,
                 placement=self.placement,
-                before_step=[hook.start_client(module, optimizer) for hook in self.local_hooks],
+                local_hooks=self.local_hooks,
             )
         if watch is not None and result.num_steps > 0:
             watch.check(self.server)
@@ -178,7 +186,7 @@ class Engine:
                 f"Round {round_idx}: no client returned a finite update (clients {ids}); the server's weights are "
                 "unchanged. Lower the learning rate, or clip (`clip_tau`), and look at these clients' data."
             )
-        with self._timed("aggregate"):
+        with self._timed("apply"):
             self.algorithm.apply(self.server, self._round)
         diagnostics = self.algorithm.diagnostics(self._round)
         self._round = None
@@ -203,7 +211,8 @@ class Engine:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self._profile(stage):
+            yield
         self._seconds[stage] += time.perf_counter() - start
 
 

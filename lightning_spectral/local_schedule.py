@@ -59,46 +59,52 @@ class Schedule:
             )
 
 
-def read_optimizer(configured: Any, owner: str) -> tuple[Optimizer, list[Schedule]]:
-    """What a user's ``configure_optimizers`` returned, in any of the forms with one optimizer.
+def read_optimizers(configured: Any, owner: str, *, several: bool = False) -> tuple[list[Optimizer], list[Schedule]]:
+    """What a user's ``configure_optimizers`` returned, in any of its forms.
 
     Args:
-        configured: An optimizer; ``[optimizer]``; ``([optimizer], [scheduler])``; ``{"optimizer": ..., "lr_scheduler":
-            ...}``, or a list of one such dictionary.
+        configured: An optimizer; a sequence of them; ``([optimizer], [scheduler])``; ``{"optimizer": ...,
+            "lr_scheduler": ...}``, or a sequence of such dictionaries.
         owner: Name of the user's class, for errors.
+        several: Whether there may be more than one optimizer.
 
     Raises:
-        ValueError: If there is no optimizer, or more than one.
+        ValueError: If there is no optimizer, or more than one where there may not be several.
 
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        >>> _, schedules = read_optimizer({"optimizer": optimizer, "lr_scheduler": None}, "LitModel")
+        >>> _, schedules = read_optimizers({"optimizer": optimizer, "lr_scheduler": None}, "LitModel")
         >>> schedules
         []
     """
-    optimizers, schedulers, monitor = _parts(configured)
-    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
+    optimizers, schedulers = _parts(configured)
+    right_number = len(optimizers) >= 1 if several else len(optimizers) == 1
+    if not right_number or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        number = "torch optimizers" if several else "one torch optimizer"
+        more = '; several need manual optimisation and FederatedModule(client_engine="trainer")'
         raise ValueError(
-            f"{owner}.configure_optimizers must return one torch optimizer, got {len(optimizers)} "
-            f"({', '.join(type(o).__name__ for o in optimizers)}); clients train with a single one."
+            f"{owner}.configure_optimizers must return {number}, got {len(optimizers)} "
+            f"({', '.join(type(o).__name__ for o in optimizers)}){'' if several else more}."
         )
-    return optimizers[0], [_schedule(s, monitor) for s in schedulers if s is not None]
+    return optimizers, [_schedule(s, monitor) for s, monitor in schedulers if s is not None]
 
 
-def _parts(configured: Any) -> tuple[list[Any], list[Any], str | None]:
+def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
+    """Optimizers, and schedulers with the metric that each may monitor."""
     if isinstance(configured, Mapping):
         if "optimizer" not in configured:
             raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {list(configured)}.")
-        return [configured["optimizer"]], [configured.get("lr_scheduler")], configured.get("monitor")
+        return [configured["optimizer"]], [(configured.get("lr_scheduler"), configured.get("monitor"))]
     if not isinstance(configured, Sequence):
-        return [] if configured is None else [configured], [], None
-    if len(configured) == 1 and isinstance(configured[0], Mapping):
-        return _parts(configured[0])
+        return [] if configured is None else [configured], []
+    if configured and all(isinstance(one, Mapping) for one in configured):
+        parts = [_parts(one) for one in configured]
+        return [o for optimizers, _ in parts for o in optimizers], [s for _, schedulers in parts for s in schedulers]
     if len(configured) == 2 and isinstance(configured[0], Sequence):
-        schedulers = configured[1]
-        return list(configured[0]), list(schedulers) if isinstance(schedulers, Sequence) else [schedulers], None
-    return list(configured), [], None
+        schedulers = configured[1] if isinstance(configured[1], Sequence) else [configured[1]]
+        return list(configured[0]), [(scheduler, None) for scheduler in schedulers]
+    return list(configured), []
 
 
 def _schedule(scheduler: Any, monitor: str | None) -> Schedule:

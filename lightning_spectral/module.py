@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,18 +14,19 @@ from torch.optim import SGD, Optimizer
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.callbacks import Aggregation, RoundsAsSteps, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.callbacks.round_callback import RoundCallback
+from lightning_spectral.callbacks.stages import RoundStages, stage_profile
 from lightning_spectral.checkpointing import check_checkpoint, settle_progress
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine
 from lightning_spectral.errors import check_is
 from lightning_spectral.federated.local_hooks import LocalHook
-from lightning_spectral.federated.local_optimizer import check_optimizer
+from lightning_spectral.federated.local_optimizer import check_optimizer, trainable_parameters
 from lightning_spectral.federated.metrics import round_metrics
 from lightning_spectral.federated.records import ClientTask, Download, RoundSummary
 from lightning_spectral.federated.rng import derived_generator
-from lightning_spectral.local_schedule import Schedule, read_optimizer
+from lightning_spectral.local_schedule import Schedule, read_optimizers
 from lightning_spectral.participation import UniformParticipation
-from lightning_spectral.precision import full_precision, unscaled
+from lightning_spectral.precision import full_precision, scaled_by
 from lightning_spectral.server_hooks import ServerHooks
 from lightning_spectral.setup_checks import (
     check_clipping,
@@ -51,6 +52,8 @@ class FederatedModule(ServerHooks):
         algorithm: What clients hold: `FedAvg` (the default) or `SpectralSharding`.
         clients_per_round: Size of the cohort of each round, drawn uniformly.
         local_epochs: Passes over a client's own data in a round; 0 trains nothing.
+        client_engine: What runs a client's local epochs: ``"loop"``, which is fast, or ``"trainer"``, a quiet Trainer,
+            for several optimizers, manual optimisation and hooks that the loop refuses.
         server_optimizer: From the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for SGD with learning rate 1, which is plain averaging.
         local_hooks: What acts on the gradients of clients before each of their steps, one after another, e.g.
@@ -87,13 +90,16 @@ class FederatedModule(ServerHooks):
         algorithm: Algorithm[Any] | None = None,
         clients_per_round: int,
         local_epochs: int = 1,
+        client_engine: Literal["loop", "trainer"] = "loop",
         server_optimizer: ServerOptimizer | None = None,
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
     ) -> None:
         super().__init__()
         check_module(module)
-        check_user_module(module)
+        if client_engine not in ("loop", "trainer"):
+            raise ValueError(f'`client_engine` must be "loop" or "trainer", got {client_engine!r}.')
+        check_user_module(module, client_engine)
         warn_of_compiled_in_place(module)
         check_is("local_epochs", local_epochs, int)
         check_is("clients_per_round", clients_per_round, int)
@@ -115,6 +121,7 @@ class FederatedModule(ServerHooks):
         self.algorithm.check(module)
         self.participation = UniformParticipation(clients_per_round)
         self.local_epochs = local_epochs
+        self.client_engine = client_engine
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
         self.seed = seed
@@ -162,15 +169,16 @@ class FederatedModule(ServerHooks):
 
     def cohort(self, round_idx: int) -> list[int]:
         """Clients of a round, in the order they are trained: a pure function of the seed and the round."""
-        generator = derived_generator(self.seed, "participation", round_idx)
-        ids: list[int] = self.participation.cohort(self.data.num_clients, generator).tolist()
+        with stage_profile(self.trainer, "plan"):
+            generator = derived_generator(self.seed, "participation", round_idx)
+            ids: list[int] = self.participation.cohort(self.data.num_clients, generator).tolist()
         return ids
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
         check_clipping(self.trainer)  # here, because Lightning refuses it in other words before `setup`
         own = self.module.configure_callbacks()
-        boundaries = [RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
+        boundaries = [RoundStages(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
         present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in self._trainer_callbacks()))
         missing = [boundary for boundary in boundaries if not isinstance(boundary, present)]
         return [*(own if isinstance(own, Iterable) else [own]), *missing]
@@ -201,16 +209,19 @@ class FederatedModule(ServerHooks):
 
     def configure_optimizers(self) -> Any:
         """The server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
-        local, self.schedules = read_optimizer(self.module.configure_optimizers(), type(self.module).__name__)
-        check_optimizer(local)
-        self.algorithm.check_optimizer(local)
-        parameters = [p for group in local.param_groups for p in group["params"] if p.requires_grad]
+        several = self.client_engine == "trainer" and not self.module.automatic_optimization
+        configured = self.module.configure_optimizers()
+        templates, self.schedules = read_optimizers(configured, type(self.module).__name__, several=several)
+        for template in templates:
+            check_optimizer(template)
+            self.algorithm.check_optimizer(template)
+        parameters = trainable_parameters(templates)
         if not parameters:
             raise ValueError(
                 f"{type(self.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
             )
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
-        return [server, local], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedules]
+        return [server, *templates], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedules]
 
     def on_fit_start(self) -> None:
         """The user's hook; then the engine, on the device."""
@@ -235,8 +246,8 @@ class FederatedModule(ServerHooks):
     def finish_round(self, summary: RoundSummary) -> None:
         """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
         optimizers: Any = self.optimizers()
-        server, local = optimizers
-        with unscaled(self.trainer.precision_plugin):
+        server, local, *_ = optimizers
+        with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
             server.step()
         self.module.zero_grad()  # of every parameter, also those that no optimizer has
         self._finished_round = summary.round_idx

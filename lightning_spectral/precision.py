@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 
 @contextmanager
@@ -29,18 +30,18 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def unscaled(precision_plugin: Any) -> Iterator[None]:
-    """Take the gradient scaler off Lightning's precision plugin within the block.
+def scaled_by(scaler: GradScaler | None, precision_plugin: Any) -> Iterator[None]:
+    """Give Lightning's precision plugin another gradient scaler within the block, if it scales gradients at all.
 
     Clients scale their gradients with scalers of their own. The pseudo-gradient of the server is not scaled, so
-    Lightning must not divide it by a scale when the server steps.
+    Lightning must not divide it by a scale when the server steps: there the other one is ``None``.
     """
-    scaler = getattr(precision_plugin, "scaler", None)
-    if scaler is None:
+    own = getattr(precision_plugin, "scaler", None)
+    if own is None:
         yield
         return
-    precision_plugin.scaler = None
+    precision_plugin.scaler = scaler
     try:
         yield
     finally:
-        precision_plugin.scaler = scaler
+        precision_plugin.scaler = own

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.callbacks.stages import stage_profile
+from lightning_spectral.client_trainer import ClientTrainer
 from lightning_spectral.engine import Engine, SubModel
 from lightning_spectral.federated.local import Placement
+from lightning_spectral.federated.local_trainer import LocalLoop, LocalTrainer
 from lightning_spectral.federated.recorder import Recorder, isolate_metrics
 from lightning_spectral.user_hooks import is_overridden
 
@@ -26,15 +29,18 @@ def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: A
         server: The module whose weights are the server's; the user's own, or a copy.
         algorithm: What travels.
     """
+    local_trainer = _local_trainer(owner)
     return Engine(
         server,
         algorithm,
         keep_ratios=algorithm.keep_ratios(owner.data.num_clients, owner.seed),
-        make_sub_model=partial(_make_sub_model, owner, algorithm),
+        make_sub_model=partial(_make_sub_model, owner, algorithm, local_trainer),
+        local_trainer=local_trainer,
         local_epochs=owner.local_epochs,
         placement=_placement(owner),
         seed=owner.seed,
         local_hooks=owner.local_hooks,
+        profile=partial(stage_profile, owner.trainer),
     )
 
 
@@ -53,14 +59,24 @@ def _placement(owner: FederatedModule) -> Placement:
     return Placement(owner.device, precision.convert_input, precision.train_step_context, moves, scaler)
 
 
+def _local_trainer(owner: FederatedModule) -> LocalTrainer:
+    if owner.client_engine == "loop":
+        return LocalLoop()
+    return ClientTrainer(owner.trainer, [schedule.scheduler for schedule in owner.schedules])
+
+
 def _make_sub_model(
-    owner: FederatedModule, algorithm: Algorithm[Any], keep_ratio: float, recorder: Recorder
+    owner: FederatedModule,
+    algorithm: Algorithm[Any],
+    local_trainer: LocalTrainer,
+    keep_ratio: float,
+    recorder: Recorder,
 ) -> SubModel:
     """A copy of the user's module for clients of one keep ratio."""
     client = copy_detached(owner, lambda module: algorithm.build(module, keep_ratio))
     client.log, client.log_dict = recorder.log, recorder.log_dict
     isolate_metrics(client)
-    template = owner.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
-    local = algorithm.local_optimizer(template, owner.module, client)
-    client.optimizers = lambda use_pl_optimizer=True: local.optimizer
+    templates = owner.optimizers(use_pl_optimizer=False)[1:]  # type: ignore[index]
+    local = tuple(algorithm.local_optimizer(template, owner.module, client) for template in templates)
+    local_trainer.adopt(client, [one.optimizer for one in local])
     return SubModel(client, local)

@@ -35,24 +35,41 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Of these, a client's own Trainer runs (`client_engine="trainer"`):
+TRAINER_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"})
+
+OR_A_TRAINER = 'or pass client_engine="trainer"'
+
+# Once per run, on the server's module; a client's copy has Lightning's own, which do nothing.
+RUN_HOOKS = (
+    *("prepare_data", "setup", "teardown", "configure_callbacks"),
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
+)
 
 # How batches move. Lightning asks the module that it trains, and warns where that overrides a hook beside a data
 # module: so the wrapper has one of its own exactly where the user does.
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_user_module(module: pl.LightningModule) -> None:
+def check_user_module(module: pl.LightningModule, client_engine: str = "loop") -> None:
     """Refuse by name what federated training cannot honour.
 
+    Args:
+        module: The user's.
+        client_engine: ``"loop"`` or ``"trainer"``, which honours more.
+
     Raises:
-        ValueError: If the module optimises manually, takes a dataloader iterator, or overrides a refused hook.
+        ValueError: If the module optimises manually in the plain loop, takes a dataloader iterator, or overrides a
+            refused hook.
     """
     name = type(module).__name__
-    problems = [f"`{hook}`: {remedy}." for hook, remedy in REFUSED_HOOKS.items() if is_overridden(module, hook)]
-    if not module.automatic_optimization:
+    in_loop = client_engine == "loop"
+    refused = [hook for hook in REFUSED_HOOKS if in_loop or hook not in TRAINER_HOOKS]
+    problems = [f"`{hook}`: {_remedy(hook)}." for hook in refused if is_overridden(module, hook)]
+    if in_loop and not module.automatic_optimization:
         problems.append(
             "manual optimisation: local steps are taken for the module; return the loss from `training_step` and "
-            "leave `automatic_optimization` True."
+            f"leave `automatic_optimization` True, {OR_A_TRAINER}."
         )
     if not is_overridden(module, "training_step"):
         problems.append("`training_step` is missing: it is what clients run.")
@@ -60,6 +77,10 @@ def check_user_module(module: pl.LightningModule) -> None:
         problems.append("`training_step(dataloader_iter)`: take `batch` (and `batch_idx`) instead.")
     if problems:
         raise ValueError(f"{name} cannot be trained federatedly as it is:\n  - " + "\n  - ".join(problems))
+
+
+def _remedy(hook: str) -> str:
+    return f"{REFUSED_HOOKS[hook]}, {OR_A_TRAINER}" if hook in TRAINER_HOOKS else REFUSED_HOOKS[hook]
 
 
 def is_overridden(module: pl.LightningModule, hook: str) -> bool:

@@ -10,6 +10,20 @@ if TYPE_CHECKING:
     from lightning_spectral.module import FederatedModule
 
 
+def num_rounds(trainer: pl.Trainer) -> int | None:
+    """Rounds of a fit from the first to the last; ``None`` if it goes on until somebody stops it.
+
+    Example:
+        >>> num_rounds(pl.Trainer(max_epochs=20, max_steps=15, accelerator="cpu", logger=False))
+        15
+    """
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    if epochs is None:
+        epochs = 1000 if steps == -1 else -1  # as Lightning decides when it fits
+    limits = [limit for limit in (epochs, steps) if limit != -1]
+    return min(limits) if limits else None
+
+
 class RoundsAsSteps(pl.Callback):
     """Lends a Trainer the settings of a federated fit and gives its own back, however the fit ends.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,13 @@ class LocalHook(ABC):
 
         Args:
             module: The sub-model; it holds what the client was sent.
-            optimizer: Steps its parameters.
+            optimizer: Steps its parameters; where a module has several, the hook is started for each of them.
         """
+
+
+def start_hooks(hooks: Sequence[LocalHook], module: nn.Module, optimizer: Optimizer) -> list[BeforeStep]:
+    """Start every hook for one client; see `LocalHook.start_client`."""
+    return [hook.start_client(module, optimizer) for hook in hooks]
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,12 @@ def rebuild_optimizer(
     return LocalOptimizer(optimizer, template, followed, tuple(map(dict, departures)))
 
 
+def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """What some optimizers step, each parameter once, in their order."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
+
+
 def check_optimizer(template: Optimizer) -> None:
     """Raise ``ValueError`` if the optimizer needs a closure to step, or has hooks that clients' would not have."""
     hooks = [vars(template).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]

@@ -140,7 +140,7 @@ class RoundSummary:
     Attributes:
         round_idx: Communication round, from 0.
         clients: One outcome per client, in the order they were trained.
-        seconds: Wall-clock seconds per stage: refresh, sample, train, aggregate.
+        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
         logged: What the clients' own ``self.log`` calls came to: example-weighted means over the round.
     """

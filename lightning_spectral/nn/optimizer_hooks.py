@@ -54,17 +54,21 @@ class EffectiveLRClip:
         check_tau(self.tau)
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
-        """Attach the hook for every sharded layer of ``module``; ``handle.remove()`` takes it off."""
-        layers = list(sharded_layers(module).values())
-        return _before_step(optimizer, lambda: self._scale(layers))
+        """Attach the hook for the sharded layers of ``module``; ``handle.remove()`` takes it off.
+
+        It leaves alone what this optimizer does not step: another one may, with a hook of its own.
+        """
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        layers = [x for x in sharded_layers(module).values() if id(x.u) in stepped or id(x.v) in stepped]
+        return _before_step(optimizer, lambda: self._scale(layers, stepped))
 
     @torch.no_grad()
-    def _scale(self, layers: list[SingularTerms]) -> None:
+    def _scale(self, layers: list[SingularTerms], stepped: set[int]) -> None:
         for layer in layers:
             factors = effective_lr_factors(layer.omega, self.tau)
-            if layer.u.grad is not None:
+            if layer.u.grad is not None and id(layer.u) in stepped:
                 layer.u.grad.mul_(factors)
-            if layer.v.grad is not None:
+            if layer.v.grad is not None and id(layer.v) in stepped:
                 layer.v.grad.mul_(factors[:, None])
 
 

@@ -1,0 +1,63 @@
+"""A Trainer within a Trainer's run: it writes nothing and says nothing."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+
+def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
+    """A Trainer on the device and in the precision of another one, without loggers, checkpoints, bars or summaries.
+
+    Args:
+        like: The Trainer to resemble.
+        **settings: Arguments of ``pl.Trainer`` in which it departs from the quiet ones.
+    """
+    strategy = _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin)
+    quietly = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "detect_anomaly": torch.is_anomaly_enabled(),
+        "default_root_dir": like.default_root_dir,
+    }
+    with silence(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the machine: the other Trainer has said it
+        return Trainer(strategy=strategy, **{**quietly, **settings})
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Within the block Lightning logs errors alone; its loggers have their own levels back afterwards.
+
+    Example:
+        >>> with silence():
+        ...     logging.getLogger("lightning.pytorch").level == logging.ERROR
+        True
+    """
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class _StaysOnDevice(SingleDeviceStrategy):
+    """Leaves module and optimizers where they are when a fit ends: the device is the other Trainer's."""
+
+    def teardown(self) -> None:
+        """Nothing: Lightning's own would move the module to the CPU and empty the device's cache."""

@@ -1,5 +1,7 @@
 """Federated learning of models that no client can hold whole: spectral model sharding for PyTorch Lightning."""
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
 from lightning_spectral.callbacks import (
     Aggregation,
@@ -43,12 +45,14 @@ from lightning_spectral.nn import (
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
 from lightning_spectral.sharding import Collective, PriSM, Scaled, Schatten, ShardingStrategy, TopN, Unbiased
+from lightning_spectral.strategy import ClientParallelStrategy
 
 __all__ = [
     "Aggregation",
     "Algorithm",
     "Brewer",
     "ClientError",
+    "ClientParallelStrategy",
     "Collective",
     "CommunicationLedger",
     "ConditionalPoisson",
@@ -103,3 +107,6 @@ __all__ = [
     "replace_layers",
     "validate",
 ]
+
+# The one thing that importing does: `Trainer(strategy="client_parallel")` finds the class by its name in this table.
+ClientParallelStrategy.register_strategies(StrategyRegistry)

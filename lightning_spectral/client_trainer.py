@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -39,7 +40,7 @@ class ClientTrainer:
         self.schedulers = [_StepsOncePerRound(scheduler) for scheduler in schedulers]
         self._trainer: pl.Trainer | None = None
         self._turn = _Turn()
-        self._before_step: dict[Optimizer, list[BeforeStep]] = {}
+        self._before_step: WeakKeyDictionary[Optimizer, list[BeforeStep]] = WeakKeyDictionary()
 
     def adopt(self, module: Any, optimizers: Sequence[Optimizer]) -> None:
         """Hand the module its optimizers; hooks of the run, not of a client, become Lightning's own, which do nothing.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spectral.federated.loader import BatchSource, ClientData, Collate, EvaluationLoader
-from lightning_spectral.federated.records import ClientTask
+from lightning_spectral.federated.records import ClientTask, IdleTask
 from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
 
@@ -29,8 +29,12 @@ class RoundPlan(Protocol):
     def seed(self) -> int:
         """The run's seed."""
 
-    def cohort(self, round_idx: int) -> list[int]:
-        """Clients of a round, in the order they are trained."""
+    @property
+    def num_turns(self) -> int:
+        """Turns that this process takes in every round."""
+
+    def turns(self, round_idx: int) -> list[int | None]:
+        """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -164,7 +168,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
 
 class RoundLoader:
-    """What Lightning iterates over in one epoch: the clients of one round.
+    """What Lightning iterates over in one epoch: the clients of one round that this process trains.
 
     Args:
         data: Where clients' examples come from.
@@ -177,12 +181,15 @@ class RoundLoader:
         self.plan = plan
 
     def __len__(self) -> int:
-        return len(self.plan.cohort(self.plan.current_epoch))
+        return self.plan.num_turns
 
-    def __iter__(self) -> Iterator[ClientTask]:
+    def __iter__(self) -> Iterator[ClientTask | IdleTask]:
         round_idx = self.plan.current_epoch
-        for client_id in self.plan.cohort(round_idx):
-            yield self.data.client_task(client_id, round_idx, self.plan.seed)
+        for client_id in self.plan.turns(round_idx):
+            if client_id is None:
+                yield IdleTask(round_idx)
+            else:
+                yield self.data.client_task(client_id, round_idx, self.plan.seed)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -1,14 +1,15 @@
-"""One round after another in one process: plain torch, told when by callbacks and what by an algorithm."""
+"""One round after another: plain torch, told when by callbacks and what by an algorithm."""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -18,10 +19,21 @@ from lightning_spectral.federated.local import LocalResult, Placement
 from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
 from lightning_spectral.federated.local_trainer import LocalTrainer
+from lightning_spectral.federated.metrics import round_means
 from lightning_spectral.federated.participates import GradientWatch
+from lightning_spectral.federated.processes import Processes, raise_everywhere
 from lightning_spectral.federated.recorder import Recorder
-from lightning_spectral.federated.records import ClientOutcome, ClientTask, Cohort, Download, RoundSummary
+from lightning_spectral.federated.records import (
+    ClientOutcome,
+    ClientTask,
+    Cohort,
+    Download,
+    IdleTask,
+    RoundSummary,
+    Upload,
+)
 from lightning_spectral.federated.rng import derived_seed, isolated_rng
+from lightning_spectral.federated.statistics import add_up
 
 STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
 
@@ -53,6 +65,7 @@ class Engine:
         seed: The run's seed.
         local_hooks: What acts on a client's gradients before each step, in this order.
         profile: Entered around each stage, by its name in `STAGES`.
+        processes: Who trains the clients of a round; each in an engine of its own, over the same server.
     """
 
     def __init__(
@@ -68,6 +81,7 @@ class Engine:
         seed: int,
         local_hooks: Sequence[LocalHook] = (),
         profile: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        processes: Processes | None = None,
     ) -> None:
         self.server = server
         self.algorithm = algorithm.prepare(server)
@@ -78,12 +92,15 @@ class Engine:
         self.seed = seed
         self.local_hooks = tuple(local_hooks)
         self._profile = profile
+        self.processes = Processes() if processes is None else processes
         self._make_sub_model = make_sub_model
         self._sub_models: dict[float, SubModel] = {}
         self._recorder = Recorder()
         self._seconds: dict[str, float] = {}
         self._outcomes: list[ClientOutcome] = []
         self._round: Any = None
+        self._places: dict[int, int] = {}
+        self._failure: Exception | None = None
         self._participation_checked = False
 
     @property
@@ -101,16 +118,36 @@ class Engine:
 
         Args:
             round_idx: Communication round, from 0.
-            num_examples: Number of examples of each client that takes part, by id.
+            num_examples: Number of examples of each client that takes part, by id, in the cohort's order.
         """
         self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._outcomes = []
+        self._outcomes, self._failure = [], None
+        self._places = {client_id: place for place, client_id in enumerate(num_examples)}
         with self._timed("refresh"):
             groups: dict[float, list[int]] = defaultdict(list)
             for client_id in sorted(num_examples):
                 groups[self._keep_ratio(client_id)].append(client_id)
             members = {ratio: tuple(client_ids) for ratio, client_ids in groups.items()}
-            self._round = self.algorithm.refresh(self.server, Cohort(self.seed, round_idx, members, num_examples))
+            cohort = Cohort(self.seed, round_idx, members, num_examples, self.processes)
+            self._round = self.algorithm.refresh(self.server, cohort)
+
+    def expects(self, task: ClientTask | IdleTask) -> TypeGuard[ClientTask]:
+        """Whether there is a client to train in this turn, in a round that has not failed here."""
+        return isinstance(task, ClientTask) and self._failure is None
+
+    @contextmanager
+    def client_turn(self, task: ClientTask) -> Iterator[None]:
+        """Around what is done for one client. Among several processes a failure waits until all meet in `close_round`.
+
+        Raised at once it would leave the others waiting for this process.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.processes.size == 1:
+                raise
+            self._failure = error if isinstance(error, ClientError) else _with_address(task, "", error)
+            self._failure.__cause__ = error
 
     def send(self, task: ClientTask) -> Download:
         """Draw what one client gets and load it into the sub-model of its keep ratio."""
@@ -150,16 +187,16 @@ class Engine:
         return result
 
     def receive(self, task: ClientTask, download: Download, result: LocalResult) -> ClientOutcome:
-        """Add the client's update to the round's sums; an update that is not finite is left out and said."""
+        """Add the client's update to the round's sums; one that cannot be averaged is left out and said."""
         with self._timed("aggregate"), _blamed(task, "aggregation"):
             module = self.sub_model(download.keep_ratio).module
             upload = self.algorithm.collect(self._round, module, task.num_examples)
-            left_out = not upload.is_finite()
+            left_out = not upload.can_be_averaged()
             if not left_out:
                 self.algorithm.add(self._round, download, upload)
-                self._recorder.keep_client(task.num_examples)
+            logged = {} if left_out else self._recorder.finish_client()
         if left_out:
-            _warn_left_out(task)
+            _warn_left_out(task, upload)
         outcome = ClientOutcome(
             round_idx=task.round_idx,
             client_id=task.client_id,
@@ -170,6 +207,7 @@ class Engine:
             downlink_bytes=download.num_bytes,
             uplink_bytes=upload.num_bytes,
             left_out=left_out,
+            logged=logged,
         )
         self._outcomes.append(outcome)
         return outcome
@@ -177,22 +215,35 @@ class Engine:
     def close_round(self, round_idx: int) -> RoundSummary:
         """Finish the average: afterwards the server's parameters carry the round's pseudo-gradient.
 
+        All processes call it together and end with the same.
+
         Raises:
+            ClientError: If a client failed in one of several processes.
             RoundError: If no client's update could be used; the server's weights are as before the round.
         """
-        if all(outcome.left_out for outcome in self._outcomes):
-            ids = ", ".join(str(outcome.client_id) for outcome in self._outcomes)
+        outcomes = self._meet()
+        if all(outcome.left_out for outcome in outcomes):
+            ids = ", ".join(str(outcome.client_id) for outcome in outcomes)
             raise RoundError(
                 f"Round {round_idx}: no client returned a finite update (clients {ids}); the server's weights are "
                 "unchanged. Lower the learning rate, or clip (`clip_tau`), and look at these clients' data."
             )
+        with self._timed("aggregate"):
+            add_up(self.processes, self.algorithm.running_means(self._round))
         with self._timed("apply"):
             self.algorithm.apply(self.server, self._round)
         diagnostics = self.algorithm.diagnostics(self._round)
         self._round = None
-        return RoundSummary(
-            round_idx, tuple(self._outcomes), dict(self._seconds), diagnostics, self._recorder.finish_round()
-        )
+        return RoundSummary(round_idx, outcomes, dict(self._seconds), diagnostics, round_means(outcomes))
+
+    def _meet(self) -> tuple[ClientOutcome, ...]:
+        """What all processes say of their clients, in the cohort's order; an error everywhere if one failed."""
+        failure = None if self._failure is None else str(self._failure)
+        said = self.processes.gather((failure, self._outcomes, self._seconds))
+        raise_everywhere([failure for failure, *_ in said], self._failure, ClientError)
+        self._seconds = {stage: max(seconds[stage] for *_, seconds in said) for stage in STAGES}
+        outcomes = [outcome for _, outcomes, _ in said for outcome in outcomes]
+        return tuple(sorted(outcomes, key=lambda outcome: self._places[outcome.client_id]))
 
     def sub_model(self, keep_ratio: float) -> SubModel:
         """The sub-model of one keep ratio, built when its first client comes."""
@@ -222,13 +273,17 @@ def _blamed(task: ClientTask, stage: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = f"Round {task.round_idx}, client {task.client_id}, {stage}"
-        raise ClientError(f"{where}: {type(error).__name__}: {error}") from error
+        raise _with_address(task, f", {stage}", error) from error
 
 
-def _warn_left_out(task: ClientTask) -> None:
+def _with_address(task: ClientTask, stage: str, error: Exception) -> ClientError:
+    return ClientError(f"Round {task.round_idx}, client {task.client_id}{stage}: {type(error).__name__}: {error}")
+
+
+def _warn_left_out(task: ClientTask, upload: Upload) -> None:
+    fault = f"holds values up to {upload.largest:.0e}" if math.isfinite(upload.largest) else "is not finite"
     warnings.warn(
-        f"Round {task.round_idx}: the update of client {task.client_id} is not finite; it is left out of the average.",
+        f"Round {task.round_idx}: the update of client {task.client_id} {fault}; it is left out of the average.",
         SpectralWarning,
         stacklevel=3,
     )

@@ -15,15 +15,18 @@ from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.callbacks import Aggregation, RoundsAsSteps, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.callbacks.stages import RoundStages, stage_profile
-from lightning_spectral.checkpointing import check_checkpoint, settle_progress
+from lightning_spectral.checkpointing import check_checkpoint, fit_turns, settle_progress
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.engine import Engine
 from lightning_spectral.errors import check_is
+from lightning_spectral.federated.exact_sum import MOST_TERMS
 from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import check_optimizer, trainable_parameters
 from lightning_spectral.federated.metrics import round_metrics
-from lightning_spectral.federated.records import ClientTask, Download, RoundSummary
+from lightning_spectral.federated.processes import Processes
+from lightning_spectral.federated.records import ClientTask, Download, IdleTask, RoundSummary
 from lightning_spectral.federated.rng import derived_generator
+from lightning_spectral.federated.turns import num_turns, predicted_work, turns
 from lightning_spectral.local_schedule import Schedule, read_optimizers
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.precision import full_precision, scaled_by
@@ -31,10 +34,12 @@ from lightning_spectral.server_hooks import ServerHooks
 from lightning_spectral.setup_checks import (
     check_clipping,
     check_module,
+    check_same_everywhere,
     check_stage,
     check_trainer,
     warn_of_compiled_in_place,
 )
+from lightning_spectral.strategy import ClientParallelStrategy
 from lightning_spectral.sub_models import make_engine
 from lightning_spectral.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 
@@ -105,6 +110,8 @@ class FederatedModule(ServerHooks):
         check_is("clients_per_round", clients_per_round, int)
         if local_epochs < 0:
             raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
+        if clients_per_round > MOST_TERMS:
+            raise ValueError(f"`clients_per_round` must be at most {MOST_TERMS}, got {clients_per_round}.")
         if server_optimizer is not None and not callable(server_optimizer):
             raise TypeError(
                 f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
@@ -124,6 +131,7 @@ class FederatedModule(ServerHooks):
         self.client_engine = client_engine
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
+        self._cohort_size = clients_per_round
         self.seed = seed
         self.schedules: list[Schedule] = []
         self._engine: Engine | None = None
@@ -167,12 +175,38 @@ class FederatedModule(ServerHooks):
     def download(self, download: Download) -> None:
         self._download = download
 
+    @property
+    def processes(self) -> Processes:
+        """Who trains the clients of a round: several processes with ``strategy="client_parallel"``."""
+        strategy = self.trainer.strategy
+        return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()
+
+    def cut_cohort(self, limit: int | float) -> None:
+        """Let only so many clients of each cohort train, or such a share of it: Lightning's ``limit_train_batches``."""
+        size = self.participation.clients_per_round
+        self._cohort_size = min(size, limit) if isinstance(limit, int) else int(size * limit)
+        if limit and not self._cohort_size:
+            raise ValueError(f"limit_train_batches={limit} of {size} clients trains none; raise it.")
+
     def cohort(self, round_idx: int) -> list[int]:
-        """Clients of a round, in the order they are trained: a pure function of the seed and the round."""
+        """Clients of a round: a pure function of the seed and the round."""
         with stage_profile(self.trainer, "plan"):
             generator = derived_generator(self.seed, "participation", round_idx)
             ids: list[int] = self.participation.cohort(self.data.num_clients, generator).tolist()
-        return ids
+        return ids[: self._cohort_size]
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of every process in a round: one for each client in a single process, with idle ones in several."""
+        return num_turns(self._cohort_size, self.processes.size)
+
+    def turns(self, round_idx: int) -> list[int | None]:
+        """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
+        client_ids = self.cohort(round_idx)
+        sizes = self.data.partition.sizes_of(client_ids)
+        ratios = self.engine.keep_ratios[client_ids].tolist()
+        work = [predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
+        return turns(client_ids, work, self.processes.size)[self.processes.rank]
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
@@ -226,16 +260,25 @@ class FederatedModule(ServerHooks):
     def on_fit_start(self) -> None:
         """The user's hook; then the engine, on the device."""
         self._default_dtype = torch.get_default_dtype()
+        check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
         self.module.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
         self._engine = make_engine(self, self.module, self.algorithm)
 
-    def training_step(self, batch: ClientTask, batch_idx: int) -> None:
+    def training_step(self, batch: ClientTask | IdleTask, batch_idx: int) -> None:
         """One client's local epochs, then `Aggregation`."""
         with full_precision(self.device, self._default_dtype):
-            result = self.engine.train(batch, self.download)
-            for callback in self._round_callbacks():
-                callback.on_client_end(self.trainer, self, batch, result)
+            if self.engine.expects(batch):
+                with self.engine.client_turn(batch):
+                    self._train_client(batch)
+            if self.trainer.is_last_batch:
+                for callback in self._round_callbacks():
+                    callback.on_cohort_end(self.trainer, self, batch.round_idx)
+
+    def _train_client(self, task: ClientTask) -> None:
+        result = self.engine.train(task, self.download)
+        for callback in self._round_callbacks():
+            callback.on_client_end(self.trainer, self, task, result)
 
     def start_round(self, round_idx: int, num_examples: Mapping[int, int]) -> None:
         """Open the round and tell those who listen."""
@@ -270,10 +313,14 @@ class FederatedModule(ServerHooks):
             logger = None if entry.logger else False  # True would warn where there is no logger
             self.log(name, entry.value, entry.prog_bar, logger, on_step=False, on_epoch=True, batch_size=1)
 
-    def on_train_batch_end(self, outputs: Any, batch: ClientTask, batch_idx: int) -> None:
-        """A round once begun is finished: whoever wants to stop within it waits for its last client."""
+    def on_train_batch_end(self, outputs: Any, batch: ClientTask | IdleTask, batch_idx: int) -> None:
+        """A round once begun is finished: whoever wants to stop within it waits for its last client.
+
+        Processes stop together: one that wants to is enough.
+        """
         if self.trainer.is_last_batch:
-            self.trainer.should_stop |= self._stop_after_round
+            stop = self.trainer.should_stop or self._stop_after_round
+            self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)
         elif self.trainer.should_stop:
             self.trainer.should_stop, self._stop_after_round = False, True
 
@@ -291,6 +338,7 @@ class FederatedModule(ServerHooks):
         """The user's hook; note the configuration, and let the progress count whole rounds."""
         self.module.on_save_checkpoint(checkpoint)
         checkpoint["federation"] = self._full_configuration()
+        checkpoint["federation_turns"] = self.num_turns
         if self._engine is not None:
             settle_progress(checkpoint, round_is_open=self._engine.round_is_open)
 
@@ -302,6 +350,7 @@ class FederatedModule(ServerHooks):
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_checkpoint(checkpoint, self._full_configuration())
+            fit_turns(checkpoint, self.num_turns)
         self.module.on_load_checkpoint(checkpoint)
 
     def _full_configuration(self) -> dict[str, str | int]:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spectral.federated.calls import call_with_accepted
+from lightning_spectral.strategy import ClientParallelStrategy
 from lightning_spectral.user_hooks import lent_logging
 
 
@@ -58,6 +59,12 @@ class ServerHooks(pl.LightningModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's ``forward`` with the server's weights."""
         return self.module(*args, **kwargs)
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value; in several processes, without being warned that it is not synchronised: it is the same."""
+        if self._trainer is not None and isinstance(self.trainer.strategy, ClientParallelStrategy):
+            options["sync_dist"] = True
+        super().log(name, value, *args, **options)
 
     def on_validation_epoch_end(self) -> None:
         """The user's hook; the round goes along so that loggers can draw evaluation against it."""

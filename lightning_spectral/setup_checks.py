@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.federated.processes import Processes
+from lightning_spectral.strategy import ClientParallelStrategy
 from lightning_spectral.user_hooks import is_overridden
 
 
@@ -81,7 +84,26 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"FederatedModule needs clients: call trainer.fit(model, FederatedDataModule(train, partitioner)), "
             f"got {type(datamodule).__name__}."
         )
-    if trainer.world_size > 1:
-        raise ValueError(f"Clients run in one process here, got a world size of {trainer.world_size}; use devices=1.")
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
+        raise ValueError(
+            f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
+            f"processes of {type(trainer.strategy).__name__}; use that, or devices=1."
+        )
     if datamodule.val is not None and not is_overridden(module, "validation_step"):
         raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
+
+
+def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:
+    """Raise ``ValueError``, in every process, unless all of them are to do the same run."""
+    said = processes.gather(dict(configuration))
+    different = [
+        f"{name}: {value!r} in process 0, {other[name]!r} in process {rank}"
+        for rank, other in enumerate(said)
+        for name, value in said[0].items()
+        if other[name] != value
+    ]
+    if different:
+        raise ValueError(
+            "The processes are set up for different runs; give them the same arguments, data and seeds:\n  - "
+            + "\n  - ".join(different)
+        )

@@ -41,6 +41,7 @@ def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: A
         seed=owner.seed,
         local_hooks=owner.local_hooks,
         profile=partial(stage_profile, owner.trainer),
+        processes=owner.processes,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.federated.records import ClientTask
+from lightning_spectral.federated.records import ClientTask, IdleTask
 
 # Hooks that belong to one client's local steps run on the client's copy: see `federated.local`. Those below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
@@ -103,6 +103,6 @@ def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
     """A user's batch hook for evaluation batches; a client's turn passes, its own batches move while it trains."""
 
     def hook(batch: Any, *args: Any) -> Any:
-        return batch if isinstance(batch, ClientTask) else batch_hook(batch, *args)
+        return batch if isinstance(batch, ClientTask | IdleTask) else batch_hook(batch, *args)
 
     return hook

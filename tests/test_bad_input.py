@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -184,11 +185,20 @@ class TestSetup:
             fit(LitUnused(), data, quiet, algorithm=sharding)
         fit(LitUnused(), data, quiet, algorithm=ls.SpectralSharding(exclude=["forgotten"]))
 
-    def test_a_trainer_of_several_processes(self, lit: Any, data: Any) -> None:
+    def test_a_trainer_of_several_processes_that_share_gradients(self, lit: Any, data: Any) -> None:
         # a stand-in, because a second process cannot be had in every test run
-        trainer: Any = SimpleNamespace(world_size=2, precision_plugin=None, datamodule=data)
-        with pytest.raises(ValueError, match="Clients run in one process here, got a world size of 2; use devices=1"):
+        trainer: Any = SimpleNamespace(world_size=2, strategy=DDPStrategy(), datamodule=data)
+        message = r"Trainer\(strategy='client_parallel'\), got 2 processes of DDPStrategy; use that, or devices=1"
+        with pytest.raises(ValueError, match=message):
             check_trainer(trainer, lit)
+
+    def test_a_cohort_cut_to_nobody_or_larger_than_can_be_summed(self, lit: Any, data: Any, quiet: Any) -> None:
+        with pytest.raises(ValueError, match=r"limit_train_batches=0.2 of 3 clients trains none; raise it"):
+            pl.Trainer(max_epochs=1, limit_train_batches=0.2, **quiet).fit(
+                ls.FederatedModule(lit, clients_per_round=3), data
+            )
+        with pytest.raises(ValueError, match="`clients_per_round` must be at most 8192, got 8193"):
+            ls.FederatedModule(lit, clients_per_round=8193)
 
     def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, quiet: Any) -> None:
         with pytest.raises(ValueError, match="lists 2 ratios for 12 clients"):

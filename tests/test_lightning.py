@@ -433,11 +433,14 @@ def test_a_run_says_nothing_of_its_own_and_leaves_no_file(tmp_path: Path) -> Non
 def test_import_changes_nothing_in_the_process(tmp_path: Path) -> None:
     script = (
         "import lightning.pytorch, torchmetrics, scipy.optimize, sys, random, torch, warnings\n"
+        "known = set(lightning.pytorch.strategies.StrategyRegistry)\n"
         "before = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
         "heavy = {'wandb', 'matplotlib', 'mlxtend'} - sys.modules.keys()\n"
         "import lightning_spectral\n"
         "after = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
         "assert before == after\n"
+        "names = lightning.pytorch.strategies.StrategyRegistry  # the one table that importing adds to\n"
+        "assert all(name.startswith('client_parallel') for name in names.keys() - known)\n"
         "assert heavy.isdisjoint(sys.modules), heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
 from lightning_spectral.federated.records import Cohort, Download, Upload
+from lightning_spectral.federated.statistics import RunningMean
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
@@ -79,6 +80,17 @@ class Algorithm(ABC, Generic[RoundT]):
     @abstractmethod
     def add(self, round_state: RoundT, download: Download, upload: Upload) -> None:
         """Add one client's update to the round's running sums."""
+
+    def running_means(self, round_state: RoundT) -> Sequence[RunningMean]:
+        """The round's running sums, which several processes add up before `apply`.
+
+        Raises:
+            NotImplementedError: Here. An algorithm without it trains in a single process.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} runs in one process; define `running_means(round_state)`, which returns the "
+            "`MeanChange` and `MeanTermChange` objects of the round, to let several processes add them up."
+        )
 
     @abstractmethod
     def apply(self, server: nn.Module, round_state: RoundT) -> None:

@@ -20,7 +20,7 @@ from lightning_spectral.federated.exchange import (
 )
 from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
 from lightning_spectral.federated.records import Cohort, Download, Upload
-from lightning_spectral.federated.statistics import MeanChange
+from lightning_spectral.federated.statistics import MeanChange, RunningMean
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class FedAvg(Algorithm[DenseRound]):
     def add(self, round_state: DenseRound, download: Download, upload: Upload) -> None:
         """Add the client's change, weighted by its number of examples."""
         round_state.mean.add(upload.tensors, upload.num_examples)
+
+    def running_means(self, round_state: DenseRound) -> Sequence[RunningMean]:
+        """One sum over whole tensors."""
+        return [round_state.mean]
 
     def apply(self, server: nn.Module, round_state: DenseRound) -> None:
         """Pseudo-gradient: minus the mean change."""

@@ -27,8 +27,8 @@ from lightning_spectral.federated.exchange import (
 )
 from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
 from lightning_spectral.federated.records import Cohort, Download, Upload
-from lightning_spectral.federated.statistics import MeanChange
-from lightning_spectral.functional.factors import check_granularity
+from lightning_spectral.federated.statistics import MeanChange, RunningMean
+from lightning_spectral.functional.factors import check_granularity, singular_terms
 from lightning_spectral.functional.local_training import check_tau
 from lightning_spectral.nn.blocks import WeightBlock, as_rows, assemble, by_parameter
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
@@ -198,23 +198,22 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def refresh(self, server: nn.Module, cohort: Cohort) -> SpectralRound:
         """Factorise every sharded matrix once; inclusion probabilities and multipliers for each keep ratio."""
         report = self.report(server)
-        layers = {name: self._open(block, server, cohort) for name, block in report.blocks.items()}
+        matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in report.blocks.items()]
+        terms = cohort.processes.share_out(matrices, _singular_terms, _decomposition_cost)
+        layers = {name: self._open(name, found, cohort) for (name, _), found in zip(matrices, terms, strict=True)}
         kept = [*self.keep_buffers, *(buffer.name for buffer in report.buffers if buffer.policy != AVERAGED)]
         averaged = averaged_tensors(server, report.sharded_weights, kept)
         return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
 
-    def _open(self, block: WeightBlock, server: nn.Module, cohort: Cohort) -> LayerRound:
+    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
         sizes = {
             keep_ratio: cohort.effective_size(clients) if self.weigh_clients else float(len(clients))
             for keep_ratio, clients in cohort.groups.items()
         }
-        matrix = block.matrix(server.get_parameter(block.parameter).detach())
         try:
-            return open_layer(
-                block.name, matrix, self.strategy, self.design, cohort, sizes, granularity=self.term_granularity
-            )
+            return open_layer(name, terms, self.strategy, self.design, cohort, sizes, granularity=self.term_granularity)
         except ValueError as error:
-            raise ValueError(f"Layer {block.name!r} cannot be factorised: {error}") from error
+            raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
 
     def sample(self, round_state: SpectralRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
         """Draw the client's terms of every layer, independently."""
@@ -240,6 +239,10 @@ class SpectralSharding(Algorithm[SpectralRound]):
             u, v = (upload.tensors[part] - download.tensors[part] for part in (f"{name}.u", f"{name}.v"))
             layer.mean.add(download.terms[name], u, v, upload.num_examples)
 
+    def running_means(self, round_state: SpectralRound) -> Sequence[RunningMean]:
+        """One sum over the dense tensors, and one for each layer's terms."""
+        return [round_state.mean, *(layer.mean for layer in round_state.layers.values())]
+
     def apply(self, server: nn.Module, round_state: SpectralRound) -> None:
         """Pseudo-gradients of the dense tensors, and of each sharded weight from the mean change of its terms."""
         apply_mean_change(server, round_state.mean.finish())
@@ -251,3 +254,17 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def diagnostics(self, round_state: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""
         return round_state.diagnostics()
+
+
+def _singular_terms(named_matrix: tuple[str, Tensor]) -> tuple[Tensor, ...]:
+    name, matrix = named_matrix
+    try:
+        return singular_terms(matrix)
+    except ValueError as error:
+        raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
+
+
+def _decomposition_cost(named_matrix: tuple[str, Tensor]) -> float:
+    """Multiplications of a singular value decomposition, up to a factor."""
+    rows, columns = named_matrix[1].shape
+    return float(rows * columns * min(rows, columns))

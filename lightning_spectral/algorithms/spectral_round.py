@@ -13,7 +13,7 @@ from lightning_spectral.federated.rng import derived_generator
 from lightning_spectral.federated.statistics import MeanChange, MeanTermChange
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.diagnostics import marginal_entropy
-from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
+from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.sharding import ShardingStrategy
 
 
@@ -110,27 +110,25 @@ class SpectralRound:
 
 def open_layer(
     name: str,
-    weight: Tensor,
+    terms: tuple[Tensor, ...],
     strategy: ShardingStrategy,
     design: Design | None,
     cohort: Cohort,
     sizes: Mapping[float, float],
     granularity: int = 1,
 ) -> LayerRound:
-    """Factorise one matrix and plan every group's draws.
+    """Plan every group's draws of one factorised matrix.
 
     Args:
         name: Dotted name of what holds its terms.
-        weight: Shape ``(c_out, c_in k)``, finite.
+        terms: Its `singular_terms`: singular values, ``u`` and ``v``.
         strategy: Gives probabilities and multipliers.
         design: Draws; ``None`` for the strategy's own.
         cohort: Who takes part.
         sizes: For each keep ratio, the number of clients that the strategy is told.
         granularity: Numbers of terms are rounded up to a multiple of it.
     """
-    factors = factorize(weight)
-    u, v = absorb(factors, weight.dtype)
-    s = factors.s.cpu()
+    s, u, v = terms[0].cpu(), *terms[1:]
     num_terms = {ratio: num_terms_for(len(s), ratio, granularity) for ratio in cohort.groups}
     answers = strategy.for_groups(s, list(num_terms.values()), [sizes[ratio] for ratio in num_terms])
     groups = {}

@@ -71,9 +71,11 @@ def dense_update(
     engine = make_engine(pl_module, server, FedAvg())
     tasks = [pl_module.data.client_task(client_id, round_idx, pl_module.seed) for client_id in client_ids]
     engine.open_round(round_idx, {task.client_id: task.num_examples for task in tasks})
-    for task in tasks:
-        download = engine.send(task)
-        engine.receive(task, download, engine.train(task, download))
+    for task in tasks[engine.processes.rank :: engine.processes.size]:
+        if engine.expects(task):
+            with engine.client_turn(task):
+                download = engine.send(task)
+                engine.receive(task, download, engine.train(task, download))
     engine.close_round(round_idx)
     return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
 

@@ -10,7 +10,7 @@ from lightning_spectral.callbacks.round_callback import RoundCallback
 
 if TYPE_CHECKING:
     from lightning_spectral.federated.local import LocalResult
-    from lightning_spectral.federated.records import ClientTask
+    from lightning_spectral.federated.records import ClientTask, IdleTask
     from lightning_spectral.module import FederatedModule
 
 
@@ -22,8 +22,8 @@ class SVDRefresh(pl.Callback):
     """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]
-        """Open the round for the clients that Lightning will run (`limit_train_batches` may cut the cohort)."""
-        client_ids = pl_module.cohort(trainer.current_epoch)[: int(trainer.num_training_batches)]
+        """Open the round for its cohort."""
+        client_ids = pl_module.cohort(trainer.current_epoch)
         sizes = pl_module.data.partition.sizes_of(client_ids)
         pl_module.start_round(trainer.current_epoch, dict(zip(client_ids, sizes, strict=True)))
 
@@ -32,10 +32,13 @@ class SubmodelSampling(pl.Callback):
     """Before a client trains: draw its terms and load them into the sub-model of its keep ratio."""
 
     def on_train_batch_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, batch: ClientTask, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: FederatedModule, batch: ClientTask | IdleTask, batch_idx: int
     ) -> None:
         """Send the client its sub-model."""
-        pl_module.download = pl_module.engine.send(batch)
+        engine = pl_module.engine
+        if engine.expects(batch):
+            with engine.client_turn(batch):
+                pl_module.download = engine.send(batch)
 
 
 class Aggregation(RoundCallback):
@@ -48,7 +51,11 @@ class Aggregation(RoundCallback):
     def on_client_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: FederatedModule, task: ClientTask, result: LocalResult
     ) -> None:
-        """Receive the client's update; finish the round when it was the last."""
+        """Receive the client's update."""
         pl_module.engine.receive(task, pl_module.download, result)
-        if trainer.is_last_batch:
-            pl_module.finish_round(pl_module.engine.close_round(task.round_idx))
+
+    def on_cohort_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: FederatedModule, round_idx: int
+    ) -> None:
+        """Finish the round."""
+        pl_module.finish_round(pl_module.engine.close_round(round_idx))

@@ -98,7 +98,8 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         done, cohort = batch_idx + 1, int(trainer.num_training_batches)
         if self.is_enabled and (done % self.refresh_rate == 0 or done == cohort):
             self.train_progress_bar.n = trainer.current_epoch + done / cohort
-            self._progress = {"clients": f"{done}/{cohort}", **self._without_clients()}
+            name = "clients" if trainer.world_size == 1 else "turns"
+            self._progress = {name: f"{done}/{cohort}", **self._without_clients()}
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

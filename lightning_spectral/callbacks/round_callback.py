@@ -25,7 +25,10 @@ class RoundCallback(pl.Callback):
     def on_client_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, task: ClientTask, result: LocalResult
     ) -> None:
-        """Called after a client's local epochs, before the next client is loaded."""
+        """Called after a client's local epochs, before the next client is loaded; in the process that trained it."""
+
+    def on_cohort_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_idx: int) -> None:
+        """Called once per round, within the last turn, when this process's clients are done."""
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Called once per round, after the server's step and before validation."""

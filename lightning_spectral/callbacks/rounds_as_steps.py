@@ -28,7 +28,8 @@ class RoundsAsSteps(pl.Callback):
     """Lends a Trainer the settings of a federated fit and gives its own back, however the fit ends.
 
     - The cohort is to the server what accumulated batches are to an ordinary run. With as many accumulated batches as
-      clients, loggers draw against rounds and ``estimated_stepping_batches`` is the number of rounds.
+      turns, loggers draw against rounds and ``estimated_stepping_batches`` is the number of rounds.
+    - ``limit_train_batches`` cuts the cohort, and not the turns of each process.
     - Metrics come once a round, which Lightning shall not take for logging too rarely.
     - Without validation data there is no validation, and no warning that there is none.
     """
@@ -40,8 +41,10 @@ class RoundsAsSteps(pl.Callback):
         """Lend."""
         if stage != "fit":
             return
-        size = pl_module.participation.clients_per_round
-        lent = {"accumulate_grad_batches": size, "log_every_n_steps": 1}
+        pl_module.cut_cohort(trainer.limit_train_batches)
+        lent: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_turns, "log_every_n_steps": 1}
+        if trainer.limit_train_batches != 0:  # which trains nothing, and says so
+            lent["limit_train_batches"] = 1.0
         if getattr(trainer.datamodule, "val", True) is None:  # type: ignore[attr-defined]
             lent["limit_val_batches"] = 0
         self._own = {name: getattr(trainer, name) for name in lent}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from lightning_spectral.federated.records import ClientOutcome, RoundSummary
+from lightning_spectral.federated.records import ClientOutcome, LoggedValue, RoundSummary
 
 
 def round_metrics(summary: RoundSummary) -> dict[str, float]:
@@ -33,7 +34,26 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
     }
 
 
+def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
+    """Example-weighted mean, over the clients that logged it, of each name that clients logged."""
+    by_name: dict[str, list[tuple[LoggedValue, int]]] = {}
+    for client in clients:
+        for name, entry in client.logged.items():
+            by_name.setdefault(name, []).append((entry, client.num_examples))
+    return {
+        name: replace(entries[0][0], value=_weighted_mean([(entry.value, size) for entry, size in entries]))
+        for name, entries in by_name.items()
+    }
+
+
 def _mean_loss(clients: Sequence[ClientOutcome]) -> float:
-    trained = [client for client in clients if client.num_steps > 0]
-    weight = sum(client.num_examples for client in trained)
-    return math.fsum(client.loss * client.num_examples for client in trained) / weight if weight else math.nan
+    return _weighted_mean([(client.loss, client.num_examples) for client in clients if client.num_steps > 0])
+
+
+def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
+    """NaN for nothing; the same in any order."""
+    weight = sum(size for _, size in values)
+    terms = [value * size for value, size in values]
+    if not weight or not all(map(math.isfinite, terms)):  # of infinities `fsum` can make an error
+        return sum(terms) / weight if weight else math.nan
+    return math.fsum(terms) / weight

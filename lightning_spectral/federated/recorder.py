@@ -1,8 +1,8 @@
-"""What a client's own ``self.log`` calls come to: one example-weighted mean per name and round."""
+"""What a client's own ``self.log`` calls come to: one example-weighted mean per name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ class Recorder:
         self.num_examples = 1
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
-        self._round: dict[str, _Entry] = {}
 
     def log(
         self,
@@ -68,29 +67,29 @@ class Recorder:
             if isinstance(metric, Metric):
                 metric.reset()
 
-    def keep_client(self, num_examples: int) -> None:
-        """Take the finished client's means into the round, weighted by its number of examples."""
-        for name, entry in self._client.items():
-            mean = entry.total / entry.weight
-            _accumulate(self._round, name, mean, num_examples, entry.prog_bar, entry.logger)
-        for name, (metric, prog_bar, logger) in self._metrics.items():
-            _accumulate(self._round, name, metric.compute(), num_examples, prog_bar, logger)
-
-    def finish_round(self) -> dict[str, LoggedValue]:
-        """The round's means; the next round starts empty."""
-        finished = {
-            name: LoggedValue(float(entry.total / entry.weight), entry.prog_bar, entry.logger)
-            for name, entry in self._round.items()
-        }
-        self._round.clear()
-        return finished
+    def finish_client(self) -> dict[str, LoggedValue]:
+        """The means over the client's turn, by name."""
+        means = {n: LoggedValue(float(e.total / e.weight), e.prog_bar, e.logger) for n, e in self._client.items()}
+        computed = {n: LoggedValue(_scalar(m.compute()).item(), *flags) for n, (m, *flags) in self._metrics.items()}
+        return {**means, **computed}
 
 
-def isolate_metrics(module: nn.Module) -> None:
-    """Keep a client's ``torchmetrics`` to itself: they must not sync over processes, which hold other clients."""
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            metric.distributed_available_fn = _never
+def isolate_metrics(module: nn.Module) -> Callable[[], None]:
+    """Keep a module's ``torchmetrics`` from syncing over processes, which hold other clients, or the same data.
+
+    Returns:
+        What gives them back their own way.
+    """
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    own = [metric.distributed_available_fn for metric in metrics]
+
+    def give_back() -> None:
+        for metric, is_available in zip(metrics, own, strict=True):
+            metric.distributed_available_fn = is_available
+
+    for metric in metrics:
+        metric.distributed_available_fn = _never
+    return give_back
 
 
 def _never() -> bool:
@@ -100,11 +99,16 @@ def _never() -> bool:
 def _accumulate(
     entries: dict[str, _Entry], name: str, value: Tensor | float, weight: float, prog_bar: bool, logger: bool
 ) -> None:
-    """Add a weighted value; a tensor of several is its mean, as Lightning reduces it."""
-    # a number keeps its digits also where half precision is the default type
-    value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
-    value = value if value.ndim == 0 else value.float().mean()
+    """Add a weighted value."""
+    value = _scalar(value)
     if name not in entries:
         entries[name] = _Entry(torch.zeros((), dtype=torch.float64, device=value.device), 0.0, prog_bar, logger)
     entries[name].total.add_(value, alpha=weight)
     entries[name].weight += weight
+
+
+def _scalar(value: Tensor | float) -> Tensor:
+    """A tensor of several values is their mean, as Lightning reduces it."""
+    # a number keeps its digits also where half precision is the default type
+    value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    return value if value.ndim == 0 else value.float().mean()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from lightning_spectral.federated.exact_sum import LARGEST, largest_magnitude
 from lightning_spectral.federated.loader import ClientData
+from lightning_spectral.federated.processes import Processes
 
 Tensors = Mapping[str, Tensor]
 
@@ -32,6 +34,16 @@ class ClientTask(NamedTuple):
     data: ClientData
 
 
+class IdleTask(NamedTuple):
+    """A turn in which one of several processes waits for the others.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+    """
+
+    round_idx: int
+
+
 @dataclass(frozen=True)
 class Cohort:
     """Who takes part in one round.
@@ -41,12 +53,14 @@ class Cohort:
         round_idx: Communication round, from 0.
         groups: For each distinct keep ratio, the ids of its clients, ascending.
         num_examples: Number of training examples of each client, by id.
+        processes: Who trains them, and shares what is costly to prepare.
     """
 
     seed: int
     round_idx: int
     groups: Mapping[float, tuple[int, ...]]
     num_examples: Mapping[int, int]
+    processes: Processes = field(default_factory=Processes)
 
     def effective_size(self, client_ids: Sequence[int]) -> float:
         r"""Kish's number of equally weighted clients that average as well, :math:`1/\sum_c a_c^2` with a = D / sum D.
@@ -98,12 +112,14 @@ class Upload:
         """Size of the tensors that travel up."""
         return num_bytes(self.tensors)
 
-    def is_finite(self) -> bool:
-        """Whether every value is finite; one look at the device for all tensors."""
-        if not self.tensors:
-            return True
-        largest = torch._foreach_norm(list(self.tensors.values()), float("inf"))
-        return bool(torch.isfinite(torch.stack([norm.double() for norm in largest])).all())
+    @cached_property
+    def largest(self) -> float:
+        """Largest absolute value, NaN if there is one; one look at the device for all tensors."""
+        return largest_magnitude(list(self.tensors.values()))
+
+    def can_be_averaged(self) -> bool:
+        """Whether every value is finite, and small enough for an exact sum."""
+        return self.largest * self.num_examples <= LARGEST / 2
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,8 @@ class ClientOutcome:
         loss: Mean training loss per example over its local epochs; NaN if it took no step.
         downlink_bytes: Bytes sent to it.
         uplink_bytes: Bytes it sent back.
-        left_out: Whether its update was not finite and is not part of the average.
+        left_out: Whether its update could not be averaged: not finite, or too large to be summed.
+        logged: Means of what the client's own ``self.log`` calls said; nothing if it is left out.
     """
 
     round_idx: int
@@ -131,6 +148,7 @@ class ClientOutcome:
     downlink_bytes: int
     uplink_bytes: int
     left_out: bool
+    logged: Mapping[str, LoggedValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,8 +157,9 @@ class RoundSummary:
 
     Attributes:
         round_idx: Communication round, from 0.
-        clients: One outcome per client, in the order they were trained.
-        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply.
+        clients: One outcome per client, in the cohort's order.
+        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply; of several processes the
+            longest.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
         logged: What the clients' own ``self.log`` calls came to: example-weighted means over the round.
     """
@@ -154,7 +173,7 @@ class RoundSummary:
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """One value that clients logged, averaged over the round.
+    """One value that a client logged, or all clients of a round.
 
     Attributes:
         value: The example-weighted mean.

@@ -138,3 +138,20 @@ def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     root = factors.s.sqrt()
     return (factors.U * root).to(dtype), (root[:, None] * factors.Vh).to(dtype)
+
+
+def singular_terms(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factorise a weight and absorb its singular values: what a round of spectral sharding needs of it.
+
+    Args:
+        weight: Shape ``(c_out, c_in, ...)``, finite.
+
+    Returns:
+        Singular values, shape ``(N,)``, float64; and ``u`` and ``v`` as from `absorb`, in the weight's type.
+
+    Example:
+        >>> [tuple(tensor.shape) for tensor in singular_terms(torch.ones(4, 3))]
+        [(3,), (4, 3), (3, 3)]
+    """
+    factors = factorize(weight)
+    return factors.s, *absorb(factors, weight.dtype)

@@ -25,7 +25,8 @@ def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, quiet: Any) -
     calls = {stage: len(of_stage) for stage, of_stage in durations.items() if stage != "plan"}
     assert calls == {
         "refresh": ROUNDS,
-        **dict.fromkeys(("sample", "load", "train", "aggregate"), ROUNDS * COHORT),
+        **dict.fromkeys(("sample", "load", "train"), ROUNDS * COHORT),
+        "aggregate": ROUNDS * (COHORT + 1),  # each client's update, then the sums of all processes
         "apply": 2 * ROUNDS,  # the mean, then the server's step
         "validate": ROUNDS,  # not the check before the first round
     }

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-import lightning_spectral.engine
+import lightning_spectral.federated.local_trainer
 from lightning_spectral.federated.loader import BatchSource, ClientData
 from lightning_spectral.federated.local import Placement, train_locally
 from lightning_spectral.federated.recorder import Recorder
@@ -159,7 +159,7 @@ def test_local_steps_read_no_value_from_the_device(
         reads.append(mode.count)
         return result
 
-    monkeypatch.setattr(lightning_spectral.engine, "train_locally", counted)
+    monkeypatch.setattr(lightning_spectral.federated.local_trainer, "train_locally", counted)
 
     def run(local_epochs: int, module: pl.LightningModule) -> list[int]:
         reads.clear()

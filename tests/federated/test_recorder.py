@@ -4,28 +4,21 @@ import torchmetrics
 from torch import nn
 
 from lightning_spectral.federated.recorder import Recorder, isolate_metrics
+from lightning_spectral.federated.records import LoggedValue
 
 
-def test_round_value_is_the_example_weighted_mean_of_clients() -> None:
+def test_a_clients_value_is_the_mean_over_its_examples() -> None:
     recorder, module = Recorder(), nn.Linear(1, 1)
-    for size, batches in {4: [(1.0, 3), (5.0, 1)], 6: [(7.0, 6)]}.items():
+    finished = []
+    for batches in ([(1.0, 3), (5.0, 1)], [(7.0, 6)]):
         recorder.start_client(module)
         for value, batch_size in batches:
             recorder.num_examples = batch_size
             recorder.log("loss", torch.tensor(value))
-        recorder.keep_client(size)
-    finished = recorder.finish_round()
-    assert finished["loss"].value == pytest.approx((4 * 2.0 + 6 * 7.0) / 10)
-    assert recorder.finish_round() == {}
-
-
-def test_a_client_that_is_not_kept_leaves_no_trace() -> None:
-    recorder, module = Recorder(), nn.Linear(1, 1)
-    recorder.log("loss", float("nan"))
+        finished.append(recorder.finish_client()["loss"].value)
+    assert finished == [2.0, 7.0]
     recorder.start_client(module)
-    recorder.log("loss", 2.0)
-    recorder.keep_client(5)
-    assert recorder.finish_round()["loss"].value == 2.0
+    assert recorder.finish_client() == {}
 
 
 def test_metric_is_computed_once_per_client_and_starts_empty() -> None:
@@ -36,13 +29,11 @@ def test_metric_is_computed_once_per_client_and_starts_empty() -> None:
 
     recorder, module = Recorder(), Module()
     module.mean.update(1e6)
-    for value, size in [(1.0, 1), (4.0, 3)]:
+    for value in (1.0, 4.0):
         recorder.start_client(module)
         module.mean.update(value)
         recorder.log_dict({"mean": module.mean}, prog_bar=True, logger=False)
-        recorder.keep_client(size)
-    entry = recorder.finish_round()["mean"]
-    assert (entry.value, entry.prog_bar, entry.logger) == (pytest.approx(3.25), True, False)
+        assert recorder.finish_client() == {"mean": LoggedValue(value, prog_bar=True, logger=False)}
 
 
 def test_names_and_weights_follow_lightning() -> None:
@@ -51,8 +42,7 @@ def test_names_and_weights_follow_lightning() -> None:
     recorder.log("both", 1.0, on_step=True, on_epoch=True)
     recorder.log("own", 1.0, batch_size=3)
     recorder.log("own", 5.0, batch_size=1, sync_dist=True)
-    recorder.keep_client(1)
-    finished = recorder.finish_round()
+    finished = recorder.finish_client()
     assert set(finished) == {"both_epoch", "own"}
     assert finished["own"].value == pytest.approx(2.0)
 

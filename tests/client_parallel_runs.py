@@ -1,0 +1,228 @@
+"""Small federated runs, and what must be the same of them however many processes train them.
+
+``python client_parallel_runs.py FOLDER PORT PORT`` makes them in two processes, then in three.
+"""
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.multiprocessing import start_processes
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import LitMLP
+
+import lightning_spectral as ls
+from lightning_spectral.federated.processes import Processes
+from lightning_spectral.functional.factors import singular_terms
+
+SIZES = (30, 24, 20, 17, 13, 12, 9, 8, 6, 5, 3, 3)
+BATCH_SIZE = 4
+
+
+def uneven_data() -> ls.FederatedDataModule:
+    """Clients with 3 to 30 examples."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(SIZES), 6, generator=generator)
+    toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+    partitioner = ls.NaturalPartitioner([client_id for client_id, size in enumerate(SIZES) for _ in range(size)])
+    return ls.FederatedDataModule(toy, partitioner, val=toy, batch_size=BATCH_SIZE)
+
+
+class WithBatchNorm(LitMLP):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.net.insert(1, nn.BatchNorm1d(12, momentum=None))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
+
+
+class FailsForClient(LitMLP):
+    """Fails in round 1 on example 0, which client 0 has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 1 and bool((batch[0] == uneven_data().train.tensors[0][0]).all(1).any()):
+            raise FloatingPointError("example 0")
+        return super().training_step(batch, batch_idx)
+
+
+class DivergesForSome(LitMLP):
+    """Comes back without a finite weight where a client's last batch has one example."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if len(batch[0]) == 1:
+            with torch.no_grad():
+                self.net[0].bias.fill_(float("nan"))
+
+
+class FailsBetweenTurns(pl.Callback):
+    """An error that no round can share: outside of any client's turn, in one process."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == trainer.world_size - 1:
+            raise KeyError("mine alone")
+
+
+class FailsInOneProcess(ls.RoundCallback):
+    def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1:
+            raise KeyError("mine")
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, keep_first_and_last_dense=False)
+COORDINATED = ls.SpectralSharding(
+    ls.Unbiased(), keep_ratio=0.4, design=ls.Coordinated(), keep_first_and_last_dense=False
+)
+RUNS: dict[str, dict[str, Any]] = {
+    "dense": {"clients_per_round": 7, "loader": True},
+    "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
+    "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
+    "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
+    "spectral, Adam at the server": {"algorithm": SPECTRAL, "clients_per_round": 5, "server_optimizer": adam},
+    "a client's own Trainer": {
+        "algorithm": SPECTRAL,
+        "clients_per_round": 5,
+        "client_engine": "trainer",
+        "local_hooks": [ls.ProximalTerm(0.5)],
+        "server_optimizer": ls.FedYogi(lr=0.01),
+    },
+    "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
+    "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
+    "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
+    "a client fails": {"module": FailsForClient, "clients_per_round": 10},
+    "a callback fails": {"clients_per_round": 7, "trainer": {"callbacks": [FailsInOneProcess()]}},
+}
+# three take turns on small machines
+ONLY_WITH_TWO = {"a client's own Trainer", "batch norm", "cut cohort", "clients left out", "spectral"}
+RESUMED = "spectral, Adam at the server"
+
+
+def run(
+    folder: Path,
+    *,
+    module: type[LitMLP] = LitMLP,
+    watched: bool = False,
+    rounds: int = 2,
+    seed: int = 3,
+    ckpt: Path | None = None,
+    loader: bool = False,
+    trainer: dict[str, Any] | None = None,
+    num_processes: int = 1,
+    **federation: Any,
+) -> dict[str, Any]:
+    """What a run came to, in plain tensors and numbers."""
+    torch.manual_seed(0)
+    lit = module()
+    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+    watchers = [ls.SpectralDiagnostics(), ls.UpdateAlignment(every_n_rounds=2)] if watched else []
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    options = trainer or {}
+    patience = timedelta(seconds=60)  # who waits longer waits for ever
+    several = {"strategy": ls.ClientParallelStrategy(timeout=patience), "devices": num_processes}
+    strategy = several if num_processes > 1 else {}
+    runner = pl.Trainer(
+        max_epochs=rounds,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**options, "callbacks": [history, ledger, saver, *watchers, *options.get("callbacks", [])]},
+        **strategy,
+    )
+    error, tested = None, None
+    try:
+        data = uneven_data()
+        if loader:
+            data.val = torch.utils.data.DataLoader(data.train, batch_size=7)
+        model = ls.FederatedModule(lit, seed=seed, **federation)
+        runner.fit(model, data, ckpt_path=ckpt)
+        if loader:
+            tested = runner.test(model, data.val, verbose=False)
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return {
+        "weights": {name: value.clone() for name, value in lit.state_dict().items()},
+        "history": [{name: v for name, v in row.items() if "seconds" not in name} for row in history.rows],
+        "ledger": [tuple(row) for row in ledger.rows],
+        "metrics": {n: float(v) for n, v in runner.callback_metrics.items() if "seconds" not in n},
+        "global_step": runner.global_step,
+        "error": error,
+        "tested": tested,
+    }
+
+
+def say_and_share(processes: Processes) -> dict[str, Any]:
+    """What a process gets out of talking to the others."""
+    weights = [torch.randn(n, n + 3, generator=torch.Generator().manual_seed(n)) for n in (7, 2, 5, 4, 9)]
+
+    def fails_on_the_largest(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if len(weight) == 9:
+            raise ArithmeticError("too large")
+        return singular_terms(weight)
+
+    terms = processes.share_out(weights, singular_terms, lambda weight: weight.numel())
+    error = ""
+    try:
+        processes.share_out(weights, fails_on_the_largest, lambda weight: weight.numel())
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    sums = [
+        torch.full((3,), 1.0 + processes.rank).double(),
+        torch.full((2**22 + 1,), 0.5).double(),
+        torch.ones(()).double(),
+    ]
+    processes.add_up(sums)
+    return {
+        "gathered": processes.gather(processes.rank),
+        "terms": terms,
+        "error": error,
+        "sums": [t.max() for t in sums],
+    }
+
+
+def one_process(rank: int, num_processes: int, port: int, folder: Path) -> None:
+    """All runs as one of several processes; writes what it had at the end of each."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
+    mine = folder / str(num_processes)
+
+    def keep(name: str, result: dict[str, Any]) -> None:
+        torch.save(result, folder / f"{name} {num_processes} {rank}.pt")
+
+    for name, options in RUNS.items():
+        if num_processes == 2 or name not in ONLY_WITH_TWO:
+            keep(name, run(mine / name, num_processes=num_processes, **options))
+    keep("said", say_and_share(Processes(rank, num_processes)))
+    keep("other seeds", run(mine, num_processes=num_processes, seed=rank, clients_per_round=3))
+    ckpt = folder / "1" / RESUMED / "0.ckpt"
+    keep("resumed", run(mine / "resumed", ckpt=ckpt, num_processes=num_processes, **RUNS[RESUMED]))
+    alone = {"clients_per_round": 3, "trainer": {"callbacks": [FailsBetweenTurns()]}}
+    keep("hung up", run(mine, num_processes=num_processes, **alone))
+
+
+def main(folder: Path, ports: dict[int, int]) -> None:
+    """Import once, then fork."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*LeafSpec")
+    warnings.filterwarnings("ignore", category=ls.SpectralWarning)
+    warnings.filterwarnings("ignore", message=".*exists and is not empty|The dirpath has changed|.*num_workers")
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")  # each has them whole
+    torch.set_num_threads(1)
+    for num_processes, port in ports.items():
+        start_processes(one_process, (num_processes, port, folder), nprocs=num_processes, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), {2: int(sys.argv[2]), 3: int(sys.argv[3])})

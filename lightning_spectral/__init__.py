@@ -14,6 +14,7 @@ from lightning_spectral.callbacks import (
     UpdateAlignment,
 )
 from lightning_spectral.callbacks.round_callback import RoundCallback
+from lightning_spectral.checkpoint_files import AtomicCheckpointIO, latest_checkpoint
 from lightning_spectral.data import FederatedDataModule
 from lightning_spectral.designs import (
     Brewer,
@@ -28,6 +29,7 @@ from lightning_spectral.designs import (
 )
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.estimate import RunEstimate, estimate
+from lightning_spectral.faults import ClientDropout, DeviceProfile, Faults, LeaveOut, Raise, VirtualClock
 from lightning_spectral.federated.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.federated.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.module import FederatedModule
@@ -50,7 +52,9 @@ from lightning_spectral.strategy import ClientParallelStrategy
 __all__ = [
     "Aggregation",
     "Algorithm",
+    "AtomicCheckpointIO",
     "Brewer",
+    "ClientDropout",
     "ClientError",
     "ClientParallelStrategy",
     "Collective",
@@ -59,8 +63,10 @@ __all__ = [
     "Coordinated",
     "CostTable",
     "Design",
+    "DeviceProfile",
     "DirichletPartitioner",
     "EffectiveLRClip",
+    "Faults",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -72,12 +78,14 @@ __all__ = [
     "GradientClip",
     "IIDPartitioner",
     "JointDesign",
+    "LeaveOut",
     "LocalHook",
     "MinimumSupport",
     "NaturalPartitioner",
     "Partitioner",
     "PriSM",
     "ProximalTerm",
+    "Raise",
     "RandomSystematic",
     "RoundCallback",
     "RoundError",
@@ -101,9 +109,11 @@ __all__ = [
     "TopN",
     "Unbiased",
     "UpdateAlignment",
+    "VirtualClock",
     "cost_table",
     "estimate",
     "keep_ratio_for",
+    "latest_checkpoint",
     "replace_layers",
     "validate",
 ]

@@ -39,7 +39,7 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches = progress["epoch_loop.batch_progress"]["current"]
-    if not round_is_open and batches["completed"] == batches["processed"]:
+    if not round_is_open and batches["completed"] == batches["ready"]:
         return  # between batches, or after validation: Lightning resumes there itself
     for counts in (progress["epoch_progress"]["total"], progress["epoch_progress"]["current"]):
         finished = counts["processed"] + (0 if round_is_open else 1)

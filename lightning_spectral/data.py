@@ -104,16 +104,10 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @cached_property
     def partition(self) -> Partition:
-        """Which examples belong to whom; drawn once from the seed.
-
-        Raises:
-            ValueError: If a client has no examples.
-        """
+        """Which examples belong to whom; drawn once from the seed."""
         labels = self.labels if self.partitioner.needs_labels else None
         generator = derived_generator(self.seed, "partition")
-        partition = self.partitioner(_length(self.train), labels, generator)
-        _check_no_client_is_empty(partition)
-        return partition
+        return self.partitioner(_length(self.train), labels, generator)
 
     def report(self) -> PartitionReport:
         """Examples and label histogram of every client; it prints and plots."""
@@ -201,11 +195,13 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)
 
 
-def _check_no_client_is_empty(partition: Partition) -> None:
+def check_no_client_is_empty(partition: Partition) -> None:
+    """Raise ``ValueError`` if a client has no examples."""
     empty = (partition.sizes == 0).nonzero().flatten().tolist()
     if empty:
         shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
         raise ValueError(
             f"{len(empty)} of {partition.num_clients} clients have no examples (clients {shown}); "
-            "use fewer clients or a partitioner that gives every client some."
+            "use fewer clients or a partitioner that gives every client some, or leave the others out of their rounds: "
+            "faults=Faults(on_no_data=LeaveOut())."
         )

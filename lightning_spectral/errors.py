@@ -10,7 +10,7 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """A round cannot be finished: no client returned an update that can be used."""
+    """A round cannot be finished: too many clients returned nothing that can be used."""
 
 
 def check_is(argument: str, value: object, kind: type) -> None:

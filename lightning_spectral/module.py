@@ -15,10 +15,12 @@ from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.callbacks import Aggregation, RoundsAsSteps, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.callbacks.round_callback import RoundCallback
 from lightning_spectral.callbacks.stages import RoundStages, stage_profile
+from lightning_spectral.checkpoint_files import write_whole_files
 from lightning_spectral.checkpointing import check_checkpoint, fit_turns, settle_progress
-from lightning_spectral.data import FederatedDataModule
+from lightning_spectral.data import FederatedDataModule, check_no_client_is_empty
 from lightning_spectral.engine import Engine
 from lightning_spectral.errors import check_is
+from lightning_spectral.faults import ClientDropout, Conditions, Faults, VirtualClock
 from lightning_spectral.federated.exact_sum import MOST_TERMS
 from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import check_optimizer, trainable_parameters
@@ -64,6 +66,9 @@ class FederatedModule(ServerHooks):
         local_hooks: What acts on the gradients of clients before each of their steps, one after another, e.g.
             ``[ProximalTerm(0.01), GradientClip(1.0)]``.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
+        faults: What ends the run, and what a round goes on without; ``None`` for `Faults()`.
+        dropout: Simulated clients that vanish; ``None`` for none.
+        clock: Simulated duration of each client's turn: deadline, over-selection, length of a round; ``None`` for none.
 
     Raises:
         TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``.
@@ -99,6 +104,9 @@ class FederatedModule(ServerHooks):
         server_optimizer: ServerOptimizer | None = None,
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
+        faults: Faults | None = None,
+        dropout: ClientDropout | None = None,
+        clock: VirtualClock | None = None,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -133,6 +141,9 @@ class FederatedModule(ServerHooks):
         self.local_hooks = tuple(local_hooks)
         self._cohort_size = clients_per_round
         self.seed = seed
+        self.faults = Faults() if faults is None else faults
+        check_is("faults", self.faults, Faults)
+        self.conditions = Conditions(dropout, clock)
         self.schedules: list[Schedule] = []
         self._engine: Engine | None = None
         self._download: Download | None = None
@@ -150,6 +161,7 @@ class FederatedModule(ServerHooks):
             "server_optimizer": _described(self.server_optimizer),
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
+            "conditions": repr(self.conditions),
         }
 
     @property
@@ -232,6 +244,10 @@ class FederatedModule(ServerHooks):
             self._finished_round, self._stop_after_round = -1, False
             check_trainer(self.trainer, self.module)
             self.participation.check(self.data.num_clients)
+            self.conditions.check(self.data.num_clients, self.participation.clients_per_round)
+            if self.faults.ends_run("no_data"):
+                check_no_client_is_empty(self.data.partition)
+            write_whole_files(self.trainer)
         for hook in BATCH_HOOKS:
             if is_overridden(self.module, hook):
                 setattr(self, hook, for_evaluation(getattr(self.module, hook)))
@@ -263,7 +279,7 @@ class FederatedModule(ServerHooks):
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
         self.module.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
-        self._engine = make_engine(self, self.module, self.algorithm)
+        self._engine = make_engine(self, self.module, self.algorithm, self.conditions)
 
     def training_step(self, batch: ClientTask | IdleTask, batch_idx: int) -> None:
         """One client's local epochs, then `Aggregation`."""
@@ -292,15 +308,17 @@ class FederatedModule(ServerHooks):
         server, local, *_ = optimizers
         with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
             server.step()
+        self.engine.server_moves = False
         self.module.zero_grad()  # of every parameter, also those that no optimizer has
         self._finished_round = summary.round_idx
         summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
         self._log_round(summary)
-        for callback in self._round_callbacks():
-            callback.on_round_end(self.trainer, self, summary)
         for schedule in self.schedules:
             if not schedule.waits_for_metric:
                 schedule.step(summary.round_idx)
+        # last, so that a checkpoint that one of them writes, or that its failure leaves, holds all of the round
+        for callback in self._round_callbacks():
+            callback.on_round_end(self.trainer, self, summary)
 
     def _round_callbacks(self) -> list[RoundCallback]:
         return [callback for callback in self._trainer_callbacks() if isinstance(callback, RoundCallback)]
@@ -335,7 +353,13 @@ class FederatedModule(ServerHooks):
                 schedule.step_on(self.trainer.callback_metrics, self.current_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The user's hook; note the configuration, and let the progress count whole rounds."""
+        """The user's hook; note the configuration, and let the progress count whole rounds.
+
+        Raises:
+            RoundError: If the server's step was interrupted: its weights are then those of no round.
+        """
+        if self._engine is not None:
+            self._engine.check_server_rests()
         self.module.on_save_checkpoint(checkpoint)
         checkpoint["federation"] = self._full_configuration()
         checkpoint["federation_turns"] = self.num_turns

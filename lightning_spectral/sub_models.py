@@ -12,6 +12,7 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.callbacks.stages import stage_profile
 from lightning_spectral.client_trainer import ClientTrainer
 from lightning_spectral.engine import Engine, SubModel
+from lightning_spectral.faults import Conditions
 from lightning_spectral.federated.local import Placement
 from lightning_spectral.federated.local_trainer import LocalLoop, LocalTrainer
 from lightning_spectral.federated.recorder import Recorder, isolate_metrics
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
     from lightning_spectral.module import FederatedModule
 
 
-def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+def make_engine(
+    owner: FederatedModule,
+    server: pl.LightningModule,
+    algorithm: Algorithm[Any],
+    conditions: Conditions | None = None,
+) -> Engine:
     """An engine with the clients, the seed and the settings of a run.
 
     Args:
         owner: The module that a Trainer fits.
         server: The module whose weights are the server's; the user's own, or a copy.
         algorithm: What travels.
+        conditions: Under which clients work; ``None`` if all deliver.
     """
     local_trainer = _local_trainer(owner)
     return Engine(
@@ -42,6 +49,8 @@ def make_engine(owner: FederatedModule, server: pl.LightningModule, algorithm: A
         local_hooks=owner.local_hooks,
         profile=partial(stage_profile, owner.trainer),
         processes=owner.processes,
+        faults=owner.faults,
+        conditions=conditions,
     )
 
 

@@ -102,11 +102,25 @@ RUNS: dict[str, dict[str, Any]] = {
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
     "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
     "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
+    "errors, dropout and over-selection": {
+        "module": FailsForClient,
+        "clients_per_round": 12,
+        "faults": ls.Faults(on_error=ls.LeaveOut()),
+        "dropout": ls.ClientDropout([0.0, *[0.3] * 11]),  # client 0 is to fail
+        "clock": ls.VirtualClock([ls.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
+    },
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
     "a callback fails": {"clients_per_round": 7, "trainer": {"callbacks": [FailsInOneProcess()]}},
 }
 # three take turns on small machines
-ONLY_WITH_TWO = {"a client's own Trainer", "batch norm", "cut cohort", "clients left out", "spectral"}
+ONLY_WITH_TWO = {
+    "errors, dropout and over-selection",
+    "a client's own Trainer",
+    "batch norm",
+    "cut cohort",
+    "clients left out",
+    "spectral",
+}
 RESUMED = "spectral, Adam at the server"
 
 

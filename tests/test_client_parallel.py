@@ -113,6 +113,9 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     rows = {name: results(name, 1)[0]["history"][0] for name in SAME}
     assert rows["clients left out"]["fl/clients_left_out"] > 0
     assert rows["cut cohort"]["fl/clients"] == 4
+    rounds = results("errors, dropout and over-selection", 1)[0]["history"]
+    for reason in ("error", "dropped_out", "surplus"):
+        assert sum(row[f"fl/left_out_{reason}"] for row in rounds) > 0, reason
     assert rows["coordinated, one client"]["fl/clients"] == 1
     assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
     assert len(results("dense", 1)[0]["ledger"]) == 14

@@ -89,6 +89,19 @@ class TestOrdinaryModules:
         assert plugin.scaler is not None
         assert plugin.scaler.get_scale() == 2.0**20
 
+    def test_with_clients_that_fail_and_are_left_out(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+        class Lit(lit_mlp):  # type: ignore[misc]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if batch[0][0, 0] > 1.0:
+                    raise FloatingPointError("too warm")
+                return super().training_step(batch, batch_idx)
+
+        faults = ls.Faults(on_error=ls.LeaveOut(1.0))
+        with pytest.warns(ls.SpectralWarning, match=r"its training failed \(FloatingPointError: too warm\)"):
+            one, two = fit_twice(Lit(), data, quiet, faults=faults, rounds=3)
+        assert_same_run(one, two)
+        assert 0 < sum(two[1].column("fl/left_out_error")) < 12
+
     @pytest.mark.parametrize("hook", [ls.ProximalTerm(5.0), ls.GradientClip(0.1)], ids=["proximal", "clip"])
     def test_with_local_hooks(self, hook: Any, lit: Any, data: Any, quiet: Any) -> None:
         start = copy.deepcopy(lit)

@@ -54,8 +54,10 @@ class UpdateAlignment(RoundCallback):
         """Train the same clients densely from there, and compare."""
         if self._before is None:
             return
+        client_ids = [client.client_id for client in summary.clients if not client.left_out]
+        if not client_ids:
+            return
         ours = update(pl_module.module, self._before)
-        client_ids = [client.client_id for client in summary.clients]
         theirs = dense_update(pl_module, self._before, summary.round_idx, client_ids)
         cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
 from lightning_spectral.callbacks.round_callback import RoundCallback
-from lightning_spectral.federated.records import RoundSummary
+from lightning_spectral.federated.reasons import Reason
+from lightning_spectral.federated.records import ClientOutcome, RoundSummary
 
 
 class LedgerRow(NamedTuple):
-    """What one client's turn cost to send.
+    """What one client's turn cost, and whether it was of use.
 
     Attributes:
         round_idx: Communication round, from 0.
@@ -20,6 +22,8 @@ class LedgerRow(NamedTuple):
         keep_ratio: Share of singular terms it held.
         downlink_bytes: Bytes sent to it.
         uplink_bytes: Bytes it sent back.
+        left_out: Why it is not in the average; ``None`` if it is.
+        virtual_seconds: When it was done, by the virtual clock; ``None`` without a clock, or if it never was.
     """
 
     round_idx: int
@@ -27,6 +31,8 @@ class LedgerRow(NamedTuple):
     keep_ratio: float
     downlink_bytes: int
     uplink_bytes: int
+    left_out: Reason | None = None
+    virtual_seconds: float | None = None
 
 
 class CommunicationLedger(RoundCallback):
@@ -44,9 +50,7 @@ class CommunicationLedger(RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Enter the round's clients."""
-        self.rows.extend(
-            LedgerRow(c.round_idx, c.client_id, c.keep_ratio, c.downlink_bytes, c.uplink_bytes) for c in summary.clients
-        )
+        self.rows.extend(map(_row, summary.clients))
 
     @property
     def total_bytes(self) -> int:
@@ -67,6 +71,12 @@ class CommunicationLedger(RoundCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The rows of the rounds before."""
         self.rows = [LedgerRow(*row) for row in state_dict["rows"]]
+
+
+def _row(client: ClientOutcome) -> LedgerRow:
+    seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
+    turn = client.round_idx, client.client_id, client.keep_ratio
+    return LedgerRow(*turn, client.downlink_bytes, client.uplink_bytes, client.left_out, seconds)
 
 
 def _mean_bytes(rows: list[LedgerRow]) -> tuple[float, float]:

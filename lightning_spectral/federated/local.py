@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_spectral.federated.calls import batch_outputs, loss_of, num_accepted
 from lightning_spectral.federated.loader import ClientData
 from lightning_spectral.federated.local_hooks import BeforeStep
+from lightning_spectral.federated.reasons import Reason
 from lightning_spectral.federated.recorder import Recorder
 
 
@@ -47,10 +48,14 @@ class LocalResult:
     Attributes:
         num_steps: Optimizer steps; one that gradient scaling skips, because a gradient overflowed, counts too.
         loss: Mean loss per example over all local epochs; NaN if no step was taken.
+        left_out: Why there is nothing to average; ``None`` if there is.
+        failure: What a client raised that is left out for that reason.
     """
 
     num_steps: int
     loss: float
+    left_out: Reason | None = None
+    failure: str = ""
 
 
 def train_locally(

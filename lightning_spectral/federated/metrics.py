@@ -16,6 +16,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         - ``fl/round``: its index, from 0; the x axis of all others.
         - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
         - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: who is in the average, and who is not.
+        - ``fl/left_out_<reason>``: why they are not, for each reason that this run allows.
         - ``fl/bytes_down``, ``fl/bytes_up``: bytes that travelled, summed over all clients.
         - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
         - ``fl/<name>`` for the algorithm's own figures.
@@ -26,6 +27,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         "fl/loss": _mean_loss(kept),
         "fl/clients": float(len(kept)),
         "fl/clients_left_out": float(len(summary.clients) - len(kept)),
+        **{f"fl/left_out_{reason}": float(count) for reason, count in summary.left_out.items()},
         "fl/examples": float(sum(client.num_examples for client in kept)),
         "fl/bytes_down": float(sum(client.downlink_bytes for client in summary.clients)),
         "fl/bytes_up": float(sum(client.uplink_bytes for client in summary.clients)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import Tensor
 from lightning_spectral.federated.exact_sum import LARGEST, largest_magnitude
 from lightning_spectral.federated.loader import ClientData
 from lightning_spectral.federated.processes import Processes
+from lightning_spectral.federated.reasons import Reason
 
 Tensors = Mapping[str, Tensor]
 
@@ -70,6 +72,8 @@ class Cohort:
             1.6
         """
         sizes = [self.num_examples[client_id] for client_id in client_ids]
+        if not any(sizes):
+            return float(len(sizes))  # nobody has data: nobody counts more than another
         return sum(sizes) ** 2 / sum(size**2 for size in sizes)
 
 
@@ -135,7 +139,8 @@ class ClientOutcome:
         loss: Mean training loss per example over its local epochs; NaN if it took no step.
         downlink_bytes: Bytes sent to it.
         uplink_bytes: Bytes it sent back.
-        left_out: Whether its update could not be averaged: not finite, or too large to be summed.
+        left_out: Why it is not in the average; ``None`` if it is.
+        virtual_seconds: When it was done, by the virtual clock; NaN without a clock, or if it never was.
         logged: Means of what the client's own ``self.log`` calls said; nothing if it is left out.
     """
 
@@ -147,7 +152,8 @@ class ClientOutcome:
     loss: float
     downlink_bytes: int
     uplink_bytes: int
-    left_out: bool
+    left_out: Reason | None = None
+    virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
 
 
@@ -162,6 +168,7 @@ class RoundSummary:
             longest.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
         logged: What the clients' own ``self.log`` calls came to: example-weighted means over the round.
+        left_out: For each reason for which this run may leave clients out, for how many it did.
     """
 
     round_idx: int
@@ -169,6 +176,7 @@ class RoundSummary:
     seconds: Mapping[str, float]
     diagnostics: Mapping[str, float]
     logged: Mapping[str, LoggedValue]
+    left_out: Mapping[Reason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

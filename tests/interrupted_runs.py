@@ -1,0 +1,149 @@
+"""A run that is interrupted again and again, each time by a signal at a random moment, and resumed from what it left.
+
+``python interrupted_runs.py FOLDER SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and what the same run comes to
+without any signal. The processes that are interrupted are forks of this one, so that everything is imported once.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+CLIENTS_PER_ROUND = 4
+ROUNDS_PER_SIGNAL = 1  # at most so many go by between two signals, so that the run outlasts them
+
+
+class LitNet(pl.LightningModule):
+    """With all that a resumed run might get wrong: dropout, momentum, batch norm, a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = [nn.BatchNorm1d(12), nn.Dropout(0.2), nn.ReLU(), nn.Linear(12, 12), nn.ReLU()]
+        self.net = nn.Sequential(nn.Linear(6, 12), *hidden, nn.Linear(12, 3))
+
+    def training_step(self, batch: Any) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)]
+
+
+class Report(ls.RoundCallback):
+    """Writes a byte into a pipe whenever a client begins."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        os.write(self.pipe, b".")
+
+
+def fed_adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def train(folder: Path, num_rounds: int, pipe: int | None = None) -> None:
+    """Fit, from the newest whole checkpoint if there is one, and write what the run came to."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 6, generator=generator)
+    examples = TensorDataset(x, x[:, :3].argmax(1))
+    clock = ls.VirtualClock({ls.DeviceProfile(1e4, 1e4, 1e6): 0.5, ls.DeviceProfile(1e3, 1e3, 1e6): 0.5}, deadline=9.0)
+    model = ls.FederatedModule(
+        LitNet(),
+        algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
+        clients_per_round=CLIENTS_PER_ROUND,
+        server_optimizer=fed_adam,
+        dropout=ls.ClientDropout(0.2),
+        clock=clock,
+    )
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=8), val=examples, batch_size=4)
+    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+    save = ModelCheckpoint(folder / "checkpoints", save_last=True, save_on_exception=True)
+    trainer = pl.Trainer(
+        max_epochs=num_rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[history, ledger, save] + ([] if pipe is None else [Report(pipe)]),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data, ckpt_path=ls.latest_checkpoint(folder / "checkpoints"))
+    rows = [{k: v for k, v in row.items() if not k.startswith("fl/seconds_")} for row in history.rows]
+    result = {
+        "weights": model.module.state_dict(),
+        "server_optimizer": model.optimizers(use_pl_optimizer=False)[0].state_dict(),  # type: ignore[index]
+        "rounds": [repr(sorted(row.items())) for row in rows],
+        "ledger": [repr(row) for row in ledger.rows],
+        "global_step": trainer.global_step,
+    }
+    torch.save(result, folder / "result.pt")
+
+
+def start(folder: Path, num_rounds: int) -> tuple[int, int]:
+    """Train in a fork; its process id, and the pipe that it reports to."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) != 0:
+        os.close(writing)
+        return pid, reading
+    os.close(reading)
+    status = 1
+    try:
+        train(folder, num_rounds, writing)
+        status = 0
+    except SystemExit:
+        status = 143  # Lightning answers SIGTERM so
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def interrupt(folder: Path, num_rounds: int, kind: signal.Signals, chance: random.Random) -> None:
+    """Start or resume the run, and send it a signal after some clients and some milliseconds."""
+    pid, pipe = start(folder, num_rounds)
+    for _ in range(chance.randint(1, ROUNDS_PER_SIGNAL * CLIENTS_PER_ROUND)):
+        if not os.read(pipe, 1):
+            break  # it is over: the status says why
+    time.sleep(chance.uniform(0.0, 0.05))
+    os.kill(pid, kind)
+    _, status = os.waitpid(pid, 0)
+    os.close(pipe)
+    ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    expected = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}[kind]
+    if ended != expected:
+        raise RuntimeError(f"the run ended with {ended}, not with {expected}")
+
+
+def main(folder: Path, signals: list[signal.Signals]) -> None:
+    num_rounds = ROUNDS_PER_SIGNAL * (len(signals) + 1) + 2
+    chance = random.Random(len(signals))
+    for kind in signals:
+        interrupt(folder, num_rounds, kind, chance)
+    train(folder, num_rounds)
+    (folder / "uninterrupted").mkdir()
+    train(folder / "uninterrupted", num_rounds)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), [signal.Signals[name] for name in sys.argv[2:]])

@@ -1,0 +1,158 @@
+"""No half-written checkpoint is ever picked up."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+import lightning_spectral as ls
+
+CONTENT = {"weights": torch.arange(1000.0), "round": 3}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two checkpoints; the second is newer."""
+    for age, name in ((200, "one.ckpt"), (100, "two.ckpt")):
+        ls.AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / name)
+        set_age(tmp_path / name, age)
+    return tmp_path
+
+
+def set_age(path: Path, seconds: int) -> None:
+    os.utime(path, (2e9 - seconds, 2e9 - seconds))
+
+
+class TestWriting:
+    def test_what_is_written_is_read_back(self, tmp_path: Path) -> None:
+        path = tmp_path / "new folder" / "one.ckpt"
+        ls.AtomicCheckpointIO().save_checkpoint(CONTENT, path)
+        for plugin in (ls.AtomicCheckpointIO(), TorchCheckpointIO()):
+            loaded = plugin.load_checkpoint(path)
+            assert torch.equal(loaded["weights"], CONTENT["weights"])
+            assert loaded["round"] == 3
+        assert [file.name for file in path.parent.iterdir()] == ["one.ckpt"]
+
+    def test_a_write_that_is_cut_short_leaves_the_old_file(self, saved: Path, monkeypatch: Any) -> None:
+        before = (saved / "two.ckpt").read_bytes()
+
+        def half(checkpoint: Any, file: Any) -> None:
+            file.write(before[: len(before) // 2])
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(torch, "save", half)
+        with pytest.raises(OSError, match="the disk is full"):
+            ls.AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
+        assert (saved / "two.ckpt").read_bytes() == before
+        assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
+        monkeypatch.undo()
+        ls.AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
+        assert sorted(file.name for file in saved.iterdir()) == ["one.ckpt", "two.ckpt"]  # what was left is gone
+
+    def test_a_link_is_replaced_and_what_it_shows_stays(self, saved: Path) -> None:
+        link = saved / "last.ckpt"
+        link.symlink_to("one.ckpt")
+        ls.AtomicCheckpointIO().save_checkpoint({"round": 4}, link)
+        assert torch.load(saved / "one.ckpt")["round"] == 3
+        assert torch.load(link)["round"] == 4
+
+    def test_a_federated_fit_writes_whole_files(self, lit: Any, data: Any, quiet: Any) -> None:
+        trainer = pl.Trainer(max_epochs=1, **quiet)
+        trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
+        assert isinstance(trainer.strategy.checkpoint_io, ls.AtomicCheckpointIO)
+
+    def test_a_plugin_that_the_user_chose_stays(self, lit: Any, data: Any, quiet: Any) -> None:
+        class Own(TorchCheckpointIO):
+            """Writes somewhere else."""
+
+        plugin = Own()
+        trainer = pl.Trainer(max_epochs=1, plugins=[plugin], **quiet)
+        trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
+        assert trainer.strategy.checkpoint_io is plugin
+
+
+class TestFinding:
+    def test_the_newest_is_found(self, saved: Path) -> None:
+        assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
+        set_age(saved / "one.ckpt", 50)
+        assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
+
+    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+    def test_a_file_that_was_cut_short_is_passed_over(self, saved: Path, share: float) -> None:
+        whole = (saved / "two.ckpt").read_bytes()
+        (saved / "two.ckpt").write_bytes(whole[: int(share * len(whole))])
+        set_age(saved / "two.ckpt", 100)
+        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt is not a whole checkpoint and is passed over"):
+            assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
+
+    def test_a_damaged_weight_is_noticed(self, saved: Path) -> None:
+        damaged = bytearray((saved / "two.ckpt").read_bytes())
+        damaged[damaged.index(CONTENT["weights"].numpy().tobytes()) + 2000] ^= 1  # type: ignore[attr-defined]
+        (saved / "two.ckpt").write_bytes(damaged)
+        set_age(saved / "two.ckpt", 100)
+        with pytest.warns(ls.SpectralWarning, match="not a whole checkpoint"):
+            assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
+
+    def test_nothing_is_found_where_nothing_is(self, tmp_path: Path) -> None:
+        assert ls.latest_checkpoint(tmp_path / "missing") is None
+        (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
+        (tmp_path / "one.ckpt.part").write_bytes(b"half")
+        assert ls.latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
+class TestWholeRounds:
+    @pytest.mark.parametrize("when", ["on_client_end", "on_round_end"])
+    def test_a_checkpoint_of_a_failed_run_holds_whole_rounds(
+        self, when: str, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        class Fail(ls.RoundCallback):
+            pass
+
+        def fail(self: Any, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if pl_module.current_epoch == 1:
+                raise RuntimeError("stop here")
+
+        setattr(Fail, when, fail)
+        settings = {**quiet, "enable_checkpointing": True}
+
+        def fit(callbacks: list[Any], ckpt_path: str | None = None) -> tuple[Any, pl.Trainer]:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                module = lit_mlp()
+            trainer = pl.Trainer(max_epochs=3, callbacks=callbacks, **settings)
+            trainer.fit(ls.FederatedModule(module, clients_per_round=3), data, ckpt_path=ckpt_path)
+            return module, trainer
+
+        folder = tmp_path / "failed"
+        with pytest.raises(RuntimeError, match="stop here"):
+            fit([Fail(), ModelCheckpoint(folder, save_on_exception=True)])
+        resumed, trainer = fit([ModelCheckpoint(folder)], ls.latest_checkpoint(folder))
+        whole, _ = fit([ModelCheckpoint(tmp_path / "whole")])
+        assert trainer.global_step == 3
+        assert all(
+            torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True)
+        )
+
+    def test_a_step_of_the_server_that_failed_is_not_saved(
+        self, lit: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        class HalfStep(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
+                raise MemoryError("no room for the second half")
+
+        settings = {**quiet, "enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path / "c")]}
+        trainer = pl.Trainer(max_epochs=1, **settings)
+        model = ls.FederatedModule(lit, clients_per_round=2, server_optimizer=lambda p: HalfStep(p, lr=1.0))
+        with pytest.raises(MemoryError):
+            trainer.fit(model, data)
+        with pytest.raises(ls.RoundError, match="belong to no round and are not saved"):
+            trainer.save_checkpoint(tmp_path / "c" / "half.ckpt")
+        assert ls.latest_checkpoint(tmp_path / "c") is None

@@ -1,0 +1,42 @@
+"""A run that is killed, or told to end, at any moment goes on from its last whole round and ends as if undisturbed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+@pytest.mark.parametrize(
+    "signals",
+    [
+        ["SIGKILL", "SIGTERM"],
+        pytest.param(["SIGKILL"] * 20, marks=pytest.mark.slow),
+        pytest.param(["SIGTERM"] * 20, marks=pytest.mark.slow),
+    ],
+    ids=lambda signals: f"{len(signals)} signals, first {signals[0]}",
+)
+def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(signals: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), *signals]
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    interrupted, whole = (result(tmp_path / folder) for folder in (".", "uninterrupted"))
+    assert interrupted["global_step"] == whole["global_step"] == len(signals) + 3
+    assert interrupted["rounds"] == whole["rounds"]
+    assert interrupted["ledger"] == whole["ledger"]
+    assert_close(interrupted["weights"], whole["weights"], rtol=0, atol=0)
+    assert_close(interrupted["server_optimizer"]["state"], whole["server_optimizer"]["state"], rtol=0, atol=0)
+
+
+def result(folder: Path) -> Any:
+    return torch.load(folder / "result.pt", weights_only=False)

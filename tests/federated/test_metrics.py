@@ -9,7 +9,7 @@ from lightning_spectral.federated.records import ClientOutcome, LoggedValue, Rou
 
 def outcome(client_id: int, size: int, loss: float, logged: dict[str, float]) -> ClientOutcome:
     entries = {name: LoggedValue(value, prog_bar=True, logger=False) for name, value in logged.items()}
-    return ClientOutcome(0, client_id, 1.0, size, 1, loss, 8, 8, False, entries)
+    return ClientOutcome(0, client_id, 1.0, size, 1, loss, 8, 8, logged=entries)
 
 
 def test_what_clients_logged_is_weighted_by_their_examples() -> None:

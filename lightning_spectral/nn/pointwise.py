@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ def pointwise(
     ones = (1,) * len(stride)
     if x.device.type == "cpu" and x.is_contiguous() and x.dim() == len(stride) + 2:
         if stride != ones:  # read no position that is skipped: 1.2 to 1.6 times as fast
-            x, stride = x[(..., *(slice(None, None, step) for step in stride))].contiguous(), ones
+            kept: Any = (..., *(slice(None, None, step) for step in stride))
+            x, stride = x[kept].contiguous(), ones
         if products_are_faster(matrix.numel(), math.prod(x.shape[2:])):
             weights, positions = matrix.expand(len(x), -1, -1), x.flatten(2)
             out = torch.bmm(weights, positions) if bias is None else torch.baddbmm(bias[:, None], weights, positions)

@@ -1,6 +1,7 @@
 """Federated learning of models that no client can hold whole: spectral model sharding for PyTorch Lightning."""
 
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
+from lightning_spectral.allocator import tune_allocator
 from lightning_spectral.callbacks import (
     Aggregation,
     CommunicationLedger,
@@ -89,5 +90,6 @@ __all__ = [
     "cost_table",
     "keep_ratio_for",
     "replace_layers",
+    "tune_allocator",
     "validate",
 ]

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
+from lightning_spectral.allocator import tune_allocator
 from lightning_spectral.callbacks import (
     Aggregation,
     CommunicationLedger,
@@ -115,6 +116,7 @@ __all__ = [
     "keep_ratio_for",
     "latest_checkpoint",
     "replace_layers",
+    "tune_allocator",
     "validate",
 ]
 

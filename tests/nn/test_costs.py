@@ -233,8 +233,8 @@ def test_the_cases_above_cover_factors_and_rebuilt_weights_with_and_without_a_gr
     seen = set()
     for case in EVERY.values():
         for use in made(case)[2].blocks:
-            n = use.block.num_singular
-            seen |= {(use._is_rebuilt(call, n), call.input_needs_grad, call.keeps) for call in use.calls}
+            for n in (1, use.block.num_singular):
+                seen |= {(use._is_rebuilt(call, n), call.input_needs_grad, call.keeps) for call in use.calls}
     wanted = {(True, True, True), (True, False, True), (False, True, True), (False, False, True), (False, True, False)}
     assert wanted <= seen
 

@@ -32,8 +32,9 @@ def page_faults(tuned: bool) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_a_tuned_process_takes_no_page_faults_for_memory_it_had() -> None:
-    assert page_faults(tuned=False) >= 10 * 2 * 20  # the control: every block anew, at most 2 MiB with each fault
-    assert page_faults(tuned=True) < 20
+    default, tuned = page_faults(tuned=False), page_faults(tuned=True)
+    assert default >= 10 * 2 * 20  # the control: every block anew, at most 2 MiB with each fault
+    assert tuned <= default / 5  # at most one pair of blocks was not there yet after the first ten
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] == "glibc", reason="only where the C library is another")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.callbacks.round_callback import RoundCallback
@@ -17,6 +19,9 @@ from lightning_spectral.sub_models import copy_detached, make_engine
 
 if TYPE_CHECKING:
     from lightning_spectral.module import FederatedModule
+
+
+Options = dict[str, Any]
 
 
 class UpdateAlignment(RoundCallback):
@@ -40,13 +45,15 @@ class UpdateAlignment(RoundCallback):
             raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
         self.every_n_rounds = every_n_rounds
         self._before: dict[str, Tensor] | None = None
+        self._options: list[list[Options]] = []
 
     def on_round_start(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: FederatedModule, round_state: Any
     ) -> None:
-        """Remember where the server starts."""
+        """Remember where the server starts, and at which learning rates clients train."""
         wanted = trainer.current_epoch % self.every_n_rounds == 0
         self._before = copy.deepcopy(pl_module.module.state_dict()) if wanted else None
+        self._options = [[options_of(group) for group in template.param_groups] for template in _templates(pl_module)]
 
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: FederatedModule, summary: RoundSummary
@@ -58,10 +65,36 @@ class UpdateAlignment(RoundCallback):
         if not client_ids:
             return
         ours = update(pl_module.module, self._before)
-        theirs = dense_update(pl_module, self._before, summary.round_idx, client_ids)
+        with options_lent(_templates(pl_module), self._options):  # schedules have moved on to the next round
+            theirs = dense_update(pl_module, self._before, summary.round_idx, client_ids)
         cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
         self._before = None
+
+
+@contextmanager
+def options_lent(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
+    """Give the parameter groups of some optimizers other options, such as a past learning rate, for a while."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    now = [options_of(group) for group in groups]
+    for group, lent in zip(groups, [lent for groups in options for lent in groups], strict=True):
+        group.update(lent)
+    try:
+        yield
+    finally:
+        for group, own in zip(groups, now, strict=True):
+            group.update(own)
+
+
+def options_of(group: Options) -> Options:
+    """Everything in a parameter group but its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _templates(pl_module: FederatedModule) -> list[Optimizer]:
+    """The user's optimizers, whose options clients' own follow."""
+    optimizers: Any = pl_module.optimizers(use_pl_optimizer=False)
+    return list(optimizers[1:])
 
 
 def dense_update(

@@ -71,8 +71,8 @@ def test_quickstart_says_nothing_beside_its_bar_and_its_table(quickstart):
     assert [line for line in lines if line and not re.fullmatch(ours, line)] == []
 
 
-def test_quickstart_bar_counts_rounds_and_clients_beside_loss_and_accuracy(quickstart):
-    assert re.search(r"Round 2/2: 100%.* 10/10 .*accuracy=0\.\d+, train_loss=\d", quickstart.output)
+def test_quickstart_draws_no_bar_where_the_output_is_not_a_terminal(quickstart):
+    assert "Round 2/2" not in quickstart.output  # the bar itself: tests/callbacks/test_progress.py
 
 
 def test_quickstart_table_counts_every_tensor_that_travels(quickstart):

@@ -59,7 +59,7 @@ class Engine:
 
     Args:
         server: The user's module with dense weights.
-        algorithm: What travels.
+        algorithm: What travels, prepared for ``server``.
         keep_ratios: Keep ratio of every client, shape ``(num_clients,)``.
         make_sub_model: From a keep ratio and the recorder of what clients log to a sub-model.
         local_trainer: Runs a client's local epochs.
@@ -91,7 +91,7 @@ class Engine:
         conditions: Conditions | None = None,
     ) -> None:
         self.server = server
-        self.algorithm = algorithm.prepare(server)
+        self.algorithm = algorithm
         self.keep_ratios = keep_ratios
         self.local_trainer = local_trainer
         self.local_epochs = local_epochs

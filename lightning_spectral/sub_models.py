@@ -36,7 +36,7 @@ def make_engine(
         algorithm: What travels.
         conditions: Under which clients work; ``None`` if all deliver.
     """
-    local_trainer = _local_trainer(owner)
+    algorithm, local_trainer = algorithm.prepare(server), _local_trainer(owner)
     return Engine(
         server,
         algorithm,

@@ -70,7 +70,8 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     Raises:
         TypeError: If the data does not come from a `FederatedDataModule`.
-        ValueError: If there are several processes, or there is no ``validation_step`` for the validation data.
+        ValueError: If there are several processes of another strategy than ``"client_parallel"``, complex parameters,
+            or validation data without a ``validation_step``.
     """
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:

@@ -91,7 +91,22 @@ class FedAdagrad:
 
 
 @dataclass(frozen=True)
-class FedAdam:
+class _TwoMoments:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _check_positive("lr", self.lr)
+        if len(self.betas) != 2:
+            raise ValueError(f"`betas` must be two numbers, of the first and of the second moment, got {self.betas!r}.")
+        for beta in self.betas:
+            _check_decay("betas", beta)
+        _check_positive("tau", self.tau)
+
+
+@dataclass(frozen=True)
+class FedAdam(_TwoMoments):
     r"""Adam on the server: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2`, without correction of bias.
 
     Args:
@@ -111,20 +126,13 @@ class FedAdam:
         FedAdam(lr=0.01, betas=(0.9, 0.99), tau=0.001)
     """
 
-    lr: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _check_moments(self.lr, self.betas, self.tau)
-
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """The optimizer over the server's parameters."""
         return ServerAdam(parameters, self.lr, self.betas, self.tau)
 
 
 @dataclass(frozen=True)
-class FedYogi:
+class FedYogi(_TwoMoments):
     r"""Yogi on the server: :math:`v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \mathrm{sign}(v_{t-1} - \Delta_t^2)`.
 
     Args:
@@ -145,25 +153,9 @@ class FedYogi:
         ValueError: `betas` must be in [0, 1), got 1.0: it is the share of the past that a moment keeps.
     """
 
-    lr: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _check_moments(self.lr, self.betas, self.tau)
-
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """The optimizer over the server's parameters."""
         return ServerYogi(parameters, self.lr, self.betas, self.tau)
-
-
-def _check_moments(lr: float, betas: tuple[float, float], tau: float) -> None:
-    _check_positive("lr", lr)
-    if len(betas) != 2:
-        raise ValueError(f"`betas` must be two numbers, of the first and of the second moment, got {betas!r}.")
-    for beta in betas:
-        _check_decay("betas", beta)
-    _check_positive("tau", tau)
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_spectral.functional.factors import weight_to_matrix
+
 
 @dataclass(frozen=True)
 class WeightBlock:
@@ -68,7 +70,7 @@ def row_blocks(
 
 def as_rows(weight: Tensor, transposed: bool) -> Tensor:
     """A dense weight as a matrix with one row per output."""
-    return weight.T if transposed else weight.flatten(1)
+    return weight.T if transposed else weight_to_matrix(weight)
 
 
 def assemble(blocks: Sequence[WeightBlock], matrices: Sequence[Tensor], weight: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         if self.padding_mode != "zeros":
             sides = explicit_padding(padding, self.kernel_size, self.dilation)
             input, padding = F.pad(input, sides, self.padding_mode), 0
-        conv, groups = type(self).conv, list(self._groups())
+        conv, groups = type(self).conv, self.held_terms()
         kernel = torch.cat([group.v for group in groups]).view(-1, *self.weight_shape[1:])
         hidden = conv(input, kernel, None, self.stride, padding, self.dilation, self.groups)
         mix = torch.cat([group.scaled_u() for group in groups])
@@ -64,10 +64,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
     @property
     def weight(self) -> Tensor:
         """The effective dense weight; differentiable."""
-        return torch.cat([group.matrix() for group in self._groups()]).view(self.weight_shape)
-
-    def _groups(self) -> list[SingularTerms]:
-        return [group for group in self.blocks.values() if isinstance(group, SingularTerms)]
+        return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the layer."""

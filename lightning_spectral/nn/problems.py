@@ -20,12 +20,10 @@ class Choices:
     Attributes:
         exclude: Patterns of names that stay dense.
         split: From a pattern of names to the number of packed linear layers.
-        keep_first_and_last_dense: Whether the ends stay dense.
     """
 
     exclude: Sequence[str]
     split: Mapping[str, int]
-    keep_first_and_last_dense: bool
 
     def __post_init__(self) -> None:
         if isinstance(self.exclude, str):

@@ -74,11 +74,14 @@ class ShardedLayer(_Base):
         assert isinstance(holder, SingularTerms)
         return holder
 
+    def held_terms(self) -> list[SingularTerms]:
+        """The terms of every block, in order."""
+        return [module for module in self.modules() if isinstance(module, SingularTerms)]
+
     def effective_weights(self, dense: Any) -> dict[str, Tensor]:
         """The dense weights that the layer stands for, by their names in ``dense``; differentiable."""
-        num_blocks = sum(isinstance(module, SingularTerms) for module in self.modules())
         weights = {}
-        for name, blocks in by_parameter(self.blocks_of(dense, num_blocks)):
+        for name, blocks in by_parameter(self.blocks_of(dense, len(self.held_terms()))):
             matrices = [self.terms(block).matrix() for block in blocks]
             weights[name] = assemble(blocks, matrices, dense.get_parameter(name))
         return weights

@@ -69,17 +69,14 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply every part and join the outputs."""
-        out = torch.cat([part.linear(input) for part in self._parts()], dim=-1)
+        out = torch.cat([part.linear(input) for part in self.held_terms()], dim=-1)
         return out if self.bias is None else out + self.bias
 
     @property
     def weight(self) -> Tensor:
         """The effective dense weight, in the orientation of the dense layer; differentiable."""
-        rows = torch.cat([part.matrix() for part in self._parts()])
+        rows = torch.cat([part.matrix() for part in self.held_terms()])
         return rows.T if self.transposed else rows
-
-    def _parts(self) -> list[SingularTerms]:
-        return [part for part in self.blocks.values() if isinstance(part, SingularTerms)]
 
 
 class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):

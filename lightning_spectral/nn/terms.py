@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_spectral.functional.factors import absorb, factorize
+from lightning_spectral.functional.factors import singular_terms
 
 
 class SingularTerms(nn.Module):
@@ -97,7 +97,7 @@ class SingularTerms(nn.Module):
     @torch.no_grad()
     def load_matrix(self, matrix: Tensor) -> None:
         """Load the n largest terms of a matrix with multipliers 1: its best approximation of rank n."""
-        u, v = absorb(factorize(matrix), matrix.dtype)
+        _, u, v = singular_terms(matrix)
         self.load_terms(u[:, : self.num_terms], v[: self.num_terms], torch.ones_like(self.omega))
 
 

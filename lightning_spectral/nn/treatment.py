@@ -44,11 +44,20 @@ def plan_layers(
     example = example_of(module) if example_input is None else example_input
     order = None if example is None else execution_order(module, example)
     layers = _in_order(dict(_layers(module)), order)
-    choices = Choices(exclude, split or {}, keep_first_and_last_dense)
+    choices = Choices(exclude, split or {})
     planner = _Planner(choices, order, _ends(layers, order) if keep_first_and_last_dense else {}, _ties(module))
     treatments = tuple(planner.treat(name, layer) for name, layer in layers.items())
     buffers = tuple(BufferTreatment(*entry) for entry in buffer_policies(module, keep_buffers))
     return LayerReport(treatments, buffers, tuple(problems_of(module, layers, treatments, choices)))
+
+
+def check_undecided(exclude: Sequence[str], split: Mapping[str, int] | None, keep_first_and_last_dense: bool) -> None:
+    """Raise ``ValueError`` if choices come along with a plan, which has made them."""
+    if exclude or split or not keep_first_and_last_dense:
+        raise ValueError(
+            "`plan` has decided the treatment of every layer: give `exclude`, `split` and "
+            "`keep_first_and_last_dense` to `validate`, which makes it."
+        )
 
 
 def validate(

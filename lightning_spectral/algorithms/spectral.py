@@ -18,7 +18,6 @@ from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRou
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.federated.exchange import (
-    AVERAGED,
     apply_mean_change,
     averaged_tensors,
     load_tensors,
@@ -34,7 +33,7 @@ from lightning_spectral.nn.blocks import WeightBlock, as_rows, assemble, by_para
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.nn.replace import sharded_layers, swap_layers
 from lightning_spectral.nn.report import LayerReport
-from lightning_spectral.nn.treatment import plan_layers
+from lightning_spectral.nn.treatment import check_undecided, plan_layers
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 
@@ -99,11 +98,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
         if not self.frobenius_decay >= 0.0:
             raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
         check_granularity(self.term_granularity)
-        if self.plan is not None and (self.exclude or self.split or not self.keep_first_and_last_dense):
-            raise ValueError(
-                "`plan` has decided the treatment of every layer: give `exclude`, `split` and "
-                "`keep_first_and_last_dense` to `validate`, which makes it."
-            )
+        if self.plan is not None:
+            check_undecided(self.exclude, self.split, self.keep_first_and_last_dense)
 
     def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
         """Keep ratio of every client, shape ``(num_clients,)``: exact shares, drawn from the seed."""
@@ -201,8 +197,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in report.blocks.items()]
         terms = cohort.processes.share_out(matrices, _singular_terms, _decomposition_cost)
         layers = {name: self._open(name, found, cohort) for (name, _), found in zip(matrices, terms, strict=True)}
-        kept = [*self.keep_buffers, *(buffer.name for buffer in report.buffers if buffer.policy != AVERAGED)]
-        averaged = averaged_tensors(server, report.sharded_weights, kept)
+        averaged = averaged_tensors(server, report.sharded_weights, [*self.keep_buffers, *report.kept_buffers])
         return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
 
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:

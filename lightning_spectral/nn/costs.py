@@ -16,7 +16,7 @@ from lightning_spectral.nn.counted_pass import CountedPass, LayerCall, count_pas
 from lightning_spectral.nn.replace import swap_layers
 from lightning_spectral.nn.report import LayerReport
 from lightning_spectral.nn.trace import Example, detached_copy, example_of
-from lightning_spectral.nn.treatment import plan_layers
+from lightning_spectral.nn.treatment import check_undecided, plan_layers
 
 ONE_TERM = 1e-6  # a keep ratio at which every block has one term
 
@@ -82,12 +82,9 @@ def costs_of(
         plan = plan_layers(
             module, example, exclude=exclude, split=split, keep_first_and_last_dense=keep_first_and_last_dense
         )
-    elif exclude or split or not keep_first_and_last_dense:
-        raise ValueError(
-            "`plan` has decided the treatment of every layer: give `exclude`, `split` and "
-            "`keep_first_and_last_dense` to `validate`, which makes it."
-        )
-    return _count(module, example, plan.check(), keep_buffers, term_granularity)
+    else:
+        check_undecided(exclude, split, keep_first_and_last_dense)
+    return _count(module, example, plan.check(), [*keep_buffers, *plan.kept_buffers], term_granularity)
 
 
 def _count(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_spectral.federated.exchange import AVERAGED
 from lightning_spectral.nn.blocks import WeightBlock
 from lightning_spectral.nn.kinds import ShardedType
 
@@ -76,6 +77,11 @@ class LayerReport:
     def sharded_weights(self) -> tuple[str, ...]:
         """Names of the dense weights that are sharded, once each."""
         return tuple(dict.fromkeys(block.parameter for block in self.blocks.values()))
+
+    @property
+    def kept_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that keep the server's value."""
+        return tuple(buffer.name for buffer in self.buffers if buffer.policy != AVERAGED)
 
     def check(self) -> LayerReport:
         """This report, if it has no problems.

@@ -302,6 +302,14 @@ def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, quiet: Any
     assert {r: (cost.downlink_bytes, cost.uplink_bytes) for r, cost in table.at.items()} == sent
 
 
+def test_bytes_are_those_of_a_round_whose_plan_says_what_buffers_do(toy: TensorDataset, quiet: Any) -> None:
+    plan = ls.nn.plan_layers(Federated(), keep_buffers=["offset"])
+    table = ls.cost_table(Federated(), [0.2], plan=plan)
+    assert table.at[0.2].uplink_bytes < ls.cost_table(Federated(), [0.2]).at[0.2].uplink_bytes
+    sent = ledger_of(ls.SpectralSharding(keep_ratio=0.2, plan=plan), Federated(), toy, quiet)
+    assert sent == {0.2: (table.at[0.2].downlink_bytes, table.at[0.2].uplink_bytes)}
+
+
 def test_bytes_of_the_whole_model_are_those_of_federated_averaging(toy: TensorDataset, quiet: Any) -> None:
     full = ls.cost_table(Federated()).full
     assert ledger_of(ls.FedAvg(), Federated(), toy, quiet) == {1.0: (full.downlink_bytes, full.uplink_bytes)}

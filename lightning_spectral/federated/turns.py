@@ -1,4 +1,4 @@
-"""Which process does what: work dealt so that processes finish together."""
+"""Which process does what: work dealt so that processes finish together, or turn by turn."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Sequence
 Turns = list[int | None]
 
 
-def deal(work: Sequence[float], num_processes: int, most: int | None = None) -> list[list[int]]:
+def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
     """Deal pieces of work to processes, the longest first, each to whoever has least so far.
 
     Args:
         work: Predicted time of each piece, any unit, not negative.
         num_processes: How many share the work.
-        most: Pieces that one process takes at most; ``None`` for any number.
 
     Returns:
         For each process its pieces, by index, longest first. A pure function: ties go to the lower index.
 
     Reference:
-        Graham (1969): the last process is done at most 4/3 as late as with the best of all dealings (without `most`).
+        Graham (1969): the last process is done at most 4/3 as late as with the best of all dealings.
 
     Example:
         >>> deal([1.0, 5.0, 4.0, 2.0], num_processes=2)
@@ -28,8 +27,7 @@ def deal(work: Sequence[float], num_processes: int, most: int | None = None) -> 
     dealt: list[list[int]] = [[] for _ in range(num_processes)]
     loads = [0.0] * num_processes
     for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        free = [p for p in range(num_processes) if most is None or len(dealt[p]) < most]
-        process = min(free, key=lambda p: (loads[p], len(dealt[p]), p))
+        process = min(range(num_processes), key=lambda p: (loads[p], len(dealt[p]), p))
         dealt[process].append(index)
         loads[process] += work[index]
     return dealt
@@ -38,23 +36,20 @@ def deal(work: Sequence[float], num_processes: int, most: int | None = None) -> 
 def num_turns(num_clients: int, num_processes: int) -> int:
     """Turns that every process takes in a round, clients and idle ones.
 
-    Twice an even share: a process may have that many small clients while another trains a large one. It depends on
-    nothing else, because Lightning learns the length of an epoch once.
-
     Example:
-        >>> num_turns(10, num_processes=1), num_turns(10, num_processes=2), num_turns(2, num_processes=3)
-        (10, 9, 1)
+        >>> num_turns(10, num_processes=1), num_turns(10, num_processes=3), num_turns(2, num_processes=3)
+        (10, 4, 1)
     """
-    return max(1, min(num_clients - num_processes + 1, 2 * -(-num_clients // num_processes)))
+    return max(1, -(-num_clients // num_processes))
 
 
 def turns(client_ids: Sequence[int], work: Sequence[float], num_processes: int) -> list[Turns]:
     """The turns of every process in one round, ``None`` where it idles; in a single one, the clients as they come.
 
-    Lightning lets no process begin a turn before process 0 has begun the same turn. So process 0 gets the lightest
-    share, idles first and trains its smallest clients first; the others train their largest first and idle last. Then
-    nobody waits as long as the predictions hold: the mean of process 0's first i turns is at most the mean of all its
-    turns, that of the others at least.
+    Lightning lets no process begin a turn before all have ended the one before, so a turn lasts as long as its
+    longest client. Clients of like size therefore share a turn: sorted, longest first, and dealt row by row. With P
+    processes a round is longer than an even share of its work by at most (P - 1) / P times the difference between the
+    longest client and the shortest, if nobody idles.
 
     Args:
         client_ids: The round's clients.
@@ -62,17 +57,15 @@ def turns(client_ids: Sequence[int], work: Sequence[float], num_processes: int) 
         num_processes: How many share the round.
 
     Example:
-        >>> turns([7, 8, 9], [100.0, 50.0, 40.0], num_processes=2)
-        [[9, 8], [7, None]]
+        >>> turns([7, 8, 9], [50.0, 100.0, 40.0], num_processes=2)
+        [[8, 9], [7, None]]
     """
     if num_processes == 1:
         return [list(client_ids)]
-    length = num_turns(len(client_ids), num_processes)
-    dealt = deal(work, num_processes, most=length)
-    lightest, *others = sorted(dealt, key=lambda share: sum(work[i] for i in share))
-    idle = [[None] * (length - len(share)) for share in (lightest, *others)]
-    ids = [[client_ids[i] for i in share] for share in (lightest, *others)]
-    return [[*idle[0], *reversed(ids[0])], *([*share, *rest] for share, rest in zip(ids[1:], idle[1:], strict=True))]
+    order = sorted(range(len(client_ids)), key=lambda i: (-work[i], i))
+    sorted_ids: Turns = [client_ids[i] for i in order]
+    idle = num_turns(len(client_ids), num_processes) * num_processes - len(sorted_ids)
+    return [[*sorted_ids, *[None] * idle][process::num_processes] for process in range(num_processes)]
 
 
 def predicted_work(num_examples: int, keep_ratio: float) -> float:

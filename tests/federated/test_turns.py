@@ -33,7 +33,7 @@ def test_the_last_process_is_at_most_a_third_later_than_in_the_best_of_all_deali
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
-def test_turns_suffice_for_every_dealing_and_have_one_length(num_clients: int, num_processes: int) -> None:
+def test_every_client_has_one_turn_and_all_processes_as_many(num_clients: int, num_processes: int) -> None:
     length = num_turns(num_clients, num_processes)
     assert length * num_processes >= num_clients
     work = [1000.0] + [1.0] * (num_clients - 1)
@@ -43,22 +43,34 @@ def test_turns_suffice_for_every_dealing_and_have_one_length(num_clients: int, n
     assert sorted(trained) == list(range(num_clients))
 
 
+def seconds_of(dealt: list[list[int | None]], work: list[float]) -> float:
+    """Of a round in which everybody waits for everybody after each turn."""
+    return sum(max(0.0 if i is None else work[i] for i in turn) for turn in zip(*dealt, strict=True))
+
+
 @given(WORK, st.integers(2, 4))
-def test_nobody_waits_for_process_0_to_begin_a_turn(work: list[float], num_processes: int) -> None:
+def test_a_round_is_at_most_its_unevenness_longer_than_an_even_share(work: list[float], num_processes: int) -> None:
     dealt = turns(list(range(len(work))), work, num_processes)
-    begins = [
-        list(itertools.accumulate([0.0 if i is None else work[i] for i in one], initial=0.0))[:-1] for one in dealt
-    ]
-    for other in begins[1:]:
-        assert all(first <= begin + 1e-9 for first, begin in zip(begins[0], other, strict=True))
+    shortest = 0.0 if any(None in one for one in dealt) else min(work)
+    longer = seconds_of(dealt, work) - sum(work) / num_processes
+    assert longer <= (num_processes - 1) / num_processes * (max(work) - shortest) + 1e-9 * sum(work)
+
+
+@given(st.lists(st.integers(1, 20), min_size=4, max_size=6))
+def test_no_other_dealing_into_turns_is_shorter(work: list[int]) -> None:
+    lengths = [float(w) for w in work]
+    ours = seconds_of(turns(list(range(len(work))), lengths, 2), lengths)
+    padded = [*range(len(work)), *[None] * (len(work) % 2)]
+    others = (seconds_of([list(order[::2]), list(order[1::2])], lengths) for order in itertools.permutations(padded))
+    assert ours == min(others)
 
 
 def test_a_single_process_takes_the_clients_as_they_come() -> None:
     assert turns([5, 3, 8], [1.0, 9.0, 2.0], 1) == [[5, 3, 8]]
 
 
-def test_one_large_client_is_alone_if_the_others_are_small() -> None:
-    assert turns([0, 1, 2, 3, 4], [1.0, 1.0, 9.0, 1.0, 1.0], 2) == [[4, 3, 1, 0], [2, None, None, None]]
+def test_clients_of_like_size_share_a_turn() -> None:
+    assert turns([0, 1, 2, 3, 4], [1.0, 8.0, 9.0, 2.0, 3.0], 2) == [[2, 4, 0], [1, 3, None]]
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(1.0, 40.0), (0.2, 24.0)])

@@ -10,9 +10,10 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_spectral.federated.loader import BatchSource, ClientData, Collate, EvaluationLoader
+from lightning_spectral.federated.loader import BatchSource, ClientData, EvaluationLoader
 from lightning_spectral.federated.records import ClientTask, IdleTask
 from lightning_spectral.federated.rng import derived_generator
+from lightning_spectral.federated.worker_batches import Collate
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
 
 EvaluationData = Dataset[Any] | Iterable[Any] | Sequence[Any] | None
@@ -49,7 +50,8 @@ class FederatedDataModule(pl.LightningDataModule):
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
         labels: Class of each training example, shape ``(len(train),)``; ``None`` to read them from the data set.
         collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
-        num_workers: Worker processes for data that does not lie in memory.
+        num_workers: Worker processes for data that does not lie in memory; those for clients stay alive from client to
+            client. Whatever their number, the run is the same.
         seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
 
     Raises:
@@ -122,6 +124,14 @@ class FederatedDataModule(pl.LightningDataModule):
         """Deal the data before training, so that a split that cannot be is refused here."""
         if stage == "fit":
             self.partition  # noqa: B018
+
+    def teardown(self, stage: str) -> None:
+        """End the workers."""
+        self._source.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the workers."""
+        self._source.close()
 
     def client_task(self, client_id: int, round_idx: int, seed: int) -> ClientTask:
         """One client's turn in one round."""

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -32,6 +33,32 @@ def momentum_server(parameters: Any) -> torch.optim.Optimizer:
 
 def same_state(one: nn.Module, two: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Not in memory, and with noise."""
+
+    def __init__(self, inner: torch.utils.data.TensorDataset) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inner[index]
+        return x + 0.1 * torch.randn(x.shape), y
+
+
+def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, quiet: Any) -> None:
+    runs = []
+    for num_workers in (0, 2):
+        torch.manual_seed(0)
+        model = federate(lit_mlp(), clients_per_round=3)
+        data = ls.FederatedDataModule(Augmented(toy), ls.IIDPartitioner(12), batch_size=4, num_workers=num_workers)
+        pl.Trainer(max_epochs=2, **quiet).fit(model, data)
+        assert not multiprocessing.active_children()
+        runs.append(model)
+    assert same_state(*runs)
 
 
 class TestRounds:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lightning_spectral.federated.rng import derived_generator
-
-Collate = Callable[[list[Any]], Any]
+from lightning_spectral.federated.rng import derived_generator, derived_seed
+from lightning_spectral.federated.worker_batches import Collate, WorkerBatches
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +25,7 @@ class BatchSource:
     Attributes:
         dataset: Any map-style data set.
         collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
-        num_workers: Worker processes for data that is not in memory.
+        num_workers: Worker processes for data that is not in memory; they live until `close`.
     """
 
     dataset: Dataset[Any]
@@ -42,22 +41,29 @@ class BatchSource:
     def _tensors(self) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         return _in_memory(self.dataset) if self.collate_fn is None else None
 
-    def batches(self, index_batches: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[Any]:
-        """Yield one batch for each tensor of example indices; the generator seeds the workers, if any."""
+    @cached_property
+    def _worker_batches(self) -> WorkerBatches:
+        return WorkerBatches(self.dataset, self.collate_fn, self.num_workers)
+
+    def batches(self, index_batches: Sequence[Tensor], key: tuple[int, ...] = (0,)) -> Iterator[Any]:
+        """Yield one batch for each tensor of example indices.
+
+        Args:
+            index_batches: Which examples, in order.
+            key: The run's seed, and whose batches these are: all that the draws of examples depend on.
+        """
         if self._tensors is not None:
             tensors, subset = self._tensors
             chosen = index_batches if subset is None else [subset[indices] for indices in index_batches]
             return ([tensor[indices] for tensor in tensors] for indices in chosen)
-        sampler = [indices.tolist() for indices in index_batches]
-        return iter(
-            DataLoader(
-                self.dataset,
-                batch_sampler=sampler,
-                collate_fn=self.collate_fn,
-                num_workers=self.num_workers,
-                generator=generator,
-            )
-        )
+        seed, *ids = key
+        seeds = (derived_seed(seed, "examples", *ids, batch_idx) for batch_idx in range(len(index_batches)))
+        return self._worker_batches.load(list(zip(seeds, (one.tolist() for one in index_batches), strict=True)))
+
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        if not self.is_in_memory:
+            self._worker_batches.close()
 
 
 def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
@@ -95,7 +101,7 @@ class ClientData:
         generator = derived_generator(seed, "data order", round_idx, client_id, local_epoch)
         order = self.indices[torch.randperm(len(self.indices), generator=generator)]
         index_batches = torch.split(order, self.batch_size)
-        batches = self.source.batches(index_batches, generator)
+        batches = self.source.batches(index_batches, (*self.key, local_epoch))
         return zip(batches, map(len, index_batches), strict=True)
 
 

@@ -76,6 +76,25 @@ def test_which_of_equal_devices_comes_first_is_drawn_evenly() -> None:
     assert (kept - 0.6 * rounds).abs().max() < 5 * sigma
 
 
+def test_the_cost_table_tells_the_clock_the_work(lit: Any, toy: Any, quiet: Any) -> None:
+    costs = ls.cost_table(lit, [0.5], torch.zeros(1, 6))
+    macs = {ratio: cost.macs for ratio, cost in costs.at.items()}
+    work_alone = ls.DeviceProfile(downlink=math.inf, uplink=math.inf, macs_per_second=1.0)
+    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+    model = ls.FederatedModule(
+        lit,
+        algorithm=ls.SpectralSharding(keep_ratio=0.5),
+        clients_per_round=3,
+        local_epochs=2,
+        clock=ls.VirtualClock(work_alone, macs=macs),
+    )
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), batch_size=4)
+    pl.Trainer(max_epochs=1, callbacks=[history, ledger], **quiet).fit(model, data)
+    dense, terms = 6 * 12 + 12 * 3, 6 * (12 + 12)
+    assert costs.at[0.5].macs == dense + terms
+    assert history.rows[0]["fl/virtual_seconds"] == 3 * (dense + terms) * 10 * 2
+
+
 @pytest.mark.parametrize("options", [{"keep_first": 3}, {"deadline": 2.5}, {"keep_first": 2, "deadline": 3.0}])
 def test_fates_do_not_depend_on_the_order_of_clients(options: dict[str, Any]) -> None:
     profiles = {device(1.0): 0.25, device(2.0): 0.5, device(3.0): 0.25}

@@ -10,7 +10,7 @@ from torch import Tensor
 GRIDS = (2.0**-60, 2.0**-20, 2.0**20)  # steps of the parts, finest first
 MOST_TERMS = 2**13
 LARGEST = 2.0**60
-_BLOCK = 2**15  # values that are cut at a time on the CPU: what fits its cache
+_BLOCK = 2**16  # values that are cut at a time on the CPU: what fits its cache
 
 
 class ExactSum:
@@ -123,9 +123,10 @@ def largest_magnitude(tensors: Sequence[Tensor]) -> float:
 
 
 def _cut(rest: Tensor, level: int, out: Tensor) -> Tensor:
-    """The nearest multiples of a grid's step; ``rest`` keeps what is finer. Both steps are exact."""
+    """The nearest multiples of a grid's step; ``rest`` keeps what is finer, if there is a finer grid. All is exact."""
     large = 1.5 * 2.0**52 * GRIDS[level]  # between 2^52 and 2^53 steps, where float64 holds multiples of the step alone
     torch.add(rest, large, out=out)
     out.sub_(large)
-    rest.sub_(out)
+    if level:
+        rest.sub_(out)
     return out

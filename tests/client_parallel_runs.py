@@ -91,7 +91,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
-    "spectral, Adam at the server": {"algorithm": SPECTRAL, "clients_per_round": 5, "server_optimizer": adam},
+    "spectral, FedAdam": {"algorithm": SPECTRAL, "clients_per_round": 5, "server_optimizer": ls.FedAdam(lr=0.01)},
     "a client's own Trainer": {
         "algorithm": SPECTRAL,
         "clients_per_round": 5,
@@ -121,7 +121,7 @@ ONLY_WITH_TWO = {
     "clients left out",
     "spectral",
 }
-RESUMED = "spectral, Adam at the server"
+RESUMED = "spectral, FedAdam"
 
 
 def run(

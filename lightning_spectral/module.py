@@ -334,8 +334,10 @@ class FederatedModule(ServerHooks):
     def on_train_batch_end(self, outputs: Any, batch: ClientTask | IdleTask, batch_idx: int) -> None:
         """A round once begun is finished: whoever wants to stop within it waits for its last client.
 
-        Processes stop together: one that wants to is enough.
+        Processes stop together: one that wants to is enough. Told to end by a signal, they end after any turn.
         """
+        if isinstance(self.trainer.strategy, ClientParallelStrategy):
+            self.trainer.strategy.end_if_told()
         if self.trainer.is_last_batch:
             stop = self.trainer.should_stop or self._stop_after_round
             self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch import distributed as dist
 
@@ -49,6 +51,7 @@ class ClientParallelStrategy(DDPStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._isolated: Callable[[], None] | None = None
+        self._told_to_end = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -80,6 +83,10 @@ class ClientParallelStrategy(DDPStrategy):
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
         self._isolated = isolate_metrics(module)
+        # before the Trainer registers it: Lightning's own answer to SIGTERM is a broadcast, at once, and a process that
+        # waits in another collective just then waits for ever
+        self._told_to_end = False
+        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[assignment, method-assign]
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -98,14 +105,27 @@ class ClientParallelStrategy(DDPStrategy):
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
 
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Remember it, and pass it on to processes that were started here; the end of the turn does the rest."""
+        if not self._told_to_end and self.launcher is not None:
+            self.launcher.kill(signum)
+        self._told_to_end = True
+
+    def end_if_told(self) -> None:
+        """At the end of a turn, in every process: if one was told to end, all do, as Lightning ends for SIGTERM."""
+        if self.reduce_boolean_decision(self._told_to_end, all=False):
+            assert self.lightning_module is not None
+            self.lightning_module.trainer._signal_connector.received_sigterm = True
+
     def on_exception(self, exception: BaseException) -> None:
         """Give metrics back their own way to sync; hang up if the others may not know of the error.
 
-        A failure of a client or of the round is raised in every process. After any other one the others might wait
-        for this process until the timeout: with its connections closed they get an error too.
+        A failure of a client or of the round is raised in every process, and so is the end after SIGTERM. After any
+        other error the others might wait for this process until the timeout: with its connections closed they get an
+        error too.
         """
         self._give_back_metrics()
-        is_known_to_all = isinstance(exception, ClientError | RoundError)
+        is_known_to_all = isinstance(exception, ClientError | RoundError | SIGTERMException)
         if not is_known_to_all and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
         super().on_exception(exception)

@@ -1,15 +1,18 @@
 """A run that is interrupted again and again, each time by a signal at a random moment, and resumed from what it left.
 
-``python interrupted_runs.py FOLDER SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and what the same run comes to
-without any signal. The processes that are interrupted are forks of this one, so that everything is imported once.
+``python interrupted_runs.py FOLDER NUM_PROCESSES SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and what the same
+run comes to without any signal, in one process. The processes that are interrupted are forks of this one, so that
+everything is imported once. Of several, some get the signal.
 """
 
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,7 @@ def fed_adam(parameters: Any) -> Any:
     return torch.optim.Adam(parameters, lr=0.05)
 
 
-def train(folder: Path, num_rounds: int, pipe: int | None = None) -> None:
+def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes: int = 1) -> None:
     """Fit, from the newest whole checkpoint if there is one, and write what the run came to."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(80, 6, generator=generator)
@@ -78,6 +81,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None) -> None:
     data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=8), val=examples, batch_size=4)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     save = ModelCheckpoint(folder / "checkpoints", save_last=True, save_on_exception=True)
+    several = {"strategy": ls.ClientParallelStrategy(timeout=timedelta(seconds=60)), "devices": num_processes}
     trainer = pl.Trainer(
         max_epochs=num_rounds,
         accelerator="cpu",
@@ -85,6 +89,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None) -> None:
         callbacks=[history, ledger, save] + ([] if pipe is None else [Report(pipe)]),
         enable_progress_bar=False,
         enable_model_summary=False,
+        **(several if num_processes > 1 else {}),
     )
     trainer.fit(model, data, ckpt_path=ls.latest_checkpoint(folder / "checkpoints"))
     rows = [{k: v for k, v in row.items() if not k.startswith("fl/seconds_")} for row in history.rows]
@@ -98,47 +103,61 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None) -> None:
     torch.save(result, folder / "result.pt")
 
 
-def start(folder: Path, num_rounds: int) -> tuple[int, int]:
-    """Train in a fork; its process id, and the pipe that it reports to."""
+def start(folder: Path, num_rounds: int, num_processes: int) -> tuple[list[int], int]:
+    """Train in forks; their process ids, and the pipe that they report to."""
     reading, writing = os.pipe()
-    if (pid := os.fork()) != 0:
-        os.close(writing)
-        return pid, reading
-    os.close(reading)
-    status = 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(num_processes):
+        if (pid := os.fork()) == 0:
+            os.close(reading)
+            if num_processes > 1:
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
+            os._exit(status_of(folder, num_rounds, writing, num_processes))
+        pids.append(pid)
+    os.close(writing)
+    return pids, reading
+
+
+def status_of(*arguments: Any) -> int:
+    """Train, and say how it ended."""
     try:
-        train(folder, num_rounds, writing)
-        status = 0
+        train(*arguments)
     except SystemExit:
-        status = 143  # Lightning answers SIGTERM so
+        return 143  # Lightning answers SIGTERM so
     except BaseException:
         traceback.print_exc()
+        return 1
     finally:
         sys.stderr.flush()
-        os._exit(status)
+    return 0
 
 
-def interrupt(folder: Path, num_rounds: int, kind: signal.Signals, chance: random.Random) -> None:
-    """Start or resume the run, and send it a signal after some clients and some milliseconds."""
-    pid, pipe = start(folder, num_rounds)
+def interrupt(folder: Path, num_rounds: int, num_processes: int, kind: signal.Signals, chance: random.Random) -> None:
+    """Start or resume the run, and send it a signal after some turns and some milliseconds."""
+    pids, pipe = start(folder, num_rounds, num_processes)
     for _ in range(chance.randint(1, ROUNDS_PER_SIGNAL * CLIENTS_PER_ROUND)):
         if not os.read(pipe, 1):
             break  # it is over: the status says why
     time.sleep(chance.uniform(0.0, 0.05))
-    os.kill(pid, kind)
-    _, status = os.waitpid(pid, 0)
+    for pid in chance.sample(pids, num_processes if kind == signal.SIGKILL else chance.randint(1, num_processes)):
+        os.kill(pid, kind)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     os.close(pipe)
-    ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     expected = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}[kind]
-    if ended != expected:
-        raise RuntimeError(f"the run ended with {ended}, not with {expected}")
+    for status in statuses:
+        ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        if ended != expected:
+            raise RuntimeError(f"the run ended with {ended}, not with {expected}")
 
 
-def main(folder: Path, signals: list[signal.Signals]) -> None:
+def main(folder: Path, num_processes: int, signals: list[signal.Signals]) -> None:
     num_rounds = ROUNDS_PER_SIGNAL * (len(signals) + 1) + 2
     chance = random.Random(len(signals))
     for kind in signals:
-        interrupt(folder, num_rounds, kind, chance)
+        interrupt(folder, num_rounds, num_processes, kind, chance)
     train(folder, num_rounds)
     (folder / "uninterrupted").mkdir()
     train(folder / "uninterrupted", num_rounds)
@@ -146,4 +165,4 @@ def main(folder: Path, signals: list[signal.Signals]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), [signal.Signals[name] for name in sys.argv[2:]])
+    main(Path(sys.argv[1]), int(sys.argv[2]), [signal.Signals[name] for name in sys.argv[3:]])

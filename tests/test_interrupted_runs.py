@@ -15,16 +15,20 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 @pytest.mark.parametrize(
-    "signals",
+    ("num_processes", "signals"),
     [
-        ["SIGKILL", "SIGTERM"],
-        pytest.param(["SIGKILL"] * 20, marks=pytest.mark.slow),
-        pytest.param(["SIGTERM"] * 20, marks=pytest.mark.slow),
+        (1, ["SIGKILL", "SIGTERM"]),
+        (2, ["SIGTERM", "SIGTERM", "SIGKILL"]),
+        pytest.param(1, ["SIGKILL"] * 20, marks=pytest.mark.slow),
+        pytest.param(1, ["SIGTERM"] * 20, marks=pytest.mark.slow),
+        pytest.param(2, ["SIGTERM"] * 20, marks=pytest.mark.slow),
     ],
-    ids=lambda signals: f"{len(signals)} signals, first {signals[0]}",
+    ids=lambda value: value if isinstance(value, int) else f"{len(value)} signals, first {value[0]}",
 )
-def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(signals: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), *signals]
+def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(
+    num_processes: int, signals: list[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), str(num_processes), *signals]
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}, timeout=900

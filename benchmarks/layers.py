@@ -14,8 +14,6 @@ dense model in torch's default.
 
 import argparse
 import copy
-import ctypes
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from statistics import median, quantiles
 
 import torch
 import torch.nn.functional as F
+from page import show, write
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,7 +29,6 @@ import lightning_spectral as ls
 from lightning_spectral.models import CCT, CharTransformer, ResNet18
 from lightning_spectral.models.gpt import GPT2Block
 from lightning_spectral.nn import sharded_layers
-from lightning_spectral.nn.report import aligned
 
 KEEP_RATIOS = (0.1, 0.2, 0.4, 0.8, 1.0)
 HEADER = ["model", "memory", "r", "MAC ratio", "speed-up", "quartiles", "share", "over first", "hooks"]
@@ -150,31 +148,23 @@ def _row(one: Contender, dense: Contender, first: Contender) -> list[str]:
     return [*one.name, *numbers, f"{median(over_first):.2f}", f"{median(shares):.1%}" if shares else ""]
 
 
-def keep_freed_memory() -> str:
-    """Tell glibc to give no memory back to the system: else page faults hide the rest."""
-    if not sys.platform.startswith("linux"):
-        return "the system's allocator"
-    mallopt = ctypes.CDLL(None).mallopt
-    trim, top_pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
-    done = mallopt(trim, 2**31 - 1) and mallopt(top_pad, 2**26) and mallopt(mmap, 2**30)
-    return "glibc malloc keeps freed memory" if done else "the default of malloc"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--turns", type=int, default=15, help="steps of each contender, after one to warm up")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--granularity", type=int, default=1, help="round numbers of terms up to a multiple of this")
+    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    allocator = keep_freed_memory()
-    print(f"torch {torch.__version__}, {options.device}, {torch.get_num_threads()} thread, {allocator}", end="")
-    print(f", batch 32 (GPT-2 block: 8 x 128 tokens), term_granularity {options.granularity}")
+    allocator = "tuned" if ls.tune_allocator() else "the default"
     rows = [HEADER]
     for name in options.model:
         rows += measured(name, options.turns, options.device, options.granularity)
-    print("\n".join(aligned(rows)))
+    said = {"torch": torch.__version__, "device": options.device, "threads": "1", "allocator": allocator}
+    show(rows)
+    if options.write:
+        write("layers", said, rows)
 
 
 if __name__ == "__main__":

@@ -1,157 +1,77 @@
-"""Seconds per round against a bare PyTorch loop that takes the same local steps, from one interleaved run.
+"""Seconds per round and peak memory against a bare PyTorch loop that takes the same local steps.
 
-    python benchmarks/overhead.py
+    python benchmarks/overhead.py cnn
 
-100 clients x 100 examples of CIFAR's shape, 10 clients a round, batch 20, one local epoch, SGD with momentum, one
-thread. The bare loop copies weights in, steps, and averages; it has no Trainer, no logging, no ledger, no check for
-finite updates and, for spectral sharding, neither factorisation nor sampling: its sub-models are given. Ratios are of
-medians over rounds; the contenders take turns, so that a busy machine hits all alike.
+The workload is in contenders/workload.py. In a turn all contenders run one after another. Ratios are of a
+turn's medians; shown are the median over turns, the smallest and the largest. For spectral sharding the bare loop
+trains given sub-models of the same keep ratio, and our seconds of refresh are added to its own.
 """
 
 import argparse
-import copy
 import statistics
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from dataclasses import dataclass
 
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from page import show, write
+from turns import Contender, interleave, spread
 
-import lightning_spectral as ls
-from lightning_spectral.nn import sharded_layers
-from lightning_spectral.nn.report import aligned
-
-NUM_CLIENTS, EXAMPLES, COHORT, BATCH_SIZE = 100, 100, 10, 20
-SHARDING = ls.SpectralSharding(ls.Collective(), keep_ratio=0.2)
+ROUNDS = {"cnn": 6, "resnet": 1, "mlp": 40}  # of each turn
+HEADER = ("algorithm", "contender", "s/round", "over bare", "serial over this", "peak MiB")
+VARIANTS = {
+    "serial": (),
+    "parallel": ("--processes", "2"),
+    "silent": ("--silent",),
+    "trainer": ("--client-engine", "trainer"),
+}
 
 
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
+@dataclass
+class Case:
+    """The bare loop of one algorithm, and ours in some variants."""
+
+    algorithm: str
+    bare: Contender
+    ours: dict[str, Contender]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        serial = self.ours["serial"]
+        first = (self.algorithm, "bare loop", _seconds(self.bare), "1", "", f"{self.bare.peak_mib:.0f}")
+        refresh = [stages["refresh"] if self.algorithm == "spectral" else 0.0 for stages in serial.stages]
+        return [first, *(self._row(name, ours, serial, refresh) for name, ours in self.ours.items())]
+
+    def _row(self, name: str, ours: Contender, serial: Contender, refresh: list[float]) -> tuple[str, ...]:
+        faster = "" if ours is serial else spread(serial.over(ours))
+        over = spread(ours.over(self.bare, refresh))
+        return (self.algorithm, f"ours, {name}", _seconds(ours), over, faster, f"{ours.peak_mib:.0f}")
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
+def _seconds(contender: Contender) -> str:
+    return f"{statistics.median(contender.seconds):.4f}"
 
 
-class LitNet(pl.LightningModule):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = make()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        loss = nn.functional.cross_entropy(self.net(x), y)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-class RoundClock(pl.Callback):
-    """Seconds from one round's start to the next, all of Lightning's work between rounds included."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.starts.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        return [end - start for start, end in zip(self.starts[1:], self.starts[2:], strict=False)]
-
-
-def ours(make: Callable[[], nn.Module], algorithm: Any, data: ls.FederatedDataModule, rounds: int) -> Any:
-    """Seconds of each round, and the history with the seconds of each stage."""
-    clock, history = RoundClock(), ls.RoundHistory()
-    trainer = pl.Trainer(
-        max_epochs=rounds + 2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock, history],
-    )
-    trainer.fit(ls.FederatedModule(LitNet(make), algorithm=algorithm, clients_per_round=COHORT), data)
-    return clock.seconds(), history.rows[1:-1]
-
-
-def bare(make: Callable[[], nn.Module], sharded: bool, data: ls.FederatedDataModule, rounds: int) -> Iterator[float]:
-    """Seconds of each round of a hand-written loop."""
-    server = LitNet(make).net
-    if sharded:
-        server = ls.replace_layers(server, keep_ratio=0.2)
-    client = copy.deepcopy(server)
-    optimizer = torch.optim.SGD(client.parameters(), lr=0.01, momentum=0.9)
-    if sharded:
-        ls.FrobeniusDecay(dict.fromkeys(sharded_layers(client), 1e-4)).register(optimizer, client)
-        ls.EffectiveLRClip(10.0).register(optimizer, client)
-    x, y = data.train.tensors  # type: ignore[attr-defined]
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        sums = [torch.zeros_like(p) for p in server.parameters()]
-        for client_id in torch.randperm(NUM_CLIENTS)[:COHORT].tolist():
-            with torch.no_grad():
-                for mine, theirs in zip(client.parameters(), server.parameters(), strict=True):
-                    mine.copy_(theirs)
-            optimizer.state.clear()
-            indices = data.partition[client_id]
-            for chosen in indices[torch.randperm(len(indices))].split(BATCH_SIZE):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(client(x[chosen]), y[chosen]).backward()
-                optimizer.step()
-            with torch.no_grad():
-                torch._foreach_add_(sums, list(client.parameters()), alpha=len(indices))
-        with torch.no_grad():
-            for theirs, total in zip(server.parameters(), sums, strict=True):
-                theirs.copy_(total / (COHORT * EXAMPLES))
-        yield time.perf_counter() - start
-
-
-def shares(rows: list[dict[str, float]], total: float) -> str:
-    stages = ("refresh", "sample", "aggregate", "train")
-    parts = (statistics.median(row[f"fl/seconds_{stage}"] for row in rows) / total for stage in stages)
-    return ", ".join(f"{stage} {part:.1%}" for stage, part in zip(stages, parts, strict=True))
+def case(model: str, algorithm: str, variants: list[str]) -> Case:
+    command = ["ours.py", "--model", model, "--algorithm", algorithm]
+    bare = ["bare.py", "--model", model, *(["--sharded"] if algorithm == "spectral" else [])]
+    return Case(algorithm, Contender(bare), {v: Contender([*command, *VARIANTS[v]]) for v in variants})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds per turn")
+    parser.add_argument("model", choices=ROUNDS)
+    parser.add_argument("--algorithms", nargs="+", default=["FedAvg", "spectral"])
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:2], help="of ours")
+    parser.add_argument("--untuned", action="store_true", help="with the allocator's defaults")
+    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*LeafSpec")
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(NUM_CLIENTS * EXAMPLES, 3, 32, 32, generator=generator)
-    labels = torch.randint(10, (len(x),), generator=generator)
-    data = ls.FederatedDataModule(TensorDataset(x, labels), ls.IIDPartitioner(NUM_CLIENTS), batch_size=BATCH_SIZE)
-
-    table = [("model", "algorithm", "bare s/round", "ours s/round", "ratio", "share of our round")]
-    for name, make in {"CNN": cnn, "tiny MLP": mlp}.items():
-        for algorithm in (ls.FedAvg(), SHARDING):
-            bare_seconds: list[float] = []
-            our_seconds: list[float] = []
-            rows: list[dict[str, float]] = []
-            for _ in range(options.turns):
-                bare_seconds += list(bare(make, algorithm is SHARDING, data, options.rounds))[1:]
-                seconds, stages = ours(make, algorithm, data, options.rounds)
-                our_seconds += seconds
-                rows += stages
-            low, high = statistics.median(bare_seconds), statistics.median(our_seconds)
-            kind = type(algorithm).__name__
-            table.append((name, kind, f"{low:.4f}", f"{high:.4f}", f"{high / low:.3f}", shares(rows, high)))
-    print("\n".join(aligned(table)))
+    cases = [case(options.model, algorithm, options.variants) for algorithm in options.algorithms]
+    contenders = [contender for one in cases for contender in (one.bare, *one.ours.values())]
+    for progress in interleave(contenders, options.turns, ROUNDS[options.model], not options.untuned):
+        print(progress, file=sys.stderr)
+    rows = [HEADER, *(row for one in cases for row in one.rows())]
+    show(rows)
+    if options.write:
+        write(f"overhead {options.model}", contenders[-1].versions, rows)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from page import show, write
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.nn.report import aligned
 
 EXAMPLES, FEATURES, WIDTH = 4, 8, 1024
 POPULATIONS, COHORTS = (100, 10_000, 1_000_000), (10, 100, 1_000)
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed")
     parser.add_argument("--population", type=int, default=0, help="measure this one case and print it as JSON")
     parser.add_argument("--cohort", type=int, default=10)
+    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
     options = parser.parse_args()
     if options.population:
         print(json.dumps(measure(options.population, options.cohort, options.rounds)))
@@ -105,7 +106,9 @@ def main() -> None:
         numbers = (f"{seconds:.2f}", f"{1e3 * seconds / cohort:.1f}", f"{before:.0f}", f"{found['peak'] - before:.0f}")
         table.append((f"{population:,}", f"{cohort:,}", *numbers))
         print(*table[-1], sep="  ", file=sys.stderr)
-    print("\n".join(aligned(table)))
+    show(table)
+    if options.write:
+        write("scale", {"torch": torch.__version__}, table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""A hand-written loop: copies weights in, steps, averages.
+
+It has no Trainer, no logging, no ledger and no check for finite updates. With ``--sharded`` its server holds sub-models
+of keep ratio 0.2: neither factorisation nor sampling.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from workload import BATCH_SIZE, COHORT, EXAMPLES, LR, MOMENTUM, NUM_CLIENTS, make_model, parser, tell, tensors
+
+
+def run(model: str, rounds: int, sharded: bool) -> Iterator[float]:
+    server = make_model(model)
+    if sharded:
+        import lightning_spectral as ls
+
+        server = ls.replace_layers(server, keep_ratio=0.2)
+    client = copy.deepcopy(server)
+    optimizer = torch.optim.SGD(client.parameters(), lr=LR, momentum=MOMENTUM)
+    if sharded:
+        ls.FrobeniusDecay(dict.fromkeys(ls.nn.sharded_layers(client), 1e-4)).register(optimizer, client)
+        ls.EffectiveLRClip(10.0).register(optimizer, client)
+    x, y = tensors()
+    for _ in range(rounds):
+        start = time.perf_counter()
+        sums = [torch.zeros_like(p) for p in server.parameters()]
+        for client_id in torch.randperm(NUM_CLIENTS)[:COHORT].tolist():
+            with torch.no_grad():
+                for mine, theirs in zip(client.parameters(), server.parameters(), strict=True):
+                    mine.copy_(theirs)
+            optimizer.state.clear()
+            for chosen in (client_id * EXAMPLES + torch.randperm(EXAMPLES)).split(BATCH_SIZE):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(client(x[chosen]), y[chosen]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                torch._foreach_add_(sums, list(client.parameters()), alpha=EXAMPLES)
+        with torch.no_grad():
+            for theirs, total in zip(server.parameters(), sums, strict=True):
+                theirs.copy_(total / (COHORT * EXAMPLES))
+        yield time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    arguments = parser()
+    arguments.add_argument("--sharded", action="store_true")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    tell(list(run(options.model, options.rounds + 1, options.sharded))[1:], [])

@@ -1,4 +1,4 @@
-"""``python launched_run.py STRATEGY FILE`` trains in two processes that Lightning starts, or in one for ``auto``.
+"""``python launched_run.py FILE STRATEGY DEVICES NUM_NODES`` trains in processes that Lightning itself starts.
 
 Process 0 writes the server's weights.
 """
@@ -26,7 +26,7 @@ class LitNet(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def main(strategy: str, file: str) -> None:
+def main(file: str, strategy: str, devices: str, num_nodes: str) -> None:
     torch.set_num_threads(1)
     x = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
     data = ls.FederatedDataModule(TensorDataset(x, x[:, :3].argmax(1)), ls.IIDPartitioner(12), batch_size=4)
@@ -35,7 +35,8 @@ def main(strategy: str, file: str) -> None:
         max_epochs=3,
         accelerator="cpu",
         strategy=strategy,
-        devices=1 if strategy == "auto" else 2,
+        devices=int(devices),
+        num_nodes=int(num_nodes),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

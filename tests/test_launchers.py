@@ -1,6 +1,7 @@
 """However Lightning starts the processes, they end, and with the weights of a single one."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,20 +13,41 @@ import torch
 import lightning_spectral as ls
 
 SCRIPT = Path(__file__).with_name("launched_run.py")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="one way to start processes is a fork")
 
 
-def weights(strategy: str, folder: Path) -> Any:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ls.__file__).parents[1])}
-    command = [sys.executable, str(SCRIPT), strategy, str(folder / strategy)]
-    subprocess.run(command, env=env, capture_output=True, check=True, timeout=120)
-    return torch.load(folder / strategy)
+def start(file: Path, strategy: str, devices: int = 2, num_nodes: int = 1, **env: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, str(SCRIPT), str(file), strategy, str(devices), str(num_nodes)]
+    path = str(Path(ls.__file__).parents[1])
+    return subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}, stderr=subprocess.DEVNULL
+    )
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("alone") / "weights"
+    assert start(file, "auto", devices=1).wait(120) == 0
+    return torch.load(file)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="one way to start processes is a fork")
-def test_started_by_the_script_by_spawn_or_by_fork_processes_come_to_the_same(tmp_path: Path) -> None:
-    alone = weights("auto", tmp_path)
-    for strategy in ("client_parallel", "client_parallel_spawn", "client_parallel_fork"):
-        together = weights(strategy, tmp_path)
-        assert alone.keys() == together.keys()
-        assert all(torch.equal(value, together[name]) for name, value in alone.items()), strategy
+@pytest.mark.parametrize("strategy", ["client_parallel", "client_parallel_spawn", "client_parallel_fork"])
+def test_processes_started_by_the_script_by_spawn_or_by_fork(strategy: str, alone: Any, tmp_path: Path) -> None:
+    assert start(tmp_path / "weights", strategy).wait(120) == 0
+    assert same(torch.load(tmp_path / "weights"), alone)
+
+
+@pytest.mark.slow
+def test_two_nodes_that_are_one_machine(alone: Any, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    file = tmp_path / "weights"
+    nodes = [start(file, "client_parallel", 1, 2, NODE_RANK=str(rank), **meeting) for rank in range(2)]
+    assert [node.wait(120) for node in nodes] == [0, 0]
+    assert same(torch.load(file), alone)

@@ -101,9 +101,9 @@ class ExactSum:
         self.num_terms += more
 
     def total(self) -> Tensor:
-        """The sum, float64."""
+        """The sum, float64; a new tensor."""
         total = self.parts[0] + self.parts[1]
-        return total if len(self.parts) == 2 else total + self.parts[2]
+        return total if len(self.parts) == 2 else total.add_(self.parts[2])
 
     def _start_term(self, values: Tensor, weight: float) -> int:
         """Into how many parts this term has to be cut."""

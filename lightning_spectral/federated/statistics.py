@@ -65,7 +65,8 @@ class MeanChange:
 
     def finish(self) -> dict[str, Tensor]:
         """The mean change of each tensor, float64; zero where nobody contributed."""
-        means = torch.split(self.sums[0].total() / self.weight.clamp(min=1e-300), self._sizes)
+        total = self.sums[0].total().div_(self.weight.clamp(min=1e-300))  # in place: float64 is large
+        means = torch.split(total, self._sizes)
         return {name: mean.view(self.before[name].shape) for name, mean in zip(self.names, means, strict=False)}
 
 

@@ -77,8 +77,10 @@ def _run(*command: str | Path) -> None:
 
 
 def _last_error(said: str) -> str:
-    errors = [line for line in said.splitlines() if line.startswith("ERROR") or "Error:" in line]
-    return (errors or said.splitlines() or ["nothing was said"])[-1]
+    """What pip or a traceback ends with; else the first line."""
+    lines = said.splitlines() or ["nothing was said"]
+    errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
+    return errors[-1] if errors else lines[0]
 
 
 def contenders_of(model: str, environments: Path) -> dict[str, Contender]:

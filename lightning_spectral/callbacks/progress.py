@@ -98,8 +98,8 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         done, cohort = batch_idx + 1, int(trainer.num_training_batches)
         if self.is_enabled and (done % self.refresh_rate == 0 or done == cohort):
             self.train_progress_bar.n = trainer.current_epoch + done / cohort
-            name = "clients" if trainer.world_size == 1 else "turns"
-            self._progress = {name: f"{done}/{cohort}", **self._without_clients()}
+            counted = {"clients" if trainer.world_size == 1 else "turns": f"{done}/{cohort}"}
+            self._progress = {**counted, **self._progress, **counted}  # in front, and new
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,9 +120,6 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         metrics.pop("v_num", None)
         own = self._progress if trainer.state.fn == "fit" else {}
         return {**own, **metrics}
-
-    def _without_clients(self) -> dict[str, Any]:
-        return {name: value for name, value in self._progress.items() if name != "clients"}
 
     def _describe(self, trainer: pl.Trainer, doing: str = "") -> None:
         total = num_rounds(trainer)

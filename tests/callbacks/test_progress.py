@@ -1,6 +1,7 @@
 import io
 import re
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,6 +68,24 @@ def test_loss_accuracy_bytes_and_seconds_stand_beside_it(lit: Any, data: Any, qu
     assert shown["down"] == f"{row['fl/bytes_down'] / 1e6:.3g} MB"
     assert shown["up"] == f"{row['fl/bytes_up'] / 1e6:.3g} MB"
     assert float(shown["s/round"]) > 0
+
+
+@pytest.mark.parametrize(("num_processes", "name"), [(1, "clients"), (2, "turns")])
+def test_what_is_counted_goes_on_and_stands_first(num_processes: int, name: str, terminal: Terminal) -> None:
+    class Bar(ls.RoundProgressBar):
+        is_enabled = True
+
+        def get_metrics(self, *args: Any) -> Any:
+            return dict(self._progress)
+
+    bar: Any = Bar()
+    shown: list[dict[str, Any]] = []
+    bar._progress = {"loss": 0.5}
+    bar.train_progress_bar = SimpleNamespace(set_postfix=shown.append)
+    trainer = SimpleNamespace(world_size=num_processes, num_training_batches=3, current_epoch=0)
+    for batch_idx in range(3):
+        bar.on_train_batch_end(trainer, pl.LightningModule(), None, None, batch_idx)
+    assert [list(one.items()) for one in shown] == [[(name, f"{done}/3"), ("loss", 0.5)] for done in (1, 2, 3)]
 
 
 def test_a_resumed_run_goes_on_where_it_was(lit: Any, data: Any, quiet: Any, terminal: Terminal, tmp_path: Any) -> None:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_spectral.callbacks.rounds_as_steps import num_rounds
 from lightning_spectral.federated.loader import ClientData
-from lightning_spectral.federated.local import LocalResult, Placement
-from lightning_spectral.federated.local_hooks import BeforeStep, LocalHook, start_hooks
+from lightning_spectral.federated.local import LocalResult
+from lightning_spectral.federated.local_hooks import BeforeStep, start_hooks
+from lightning_spectral.federated.local_trainer import LocalSettings
 from lightning_spectral.federated.recorder import Recorder
 from lightning_spectral.federated.records import ClientTask
 from lightning_spectral.precision import scaled_by
@@ -56,17 +57,10 @@ class ClientTrainer:
             _step_after_closure(optimizer, self._before_step[optimizer])
 
     def train(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        task: ClientTask,
-        *,
-        local_epochs: int,
-        recorder: Recorder,
-        placement: Placement,
-        local_hooks: Sequence[LocalHook] = (),
+        self, module: Any, optimizers: Sequence[Optimizer], task: ClientTask, settings: LocalSettings
     ) -> LocalResult:
         """Run one client's local epochs with ``Trainer.fit``."""
+        local_epochs, recorder, placement = settings.local_epochs, settings.recorder, settings.placement
         batches = _Batches(task.data, recorder, first_epoch=task.round_idx * local_epochs)
         if local_epochs == 0 or len(batches) == 0:
             return LocalResult(0, float("nan"))
@@ -76,7 +70,7 @@ class ClientTrainer:
         _rewind(trainer, batches.first_epoch, -1 if rounds is None else rounds * local_epochs)
         self._turn.begin(recorder, batches.first_epoch + local_epochs - 1, placement.device)
         for optimizer in optimizers:
-            self._before_step[optimizer][:] = start_hooks(local_hooks, module, optimizer)
+            self._before_step[optimizer][:] = start_hooks(settings.local_hooks, module, optimizer)
         scaler = copy.deepcopy(placement.scaler)  # no client inherits a scale from another
         with silence(), scaled_by(scaler, self.federation.precision_plugin):
             # an empty list where there is a step to validate with: without a word about missing data

@@ -20,7 +20,7 @@ from lightning_spectral.faults.policy import clients_by_reason
 from lightning_spectral.federated.local import LocalResult, Placement
 from lightning_spectral.federated.local_hooks import LocalHook
 from lightning_spectral.federated.local_optimizer import LocalOptimizer
-from lightning_spectral.federated.local_trainer import LocalTrainer
+from lightning_spectral.federated.local_trainer import LocalSettings, LocalTrainer
 from lightning_spectral.federated.metrics import round_means
 from lightning_spectral.federated.participates import GradientWatch
 from lightning_spectral.federated.processes import Processes, raise_everywhere
@@ -94,10 +94,8 @@ class Engine:
         self.algorithm = algorithm
         self.keep_ratios = keep_ratios
         self.local_trainer = local_trainer
-        self.local_epochs = local_epochs
-        self.placement = placement
+        self.local_settings = LocalSettings(local_epochs, Recorder(), placement, tuple(local_hooks))
         self.seed = seed
-        self.local_hooks = tuple(local_hooks)
         self._profile = profile
         self.processes = Processes() if processes is None else processes
         self.faults = Faults() if faults is None else faults
@@ -105,7 +103,6 @@ class Engine:
         self.server_moves = False
         self._make_sub_model = make_sub_model
         self._sub_models: dict[float, SubModel] = {}
-        self._recorder = Recorder()
         self._seconds: dict[str, float] = {}
         self._outcomes: list[ClientOutcome] = []
         self._round: Any = None
@@ -195,7 +192,7 @@ class Engine:
             # whatever the failure left behind, in modules, hooks or attributes, goes with the sub-model
             del self._sub_models[download.keep_ratio]
             return LocalResult(0, math.nan, "error", f"{type(error.__cause__).__name__}: {error.__cause__}")
-        skipped_all = result.num_steps == 0 and self.local_epochs > 0
+        skipped_all = result.num_steps == 0 and self.local_settings.local_epochs > 0
         return replace(result, left_out="no_update") if skipped_all else result
 
     def _train(self, task: ClientTask, download: Download) -> LocalResult:
@@ -204,15 +201,12 @@ class Engine:
         with self._timed("train"), _blamed(task, "local training"), self._isolated_rng(task):
             for local in sub_model.optimizers:
                 local.start_client()
-            self._recorder.start_client(sub_model.module)
+            self.local_settings.recorder.start_client(sub_model.module)
             result = self.local_trainer.train(
                 sub_model.module,
                 [local.optimizer for local in sub_model.optimizers],
                 task,
-                local_epochs=self.local_epochs,
-                recorder=self._recorder,
-                placement=self.placement,
-                local_hooks=self.local_hooks,
+                self.local_settings,
             )
         if watch is not None and result.num_steps > 0:
             watch.check(self.server)
@@ -233,7 +227,7 @@ class Engine:
                 uplink_bytes = upload.num_bytes
                 if upload.can_be_averaged():
                     self.algorithm.add(self._round, download, upload)
-                    logged = self._recorder.finish_client()
+                    logged = self.local_settings.recorder.finish_client()
                 else:
                     left_out, failure = "not_finite", _too_large(upload)
         if left_out is not None:
@@ -304,7 +298,7 @@ class Engine:
     def sub_model(self, keep_ratio: float) -> SubModel:
         """The sub-model of one keep ratio, built when its first client comes."""
         if keep_ratio not in self._sub_models:
-            self._sub_models[keep_ratio] = self._make_sub_model(keep_ratio, self._recorder)
+            self._sub_models[keep_ratio] = self._make_sub_model(keep_ratio, self.local_settings.recorder)
         return self._sub_models[keep_ratio]
 
     def _keep_ratio(self, client_id: int) -> float:
@@ -314,7 +308,7 @@ class Engine:
         """What a client is asked to do; how large its sub-model is, only for a clock that wants to know."""
         keep_ratio = self._keep_ratio(client_id)
         sizes = (0, 0, 0) if self.conditions.clock is None else self._sub_model_sizes(keep_ratio, client_id)
-        return Turn(keep_ratio, num_examples, self.local_epochs, *sizes)
+        return Turn(keep_ratio, num_examples, self.local_settings.local_epochs, *sizes)
 
     def _sub_model_sizes(self, keep_ratio: float, client_id: int) -> tuple[int, int, int]:
         """Parameters, bytes down and bytes up of the sub-models of one keep ratio: those of any of its clients."""
@@ -344,7 +338,7 @@ class Engine:
     def _isolated_rng(self, task: ClientTask) -> AbstractContextManager[None]:
         """Dropout and augmentation draw from the global generators: seeded per client, restored afterwards."""
         seed = derived_seed(self.seed, "local training", task.round_idx, task.client_id)
-        return isolated_rng(seed, [self.placement.device])
+        return isolated_rng(seed, [self.local_settings.placement.device])
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -13,6 +14,23 @@ from lightning_spectral.federated.recorder import Recorder
 from lightning_spectral.federated.records import ClientTask
 
 
+@dataclass(frozen=True, eq=False)
+class LocalSettings:
+    """What the local training of all clients has in common.
+
+    Attributes:
+        local_epochs: Passes over a client's data; 0 trains nothing.
+        recorder: Told the size of each batch, so that it can weight what the module logs.
+        placement: Device and precision.
+        local_hooks: What acts on the gradients of each optimizer before it steps, in this order.
+    """
+
+    local_epochs: int
+    recorder: Recorder
+    placement: Placement
+    local_hooks: tuple[LocalHook, ...] = ()
+
+
 class LocalTrainer(Protocol):
     """Trains sub-models, each for one client after another."""
 
@@ -20,15 +38,7 @@ class LocalTrainer(Protocol):
         """Ready a new sub-model, once: afterwards its ``self.optimizers()`` are these."""
 
     def train(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        task: ClientTask,
-        *,
-        local_epochs: int,
-        recorder: Recorder,
-        placement: Placement,
-        local_hooks: Sequence[LocalHook] = (),
+        self, module: Any, optimizers: Sequence[Optimizer], task: ClientTask, settings: LocalSettings
     ) -> LocalResult:
         """Run one client's local epochs.
 
@@ -36,10 +46,7 @@ class LocalTrainer(Protocol):
             module: A sub-model that was adopted; trained in place.
             optimizers: Step its parameters; their state is fresh.
             task: Whose turn it is.
-            local_epochs: Passes over the client's data; 0 trains nothing.
-            recorder: Told the size of each batch, so that it can weight what the module logs.
-            placement: Device and precision.
-            local_hooks: What acts on the gradients of each optimizer before it steps, in this order.
+            settings: What all clients have in common.
         """
 
 
@@ -52,15 +59,7 @@ class LocalLoop:
         module.optimizers = lambda use_pl_optimizer=True: optimizer
 
     def train(
-        self,
-        module: Any,
-        optimizers: Sequence[Optimizer],
-        task: ClientTask,
-        *,
-        local_epochs: int,
-        recorder: Recorder,
-        placement: Placement,
-        local_hooks: Sequence[LocalHook] = (),
+        self, module: Any, optimizers: Sequence[Optimizer], task: ClientTask, settings: LocalSettings
     ) -> LocalResult:
         """Run one client's local epochs."""
         (optimizer,) = optimizers
@@ -68,8 +67,8 @@ class LocalLoop:
             module,
             optimizer,
             task.data,
-            local_epochs=local_epochs,
-            recorder=recorder,
-            placement=placement,
-            before_step=start_hooks(local_hooks, module, optimizer),
+            local_epochs=settings.local_epochs,
+            recorder=settings.recorder,
+            placement=settings.placement,
+            before_step=start_hooks(settings.local_hooks, module, optimizer),
         )

@@ -1,5 +1,7 @@
 """A tiny federation that the tests share."""
 
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +17,19 @@ import lightning_spectral as ls
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
 settings.register_profile("reproducible", derandomize=True)  # a failure here is a failure everywhere
 settings.load_profile("reproducible")
+
+
+def free_port() -> int:
+    """A port of this machine on which processes can meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def new_port() -> Callable[[], int]:
+    return free_port
 
 
 class LitMLP(pl.LightningModule):

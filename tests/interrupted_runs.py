@@ -8,7 +8,6 @@ everything is imported once. Of several, some get the signal.
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from conftest import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -106,10 +106,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes:
 def start(folder: Path, num_rounds: int, num_processes: int) -> tuple[list[int], int]:
     """Train in forks; their process ids, and the pipe that they report to."""
     reading, writing = os.pipe()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for rank in range(num_processes):
         if (pid := os.fork()) == 0:
             os.close(reading)

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -39,16 +38,9 @@ SAME = [name for name in RUNS.RUNS if "fails" not in name]
 CASES = [(name, n) for name in SAME for n in (2, 3) if n == 2 or name not in RUNS.ONLY_WITH_TWO]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def run_in_several(folder: Path) -> None:
+def run_in_several(folder: Path, ports: list[str]) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ls.__file__).parents[1])}
-    command = [sys.executable, str(SCRIPT), str(folder), str(free_port()), str(free_port())]
+    command = [sys.executable, str(SCRIPT), str(folder), *ports]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -78,7 +70,7 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory, new_port: Any) -> Results:
     folder = tmp_path_factory.mktemp("runs")
     alone = {}
     with warnings.catch_warnings():
@@ -86,7 +78,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         warnings.simplefilter("ignore", ls.SpectralWarning)
         for name, options in RUNS.RUNS.items():
             alone[name] = RUNS.run(folder / "1" / name, **options)
-    run_in_several(folder)
+    run_in_several(folder, [str(new_port()) for _ in range(2)])
     return Results(folder, alone)
 
 

@@ -1,7 +1,6 @@
 """However Lightning starts the processes, they end, and with the weights of a single one."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +42,8 @@ def test_processes_started_by_the_script_by_spawn_or_by_fork(strategy: str, alon
 
 
 @pytest.mark.slow
-def test_two_nodes_that_are_one_machine(alone: Any, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+def test_two_nodes_that_are_one_machine(alone: Any, new_port: Any, tmp_path: Path) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(new_port())}
     file = tmp_path / "weights"
     nodes = [start(file, "client_parallel", 1, 2, NODE_RANK=str(rank), **meeting) for rank in range(2)]
     assert [node.wait(120) for node in nodes] == [0, 0]

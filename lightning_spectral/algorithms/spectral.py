@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,10 +206,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
             keep_ratio: cohort.effective_size(clients) if self.weigh_clients else float(len(clients))
             for keep_ratio, clients in cohort.groups.items()
         }
-        try:
+        with _blamed(name):
             return open_layer(name, terms, self.strategy, self.design, cohort, sizes, granularity=self.term_granularity)
-        except ValueError as error:
-            raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
 
     def sample(self, round_state: SpectralRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
         """Draw the client's terms of every layer, independently."""
@@ -253,8 +252,15 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
 def _singular_terms(named_matrix: tuple[str, Tensor]) -> tuple[Tensor, ...]:
     name, matrix = named_matrix
-    try:
+    with _blamed(name):
         return singular_terms(matrix)
+
+
+@contextmanager
+def _blamed(name: str) -> Iterator[None]:
+    """Name the layer whose weight is at fault."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
 

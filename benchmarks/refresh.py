@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import lightning_spectral as ls
 from lightning_spectral.designs import ConditionalPoisson
-from lightning_spectral.federated.records import Cohort
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
-from lightning_spectral.nn.report import aligned
+from lightning_spectral.nn.plan.report import aligned
+from lightning_spectral.protocol.records import Cohort
 
 COHORT, EXAMPLES, BATCH_SIZE, LOCAL_EPOCHS = 10, 500, 32, 2
 NUM_STEPS = COHORT * LOCAL_EPOCHS * -(-EXAMPLES // BATCH_SIZE)

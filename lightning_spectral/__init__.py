@@ -3,20 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
-from lightning_spectral.allocator import tune_allocator
-from lightning_spectral.callbacks import (
-    Aggregation,
-    CommunicationLedger,
-    RoundHistory,
-    RoundProgressBar,
-    SpectralDiagnostics,
-    SubmodelSampling,
-    SVDRefresh,
-    UpdateAlignment,
-)
-from lightning_spectral.callbacks.round_callback import RoundCallback
-from lightning_spectral.checkpoint_files import AtomicCheckpointIO, latest_checkpoint
-from lightning_spectral.data import FederatedDataModule
+from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
     Brewer,
     ConditionalPoisson,
@@ -29,11 +16,6 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
-from lightning_spectral.estimate import RunEstimate, estimate
-from lightning_spectral.faults import ClientDropout, DeviceProfile, Faults, LeaveOut, Raise, VirtualClock
-from lightning_spectral.federated.local_hooks import GradientClip, LocalHook, ProximalTerm
-from lightning_spectral.federated.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from lightning_spectral.module import FederatedModule
 from lightning_spectral.nn import (
     CostTable,
     SpectralShardedConv1d,
@@ -47,8 +29,27 @@ from lightning_spectral.nn import (
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
+from lightning_spectral.plugin.allocator import tune_allocator
+from lightning_spectral.plugin.callbacks import (
+    Aggregation,
+    CommunicationLedger,
+    RoundHistory,
+    RoundProgressBar,
+    SpectralDiagnostics,
+    SubmodelSampling,
+    SVDRefresh,
+    UpdateAlignment,
+)
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.checkpoint_files import AtomicCheckpointIO, latest_checkpoint
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
+from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
+from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.sharding import Collective, PriSM, Scaled, Schatten, ShardingStrategy, TopN, Unbiased
-from lightning_spectral.strategy import ClientParallelStrategy
+from lightning_spectral.simulation import ClientDropout, DeviceProfile, VirtualClock
 
 __all__ = [
     "Aggregation",

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.federated.processes import Processes
 from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.server.processes import Processes
 
 SIZES = (30, 24, 20, 17, 13, 12, 9, 8, 6, 5, 3, 3)
 BATCH_SIZE = 4

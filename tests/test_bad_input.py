@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.setup_checks import check_trainer
+from lightning_spectral.plugin.checks import check_trainer
 
 
 def fit(module: Any, data: Any, quiet: dict[str, Any], max_epochs: int = 1, **options: Any) -> pl.Trainer:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.nn.blocks import as_rows
-from lightning_spectral.nn.treatment import plan_layers
+from lightning_spectral.nn.layers.blocks import as_rows
+from lightning_spectral.nn.plan.planner import plan_layers
 
 
 class Recurrent(nn.Module):

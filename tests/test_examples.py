@@ -72,7 +72,7 @@ def test_quickstart_says_nothing_beside_its_bar_and_its_table(quickstart):
 
 
 def test_quickstart_draws_no_bar_where_the_output_is_not_a_terminal(quickstart):
-    assert "Round 2/2" not in quickstart.output  # the bar itself: tests/callbacks/test_progress.py
+    assert "Round 2/2" not in quickstart.output  # the bar itself: tests/plugin/callbacks/test_progress.py
 
 
 def test_quickstart_table_counts_every_tensor_that_travels(quickstart):

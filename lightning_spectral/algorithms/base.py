@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.federated.local_optimizer import LocalOptimizer
-from lightning_spectral.federated.records import Cohort, Download, Upload
-from lightning_spectral.federated.statistics import RunningMean
+from lightning_spectral.client.local_optimizer import LocalOptimizer
+from lightning_spectral.protocol.records import Cohort, Download, Upload
+from lightning_spectral.protocol.statistics import RunningMean
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.federated.exchange import (
+from lightning_spectral.client.local_optimizer import LocalOptimizer, rebuild_optimizer
+from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
     load_tensors,
     select_tensors,
     travelling_tensors,
 )
-from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
-from lightning_spectral.federated.records import Cohort, Download, Upload
-from lightning_spectral.federated.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.records import Cohort, Download, Upload
+from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 
 
 @dataclass(frozen=True)

@@ -14,27 +14,27 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.keep_ratios import KeepRatio, assign_keep_ratios, check_keep_ratios
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
+from lightning_spectral.client.local_optimizer import LocalOptimizer, rebuild_optimizer
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.federated.exchange import (
+from lightning_spectral.functional.factors import check_granularity, singular_terms
+from lightning_spectral.functional.local_training import check_tau
+from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, assemble, by_parameter
+from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.plan.planner import check_undecided, plan_layers
+from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.plan.swap import sharded_layers, swap_layers
+from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
     load_tensors,
     select_tensors,
     travelling_tensors,
 )
-from lightning_spectral.federated.local_optimizer import LocalOptimizer, rebuild_optimizer
-from lightning_spectral.federated.records import Cohort, Download, Upload
-from lightning_spectral.federated.statistics import MeanChange, RunningMean
-from lightning_spectral.functional.factors import check_granularity, singular_terms
-from lightning_spectral.functional.local_training import check_tau
-from lightning_spectral.nn.blocks import WeightBlock, as_rows, assemble, by_parameter
-from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.replace import sharded_layers, swap_layers
-from lightning_spectral.nn.report import LayerReport
-from lightning_spectral.nn.treatment import check_undecided, plan_layers
+from lightning_spectral.protocol.per_client import KeepRatio, assign_keep_ratios, check_keep_ratios
+from lightning_spectral.protocol.records import Cohort, Download, Upload
+from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_spectral.designs import Design, FittedDesign
-from lightning_spectral.federated.records import Cohort
-from lightning_spectral.federated.rng import derived_generator
-from lightning_spectral.federated.statistics import MeanChange, MeanTermChange
 from lightning_spectral.functional.aggregation import weight_change
-from lightning_spectral.functional.diagnostics import marginal_entropy
 from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.protocol.records import Cohort
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange
 from lightning_spectral.sharding import ShardingStrategy
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs.base import Design, FittedDesign
-from lightning_spectral.functional.brewer import draw_one_by_one
-from lightning_spectral.functional.open_terms import OpenTerms, open_terms
+from lightning_spectral.functional.sampling.brewer import draw_one_by_one
+from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_terms
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lightning_spectral.designs.base import FittedDesign, JointDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
-from lightning_spectral.functional.conditional_poisson import (
+from lightning_spectral.functional.sampling.conditional_poisson import (
     draw_rejectively,
     fit_conditional_poisson,
     working_open_terms,
 )
-from lightning_spectral.functional.joint import conditional_poisson_joint_probs
-from lightning_spectral.functional.open_terms import OpenTerms
-from lightning_spectral.functional.selection_table import SelectionTable, draw_from_table, selection_table
+from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs
+from lightning_spectral.functional.sampling.open_terms import OpenTerms
+from lightning_spectral.functional.sampling.selection_table import SelectionTable, draw_from_table, selection_table
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TabulatedConditionalPoisson(FittedDesign):
     """A table of selection probabilities, ready to draw from with N uniforms for each sample.
 
     Attributes:
-        table: See :func:`~lightning_spectral.functional.selection_table.selection_table`.
+        table: See :func:`~lightning_spectral.functional.sampling.selection_table.selection_table`.
     """
 
     table: SelectionTable

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_spectral.designs.base import Design, FittedDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
-from lightning_spectral.functional.coordinated import coordinated_multipliers, draw_coordinated
+from lightning_spectral.functional.sampling.coordinated import coordinated_multipliers, draw_coordinated
 
 
 @dataclass(frozen=True)

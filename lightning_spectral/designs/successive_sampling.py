@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_spectral.designs.base import FittedDesign, JointDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
-from lightning_spectral.functional.joint import successive_joint_probs
-from lightning_spectral.functional.successive_sampling import draw_successive, fit_log_sizes
+from lightning_spectral.functional.sampling.joint import successive_joint_probs
+from lightning_spectral.functional.sampling.successive_sampling import draw_successive, fit_log_sizes
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs.base import Design, FittedDesign, JointDesign
-from lightning_spectral.functional.open_terms import OpenTerms, open_terms
-from lightning_spectral.functional.support import support_joint_probs, whole_units
-from lightning_spectral.functional.systematic import draw_along, systematic_support
+from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_terms
+from lightning_spectral.functional.sampling.support import support_joint_probs, whole_units
+from lightning_spectral.functional.sampling.systematic import draw_along, systematic_support
 
 
 @dataclass(frozen=True)

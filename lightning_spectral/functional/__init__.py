@@ -1,39 +1,39 @@
 """The mathematics as plain functions on tensors: no modules, no Lightning, no global random state."""
 
-from lightning_spectral.functional.brewer import draw_brewer
-from lightning_spectral.functional.conditional_poisson import (
-    draw_conditional_poisson,
-    fit_conditional_poisson,
-    poisson_conditional_inclusion_probs,
-)
-from lightning_spectral.functional.coordinated import coordinated_multipliers, draw_coordinated
-from lightning_spectral.functional.diagnostics import marginal_entropy
-from lightning_spectral.functional.discrepancy import (
+from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
     coordinated_discrepancy,
     expected_coverage,
     group_discrepancy,
 )
-from lightning_spectral.functional.effective_rank import entropy_rank, participation_rank, stable_rank
-from lightning_spectral.functional.inclusion import (
+from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
+from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.functional.sampling.brewer import draw_brewer
+from lightning_spectral.functional.sampling.conditional_poisson import (
+    draw_conditional_poisson,
+    fit_conditional_poisson,
+    poisson_conditional_inclusion_probs,
+)
+from lightning_spectral.functional.sampling.coordinated import coordinated_multipliers, draw_coordinated
+from lightning_spectral.functional.sampling.inclusion import (
     collective_inclusion_probs,
     collective_multipliers,
     proportional_inclusion_probs,
     top_inclusion_probs,
 )
-from lightning_spectral.functional.joint import conditional_poisson_joint_probs, successive_joint_probs
-from lightning_spectral.functional.manly import manly_inclusion_probs
-from lightning_spectral.functional.minimum_support import minimum_support
-from lightning_spectral.functional.mixed_cohort import joint_discrepancy, joint_multipliers
-from lightning_spectral.functional.schatten import schatten_inclusion_probs
-from lightning_spectral.functional.selection_table import draw_from_table, selection_table
-from lightning_spectral.functional.successive_sampling import (
+from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs, successive_joint_probs
+from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
+from lightning_spectral.functional.sampling.minimum_support import minimum_support
+from lightning_spectral.functional.sampling.mixed_cohort import joint_discrepancy, joint_multipliers
+from lightning_spectral.functional.sampling.schatten import schatten_inclusion_probs
+from lightning_spectral.functional.sampling.selection_table import draw_from_table, selection_table
+from lightning_spectral.functional.sampling.successive_sampling import (
     draw_successive,
     fit_log_sizes,
     successive_inclusion_probs,
 )
-from lightning_spectral.functional.support import draw_from_support, support_joint_probs
-from lightning_spectral.functional.systematic import draw_systematic, systematic_support
+from lightning_spectral.functional.sampling.support import draw_from_support, support_joint_probs
+from lightning_spectral.functional.sampling.systematic import draw_systematic, systematic_support
 
 __all__ = [
     "cohort_discrepancy",

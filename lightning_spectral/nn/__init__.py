@@ -1,26 +1,26 @@
 """Layers that hold sampled singular terms, and their exchange for a user's own layers."""
 
-from lightning_spectral.nn.attention import SpectralShardedMultiheadAttention
 from lightning_spectral.nn.batch_norm import use_batch_statistics
-from lightning_spectral.nn.block_costs import Cost
-from lightning_spectral.nn.blocks import WeightBlock
-from lightning_spectral.nn.budgets import keep_ratio_for
-from lightning_spectral.nn.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
-from lightning_spectral.nn.cost_table import CostTable, cost_table
-from lightning_spectral.nn.grouped_conv import (
+from lightning_spectral.nn.cost.block_costs import Cost
+from lightning_spectral.nn.cost.budgets import keep_ratio_for
+from lightning_spectral.nn.cost.table import CostTable, cost_table
+from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
+from lightning_spectral.nn.layers.blocks import WeightBlock
+from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
+from lightning_spectral.nn.layers.grouped_conv import (
     SpectralShardedGroupedConv1d,
     SpectralShardedGroupedConv2d,
     SpectralShardedGroupedConv3d,
 )
-from lightning_spectral.nn.kinds import SHARDED_LAYERS
-from lightning_spectral.nn.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
-from lightning_spectral.nn.recurrent import SpectralShardedGRU, SpectralShardedLSTM
-from lightning_spectral.nn.replace import replace_layers, sharded_layers
-from lightning_spectral.nn.report import BufferTreatment, LayerReport, LayerTreatment
-from lightning_spectral.nn.sharded import ShardedLayer, SpectralShardedLayer
-from lightning_spectral.nn.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
-from lightning_spectral.nn.terms import SingularTerms
-from lightning_spectral.nn.treatment import plan_layers, validate
+from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
+from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
+from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
+from lightning_spectral.nn.layers.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
+from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.plan.layer_types import SHARDED_LAYERS
+from lightning_spectral.nn.plan.planner import plan_layers, validate
+from lightning_spectral.nn.plan.report import BufferTreatment, LayerReport, LayerTreatment
+from lightning_spectral.nn.plan.swap import replace_layers, sharded_layers
 
 __all__ = [
     "SHARDED_LAYERS",

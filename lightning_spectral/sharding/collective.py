@@ -7,9 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.discrepancy import cohort_discrepancy
-from lightning_spectral.functional.inclusion import collective_inclusion_probs, collective_multipliers
-from lightning_spectral.functional.mixed_cohort import joint_multipliers
+from lightning_spectral.functional.figures.discrepancy import cohort_discrepancy
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
+from lightning_spectral.functional.sampling.mixed_cohort import joint_multipliers
 from lightning_spectral.sharding.base import ShardingStrategy
 
 Cohort = Literal["group", "joint", "best"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_spectral.functional.schatten import check_order, schatten_inclusion_probs
+from lightning_spectral.functional.sampling.schatten import check_order, schatten_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.sharding.unbiased import inverse_probs
 

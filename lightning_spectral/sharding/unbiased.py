@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.inclusion import proportional_inclusion_probs
+from lightning_spectral.functional.sampling.inclusion import proportional_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lightning_spectral.federated.records import Cohort
 from lightning_spectral.functional import (
     cohort_discrepancy,
     collective_inclusion_probs,
@@ -13,6 +12,7 @@ from lightning_spectral.functional import (
     manly_inclusion_probs,
     successive_inclusion_probs,
 )
+from lightning_spectral.protocol.records import Cohort
 from lightning_spectral.sharding import Collective, PriSM, Scaled, TopN, Unbiased
 
 SPECTRUM = 1 / torch.arange(1, 65).double()

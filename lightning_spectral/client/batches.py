@@ -1,0 +1,120 @@
+"""One client's data as batches, in an order that only the seed, the round and the client decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from lightning_spectral.client.worker_batches import Collate, WorkerBatches
+from lightning_spectral.protocol.rng import derived_generator, derived_seed
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSource:
+    """Batches of chosen examples of a data set.
+
+    Data that lies in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
+    DataLoader, no collation.
+
+    Attributes:
+        dataset: Any map-style data set.
+        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes for data that is not in memory; they live until `close`.
+    """
+
+    dataset: Dataset[Any]
+    collate_fn: Collate | None = None
+    num_workers: int = 0
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether batches come from indexing tensors."""
+        return self._tensors is not None
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+        return _in_memory(self.dataset) if self.collate_fn is None else None
+
+    @cached_property
+    def _worker_batches(self) -> WorkerBatches:
+        return WorkerBatches(self.dataset, self.collate_fn, self.num_workers)
+
+    def batches(self, index_batches: Sequence[Tensor], key: tuple[int, ...] = (0,)) -> Iterator[Any]:
+        """Yield one batch for each tensor of example indices.
+
+        Args:
+            index_batches: Which examples, in order.
+            key: The run's seed, and whose batches these are: all that the draws of examples depend on.
+        """
+        if self._tensors is not None:
+            tensors, subset = self._tensors
+            chosen = index_batches if subset is None else [subset[indices] for indices in index_batches]
+            return ([tensor[indices] for tensor in tensors] for indices in chosen)
+        seed, *ids = key
+        seeds = (derived_seed(seed, "examples", *ids, batch_idx) for batch_idx in range(len(index_batches)))
+        return self._worker_batches.load(list(zip(seeds, (one.tolist() for one in index_batches), strict=True)))
+
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        if not self.is_in_memory:
+            self._worker_batches.close()
+
+
+def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Tensors and which of their rows the data set has, ``None`` for all; or ``None``. Subclasses may do more."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset and (inner := _in_memory(dataset.dataset)) is not None:
+        tensors, outer = inner
+        indices = torch.as_tensor(dataset.indices)
+        return tensors, indices if outer is None else outer[indices]
+    return None
+
+
+class ClientData:
+    """The training data of one client in one round.
+
+    A plain class, because Lightning converts the tensors of dataclasses that travel as batches.
+
+    Args:
+        source: Where examples come from.
+        indices: The client's examples, shape ``(num_examples,)``.
+        batch_size: Examples per local step; the last batch of an epoch may be smaller.
+        key: ``(seed, round_idx, client_id)``: all that the order depends on.
+    """
+
+    def __init__(self, source: BatchSource, indices: Tensor, batch_size: int, key: tuple[int, int, int]) -> None:
+        self.source = source
+        self.indices = indices
+        self.batch_size = batch_size
+        self.key = key
+
+    def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
+        """One shuffled pass over the client's examples: pairs of (batch, number of examples in it)."""
+        seed, round_idx, client_id = self.key
+        generator = derived_generator(seed, "data order", round_idx, client_id, local_epoch)
+        order = self.indices[torch.randperm(len(self.indices), generator=generator)]
+        index_batches = torch.split(order, self.batch_size)
+        batches = self.source.batches(index_batches, (*self.key, local_epoch))
+        return zip(batches, map(len, index_batches), strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationLoader:
+    """A data set in order, in batches: what Lightning validates and tests on when the data lies in memory."""
+
+    source: BatchSource
+    num_examples: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-self.num_examples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source.batches(torch.split(torch.arange(self.num_examples), self.batch_size))

@@ -1,0 +1,114 @@
+"""What a client's own ``self.log`` calls come to: one example-weighted mean per name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_spectral.protocol.records import LoggedValue
+
+
+@dataclass
+class _Entry:
+    total: Tensor
+    weight: float
+    prog_bar: bool
+    logger: bool
+
+
+class Recorder:
+    """Stands in for ``LightningModule.log`` and ``log_dict`` on a client's module.
+
+    Nothing is written while a client trains: values stay tensors, so the device is not waited for. ``torchmetrics``
+    objects are computed once, when the client is done.
+    """
+
+    def __init__(self) -> None:
+        self.num_examples = 1
+        self._client: dict[str, _Entry] = {}
+        self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
+
+    def log(
+        self,
+        name: str,
+        value: Metric | Tensor | float,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *args: Any,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Take one value, as ``LightningModule.log`` would; the other options have no meaning inside a client."""
+        name = f"{name}_epoch" if on_step and on_epoch else name
+        to_logger = logger is not False
+        if isinstance(value, Metric):
+            self._metrics[name] = (value, prog_bar, to_logger)
+            return
+        weight = float(self.num_examples if batch_size is None else batch_size)
+        _accumulate(self._client, name, value, weight, prog_bar, to_logger)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Take several values."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
+
+    def start_client(self, module: nn.Module) -> None:
+        """Forget what the last client logged, and what the module's metrics have seen."""
+        self._client.clear()
+        self._metrics.clear()
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.reset()
+
+    def finish_client(self) -> dict[str, LoggedValue]:
+        """The means over the client's turn, by name."""
+        means = {n: LoggedValue(float(e.total / e.weight), e.prog_bar, e.logger) for n, e in self._client.items()}
+        computed = {n: LoggedValue(_scalar(m.compute()).item(), *flags) for n, (m, *flags) in self._metrics.items()}
+        return {**means, **computed}
+
+
+def isolate_metrics(module: nn.Module) -> Callable[[], None]:
+    """Keep a module's ``torchmetrics`` from syncing over processes, which hold other clients, or the same data.
+
+    Returns:
+        What gives them back their own way.
+    """
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    own = [metric.distributed_available_fn for metric in metrics]
+
+    def give_back() -> None:
+        for metric, is_available in zip(metrics, own, strict=True):
+            metric.distributed_available_fn = is_available
+
+    for metric in metrics:
+        metric.distributed_available_fn = _never
+    return give_back
+
+
+def _never() -> bool:
+    return False
+
+
+def _accumulate(
+    entries: dict[str, _Entry], name: str, value: Tensor | float, weight: float, prog_bar: bool, logger: bool
+) -> None:
+    """Add a weighted value."""
+    value = _scalar(value)
+    if name not in entries:
+        entries[name] = _Entry(torch.zeros((), dtype=torch.float64, device=value.device), 0.0, prog_bar, logger)
+    entries[name].total.add_(value, alpha=weight)
+    entries[name].weight += weight
+
+
+def _scalar(value: Tensor | float) -> Tensor:
+    """A tensor of several values is their mean, as Lightning reduces it."""
+    # a number keeps its digits also where half precision is the default type
+    value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    return value if value.ndim == 0 else value.float().mean()

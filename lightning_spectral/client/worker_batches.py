@@ -1,0 +1,88 @@
+"""Batches of examples that do not lie in memory, by worker processes that stay alive from client to client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_spectral.protocol.rng import isolated_rng
+
+Collate = Callable[[list[Any]], Any]
+Task = tuple[int, list[int]]  # a seed, and the examples of a batch
+
+
+class WorkerBatches:
+    """Loads batches of a data set, in this process or in workers, always with the same result.
+
+    What examples and collation draw from the global generators (augmentation) is seeded batch by batch. So it depends
+    neither on the number of workers nor on who was loaded before.
+
+    Args:
+        dataset: Any map-style data set.
+        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes; they start with the first batch and end with `close`.
+
+    Example:
+        >>> batches = WorkerBatches([10, 11, 12, 13])
+        >>> [batch.tolist() for batch in batches.load([(0, [3, 1]), (1, [2])])]
+        [[13, 11], [12]]
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None = None, num_workers: int = 0) -> None:
+        self._examples = _SeededExamples(dataset, collate_fn or default_collate)
+        self._num_workers = num_workers
+        self._tasks = _Tasks()
+        self._loader: DataLoader[Any] | None = None
+
+    def load(self, tasks: Sequence[Task]) -> Iterator[Any]:
+        """One batch for each task, in order. With workers, finish or drop one iterator before asking for another."""
+        if self._num_workers == 0:
+            return map(self._examples.__getitems__, tasks)
+        self._tasks.current = tasks
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._examples,
+                batch_sampler=self._tasks,  # type: ignore[arg-type]
+                collate_fn=_as_it_is,
+                num_workers=self._num_workers,
+                persistent_workers=True,
+                generator=torch.Generator(),  # else it draws a seed, which nobody needs, from the client's generator
+            )
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the workers; a later batch starts others."""
+        self._loader = None
+
+
+class _SeededExamples(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __getitems__(self, task: Task) -> Any:
+        """The batch of a task; a DataLoader asks for several examples at once by this name."""
+        seed, indices = task
+        with isolated_rng(seed):
+            if hasattr(self.dataset, "__getitems__"):
+                return self.collate(self.dataset.__getitems__(indices))
+            return self.collate([self.dataset[i] for i in indices])
+
+
+class _Tasks:
+    """A batch sampler whose batches are exchanged between epochs, while the workers stay."""
+
+    current: Sequence[Task] = ()
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.current)
+
+    def __len__(self) -> int:
+        return len(self.current)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,1 @@
+"""Figures that describe a spectrum or a way of sampling it."""

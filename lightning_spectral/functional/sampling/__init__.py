@@ -1,0 +1,1 @@
+"""Inclusion probabilities, multipliers and exact fixed-size draws, as plain functions."""

@@ -1,0 +1,206 @@
+r"""Conditional Poisson sampling: the fixed-size design of maximum entropy with given inclusion probabilities.
+
+Select each term i on its own with *working probability* p_i and accept the draw if it has n terms. Among all
+designs with the resulting inclusion probabilities :math:`\pi` this one is the most random (Hájek 1964; Chen,
+Dempster & Liu 1994). The working probabilities are not :math:`\pi`: they are fitted, once per design, and
+then every draw is exact.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.checks import (
+    as_inclusion_probs,
+    as_probabilities,
+    check_num_samples,
+    check_num_terms,
+)
+from lightning_spectral.functional.sampling.fixed_point import solve_fixed_point
+from lightning_spectral.functional.sampling.open_terms import SNAP, OpenTerms, open_masks
+from lightning_spectral.functional.sampling.poisson_binomial import centred_logits, leave_one_out_neighbours
+
+# Largest number of Bernoulli variables held at once by the rejective draw: 8 MiB of float64.
+CHUNK = 2**20
+
+
+def _log_odds_ratio(logits: Tensor, num_terms: int) -> Tensor:
+    """What conditioning on the count adds to each logit: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
+    drawn, left_out = leave_one_out_neighbours(torch.sigmoid(logits), num_terms)
+    # Absolute errors near 1e-15, and so of the implied probability; the floor keeps the logarithm finite.
+    return drawn.clamp_min(1e-18).log() - left_out.clamp_min(1e-18).log()
+
+
+def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
+    r"""Working probabilities whose conditional Poisson draw has the given inclusion probabilities.
+
+    Solves, by accelerated fixed point iteration,
+
+    .. math:: \operatorname{logit} p_i = \operatorname{logit} \pi_i - \log P(N_{-i} = n-1) + \log P(N_{-i} = n),
+
+    where :math:`N_{-i}` counts the selected terms other than i.
+
+    Args:
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+
+    Returns:
+        Working probabilities p, shape ``(N,)``, float64 on the CPU, scaled so that :math:`\sum p = n`. Ones
+        stay one and zeros zero; inclusion probabilities closer than 1e-13 to them count as such. The implied
+        inclusion probabilities agree within 1e-12.
+
+    Raises:
+        ValueError: If the input is no vector of probabilities with a whole sum.
+
+    Reference:
+        Chen, Dempster & Liu (1994), Biometrika 81, 457-469, for existence, uniqueness and the fixed point.
+
+    Example:
+        >>> fit_conditional_poisson(torch.tensor([1.0, 0.75, 0.25], dtype=torch.float64))
+        tensor([1.0000, 0.6340, 0.3660], dtype=torch.float64)
+    """
+    target, num_terms = as_inclusion_probs(inclusion_probs)
+    certain, undecided, missing = open_masks(target, num_terms)
+    working = certain.double()
+    if undecided.any():
+        working[undecided] = _fit_open(target[undecided], missing)
+    return working
+
+
+def _fit_open(target: Tensor, num_terms: int) -> Tensor:
+    # Rounding may leave the sum a little off n; no working probabilities could reproduce that.
+    goal = centred_logits(torch.logit(target), num_terms)
+    target = torch.sigmoid(goal)
+
+    def residual(logits: Tensor) -> tuple[Tensor, float]:
+        logits = centred_logits(logits, num_terms)
+        gain = _log_odds_ratio(logits, num_terms)
+        return goal - gain - logits, float((torch.sigmoid(logits + gain) - target).abs().max())
+
+    # By the normal law the gain is (p - 1/2) / variance: a good start where the variance is large.
+    variances = target * (1 - target)
+    start = goal - (target - 0.5) / variances.sum().clamp_min(4.0)
+    logits, error = solve_fixed_point(residual, start, variances, tolerance=1e-13)
+    assert error < 1e-9, f"conditional Poisson fit stopped at error {error:.1e}"
+    return torch.sigmoid(centred_logits(logits, num_terms))
+
+
+def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -> Tensor:
+    """Inclusion probabilities of Poisson draws that are accepted if they have n terms.
+
+    The inverse of :func:`fit_conditional_poisson`. Multiplying all odds p / (1 - p) by a constant changes
+    nothing.
+
+    Args:
+        working_probs: Probability of each term in the unconditioned draw, shape ``(N,)``, in ``[0, 1]``.
+        num_terms: Sample size n, between the number of ones and the number of positive entries.
+
+    Returns:
+        Inclusion probabilities, shape ``(N,)``, float64 on the CPU, with sum n.
+
+    Raises:
+        ValueError: If a probability or ``num_terms`` is out of range.
+
+    Example:
+        >>> poisson_conditional_inclusion_probs(torch.tensor([0.75, 0.25]), num_terms=1)
+        tensor([0.9000, 0.1000], dtype=torch.float64)
+    """
+    parts = working_open_terms(working_probs, num_terms)
+    implied = torch.zeros(len(working_probs), dtype=torch.float64).index_fill_(0, parts.certain, 1.0)
+    if parts.num_terms > 0:
+        logits = torch.logit(parts.probs)
+        implied[parts.undecided] = torch.sigmoid(logits + _log_odds_ratio(logits, parts.num_terms))
+    return implied
+
+
+def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
+    """Set the certain and the impossible terms of a conditional Poisson design aside.
+
+    Args:
+        working_probs: Shape ``(N,)``, in ``[0, 1]``.
+        num_terms: Sample size n, between the number of ones and the number of positive entries.
+
+    Returns:
+        The open terms; their ``probs`` are working probabilities, scaled so that n of them is the expected
+        count.
+
+    Raises:
+        ValueError: If a probability or ``num_terms`` is out of range.
+
+    Example:
+        >>> working_open_terms(torch.tensor([1.0, 0.9, 0.9, 0.0]), num_terms=2).probs
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+    probs = as_probabilities(working_probs, "working_probs")
+    check_num_terms(num_terms, len(probs))
+    ones, positive = int((probs >= 1 - SNAP).sum()), int((probs > SNAP).sum())
+    if not ones <= num_terms <= positive:
+        raise ValueError(
+            f"`num_terms` must be between the number of ones ({ones}) and of positive entries ({positive}) "
+            f"of `working_probs`, got {num_terms}."
+        )
+    certain, undecided, missing = open_masks(probs, num_terms)
+    centred = probs[undecided]
+    if missing > 0:
+        centred = torch.sigmoid(centred_logits(torch.logit(centred), missing))
+    return OpenTerms(certain.nonzero()[:, 0], undecided.nonzero()[:, 0], centred, missing)
+
+
+def draw_conditional_poisson(
+    working_probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator
+) -> Tensor:
+    r"""Exact independent draws: rows of Bernoulli variables, of which those with n ones are kept.
+
+    A row is kept with probability near :math:`1 / \sqrt{2 \pi V}`, where V is the variance of its number of
+    ones: about one in eight for 64 terms, one in eighty for 4096 with 2048 drawn. Memory is bounded by
+    drawing in chunks.
+
+    Args:
+        working_probs: From :func:`fit_conditional_poisson`, shape ``(N,)``.
+        num_terms: Sample size n, between the number of ones and the number of positive entries.
+        num_samples: Number of draws.
+        generator: Source of randomness.
+
+    Returns:
+        Term indices, sorted in each row, int64, shape ``(num_samples, num_terms)``, on the generator's
+        device.
+
+    Raises:
+        ValueError: If a probability, ``num_terms`` or ``num_samples`` is out of range.
+
+    Example:
+        >>> draw_conditional_poisson(torch.tensor([1.0, 0.5, 0.5, 0.0]), 3, 1, torch.Generator())
+        tensor([[0, 1, 2]])
+    """
+    return draw_rejectively(working_open_terms(working_probs, num_terms), num_samples, generator)
+
+
+def draw_rejectively(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
+    """The draws of :func:`draw_conditional_poisson`, for a design prepared once.
+
+    Args:
+        parts: From :func:`working_open_terms`.
+        num_samples: Number of draws.
+        generator: Source of randomness.
+
+    Returns:
+        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
+
+    Raises:
+        ValueError: If ``num_samples`` is below one.
+    """
+    check_num_samples(num_samples)
+    if parts.num_terms == 0:
+        return parts.samples(torch.empty(num_samples, 0, dtype=torch.int64, device=generator.device))
+    rows = _rejective_rows(parts.probs, parts.num_terms, num_samples, generator)
+    return parts.samples(rows.nonzero()[:, 1].view(num_samples, parts.num_terms))
+
+
+def _rejective_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
+    rows_per_hit = 1 + 2.5 * float((probs * (1 - probs)).sum()) ** 0.5
+    probs = probs.to(generator.device)
+    kept: list[Tensor] = []
+    while (missing := num_samples - sum(map(len, kept))) > 0:
+        size = (min(int(1.2 * missing * rows_per_hit) + 8, max(1, CHUNK // len(probs))), len(probs))
+        # float64: in float32 probabilities below 2^-24 would never, or far too often, come up.
+        rows = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64) < probs
+        kept.append(rows[rows.sum(1) == num_terms][:missing])
+    return torch.cat(kept)

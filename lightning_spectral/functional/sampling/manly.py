@@ -1,0 +1,64 @@
+r"""Manly's approximation of the inclusion probabilities of successive sampling, as the paper used it."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.sampling.successive_sampling import arrived, certain_and_competing
+
+
+def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
+    r"""Probabilities :math:`\mu_i = 1 - e^{-w_i t}` with t such that they sum to n.
+
+    As if the n-th arrival came at a fixed time: the mean of Wallenius' distribution according to Manly (1974)
+    and Fog (2008), and what BiasedUrn's ``meanMWNCHypergeo`` computes at its default precision.
+
+    Args:
+        log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as in
+            :func:`~lightning_spectral.functional.successive_inclusion_probs`; a constant added to all changes
+            nothing.
+        num_terms: Sample size n, ``1 <= n <= N``.
+
+    Returns:
+        Approximate inclusion probabilities, shape ``(N,)``, float64 on the device of ``log_sizes``, with sum n.
+
+    Raises:
+        ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
+
+    Note:
+        Up to 8 % off for 7 of 64 sizes :math:`i^{-4}`, far more for fewer and steeper ones, and for n = 1 not
+        even proportional to size. It serves to reproduce the paper;
+        :func:`~lightning_spectral.functional.successive_inclusion_probs` is exact.
+
+    Reference:
+        Manly (1974), Biometrics 30, 281-294; Fog (2008); Korzhenkov & Louizos (2024), Appendix C.
+
+    Example:
+        >>> manly_inclusion_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)
+        tensor([0.8284, 0.5858, 0.5858], dtype=torch.float64)
+    """
+    certain, competing = certain_and_competing(log_sizes, num_terms)
+    probs = certain.double()
+    if competing.any():
+        rates = log_sizes.detach()[competing].double().cpu()
+        probs[competing] = _solve(rates, num_terms - int(certain.sum())).to(probs.device)
+    return probs
+
+
+def _solve(log_rates: Tensor, num_terms: int) -> Tensor:
+    """Newton's method for log t, kept within a bracket."""
+    share = num_terms / len(log_rates)
+    even = math.log(-math.log1p(-share))  # log t of equal sizes one
+    low, high = even - float(log_rates.max()), even - float(log_rates.min())
+    log_time = low
+    for _ in range(100):
+        probs = arrived(log_rates, log_time)
+        excess = float(probs.sum()) - num_terms
+        expected = torch.exp((log_rates + log_time).clamp_max(50.0))
+        newton = log_time - excess / max(float((expected * torch.exp(-expected)).sum()), 1e-300)
+        if abs(excess) <= 1e-15 * num_terms or newton == log_time:
+            break
+        low, high = (low, log_time) if excess > 0 else (log_time, high)
+        log_time = newton if low < newton < high else (low + high) / 2
+    return probs

@@ -1,0 +1,1 @@
+"""What a sub-model costs a client, before any training."""

@@ -1,0 +1,112 @@
+"""The largest sub-model that a device can afford."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from torch import nn
+
+from lightning_spectral.nn.cost.block_costs import Cost
+from lightning_spectral.nn.cost.costs import ONE_TERM, Costs, costs_of
+from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.plan.trace import Example
+
+Budget = float | Sequence[float]
+
+# All of them grow with the keep ratio, which the search rests on.
+NEEDS: Mapping[str, Callable[[Cost], int]] = MappingProxyType(
+    {
+        "budget_bytes": lambda cost: cost.round_bytes,
+        "budget_macs": lambda cost: cost.macs,
+        "budget_params": lambda cost: cost.parameters,
+    }
+)
+
+
+def keep_ratio_for(
+    module: nn.Module,
+    example_input: Example = None,
+    *,
+    budget_bytes: Budget | None = None,
+    budget_macs: Budget | None = None,
+    budget_params: Budget | None = None,
+    exclude: Sequence[str] = (),
+    split: Mapping[str, int] | None = None,
+    keep_first_and_last_dense: bool = True,
+    keep_buffers: Sequence[str] = (),
+    term_granularity: int = 1,
+    plan: LayerReport | None = None,
+) -> float | list[float]:
+    """The largest keep ratio whose sub-model fits a budget.
+
+    Exactly one budget is given: a number, or a sequence with one for each client. A list of the answers is what
+    `SpectralSharding` takes as ``keep_ratio``.
+
+    Args:
+        module: Any module; it is not changed.
+        example_input: As in `cost_table`.
+        budget_bytes: Bytes that may travel in a round, down and up together.
+        budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
+        budget_params: Number of parameters that the sub-model may have.
+        exclude: As in `validate`.
+        split: As in `validate`.
+        keep_first_and_last_dense: As in `validate`.
+        keep_buffers: As in `validate`.
+        term_granularity: As in `SpectralSharding`.
+        plan: What `validate` returned, instead of the choices above.
+
+    Returns:
+        A keep ratio in ``(0, 1]``, or a list of them.
+
+    Raises:
+        ValueError: If not exactly one budget is given, if nothing fits, or as `cost_table`.
+
+    Example:
+        >>> import torch
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))  # 178 parameters outside 16 x 16
+        >>> keep_ratio_for(mlp, torch.zeros(1, 8), budget_params=[300, 400, 1000])  # 3, 6 and 16 terms of 32
+        [0.1875, 0.375, 1.0]
+    """
+    given = {"budget_bytes": budget_bytes, "budget_macs": budget_macs, "budget_params": budget_params}
+    name, budget = _only(given)
+    costs = costs_of(
+        module,
+        example_input,
+        exclude=exclude,
+        split=split,
+        keep_first_and_last_dense=keep_first_and_last_dense,
+        keep_buffers=keep_buffers,
+        term_granularity=term_granularity,
+        plan=plan,
+    )
+    candidates = _candidates(costs)
+    if isinstance(budget, Sequence):
+        return [_largest(costs, candidates, name, entry) for entry in budget]
+    return _largest(costs, candidates, name, budget)
+
+
+def _only(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
+    budgets = [(name, budget) for name, budget in given.items() if budget is not None]
+    if len(budgets) != 1:
+        got = ", ".join(name for name, _ in budgets) or "none"
+        raise ValueError(f"Give exactly one of {', '.join(given)}; got {got}.")
+    return budgets[0]
+
+
+def _candidates(costs: Costs) -> list[float]:
+    """The keep ratios at which some block gains a term, ascending; between them nothing changes."""
+    sizes = {use.block.num_singular for use in costs.blocks}
+    return sorted({num_terms / size for size in sizes for num_terms in range(1, size + 1)})
+
+
+def _largest(costs: Costs, candidates: Sequence[float], name: str, budget: float) -> float:
+    needed = NEEDS[name]
+    num_fitting = bisect_right(candidates, budget, key=lambda keep_ratio: needed(costs.at(keep_ratio)))
+    if num_fitting == 0:
+        raise ValueError(
+            f"No sub-model fits `{name}={budget:,}`: the smallest takes {needed(costs.at(ONE_TERM)):,}. Raise the "
+            "budget, or shard more layers."
+        )
+    return candidates[num_fitting - 1]

@@ -1,0 +1,136 @@
+"""What a client's model costs, as a function of its keep ratio."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_spectral.functional.factors import check_granularity, num_terms_for
+from lightning_spectral.nn.cost.block_costs import BlockCall, BlockUse, Cost
+from lightning_spectral.nn.cost.counted_pass import CountedPass, LayerCall, count_pass
+from lightning_spectral.nn.plan.planner import check_undecided, plan_layers
+from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.plan.swap import swap_layers
+from lightning_spectral.nn.plan.trace import Example, detached_copy, example_of
+from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.records import num_bytes
+
+ONE_TERM = 1e-6  # a keep ratio at which every block has one term
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of a module at any keep ratio.
+
+    Attributes:
+        full: The module as it is, trained and sent whole.
+        fixed: What a sub-model costs whatever its numbers of terms.
+        blocks: The blocks whose terms are sampled.
+        term_granularity: Numbers of terms are rounded up to a multiple of it.
+    """
+
+    full: Cost
+    fixed: Cost
+    blocks: tuple[BlockUse, ...]
+    term_granularity: int = 1
+
+    def at(self, keep_ratio: float) -> Cost:
+        """The cost of a sub-model.
+
+        Args:
+            keep_ratio: Share r of the singular terms, in ``(0, 1]``.
+
+        Raises:
+            ValueError: If ``keep_ratio`` is out of range.
+        """
+        return self.fixed + _cost_of_terms(self.blocks, keep_ratio, self.term_granularity)
+
+
+def costs_of(
+    module: nn.Module,
+    example_input: Example = None,
+    *,
+    exclude: Sequence[str] = (),
+    split: Mapping[str, int] | None = None,
+    keep_first_and_last_dense: bool = True,
+    keep_buffers: Sequence[str] = (),
+    term_granularity: int = 1,
+    plan: LayerReport | None = None,
+) -> Costs:
+    """Count one pass of the module and one of its smallest sub-model; every other sub-model follows by formulas.
+
+    The arguments, and what is raised, are those of `cost_table`.
+
+    Example:
+        >>> import torch
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+        >>> costs = costs_of(mlp, torch.zeros(1, 8))
+        >>> costs.full.macs, costs.at(0.25).macs  # 4 of 16 terms: 4 * (16 + 16) instead of 16 * 16
+        (416, 288)
+    """
+    check_granularity(term_granularity)
+    example = example_of(module) if example_input is None else example_input
+    if example is None:
+        raise ValueError(
+            "What a module costs shows in a forward pass: give `example_input`, a batch as clients train on, or set "
+            "the module's `example_input_array`."
+        )
+    if plan is None:
+        plan = plan_layers(
+            module, example, exclude=exclude, split=split, keep_first_and_last_dense=keep_first_and_last_dense
+        )
+    else:
+        check_undecided(exclude, split, keep_first_and_last_dense)
+    return _count(module, example, plan.check(), [*keep_buffers, *plan.kept_buffers], term_granularity)
+
+
+def _count(
+    module: nn.Module, example: Example, plan: LayerReport, keep_buffers: Sequence[str], granularity: int
+) -> Costs:
+    run = detached_copy(module)
+    dense = count_pass(run, example)
+    swap_layers(run, plan, lambda kind, layer, num_terms: kind.like(layer, num_terms), ONE_TERM)
+    smallest = count_pass(run, example, watched=plan.sharded)
+    blocks = tuple(_uses(module, plan, smallest.calls))
+    full = _sent(module, (), keep_buffers) + _passed(dense)
+    rest = _sent(module, plan.sharded_weights, keep_buffers) + _passed(smallest)
+    return Costs(full, rest - _passed(_cost_of_terms(blocks, ONE_TERM)), blocks, granularity)
+
+
+def _sent(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
+    """Parameters and bytes of what is not sharded, by the functions that make up a round."""
+    return Cost(
+        parameters=sum(p.numel() for name, p in module.named_parameters() if name not in without),
+        downlink_bytes=num_bytes(travelling_tensors(module, without)),
+        uplink_bytes=num_bytes(averaged_tensors(module, without, keep_buffers)),
+    )
+
+
+def _passed(counted: CountedPass | Cost) -> Cost:
+    """The part of a cost that a forward pass shows."""
+    return Cost(macs=counted.macs, kept_values=counted.kept_values, kept_bytes=counted.kept_bytes)
+
+
+def _uses(module: nn.Module, plan: LayerReport, calls: Iterable[LayerCall]) -> Iterator[BlockUse]:
+    calls_of: dict[str, list[LayerCall]] = defaultdict(list)
+    for call in calls:
+        calls_of[call.layer].append(call)
+    for name, treatment in plan.sharded.items():
+        assert treatment.sharded is not None
+        for i, block in enumerate(treatment.blocks):
+            value_bytes = module.get_parameter(block.parameter).element_size()
+            uses = tuple(_of_block(call, i) for call in calls_of[name])
+            yield BlockUse(block, treatment.sharded, value_bytes, uses)
+
+
+def _of_block(call: LayerCall, index: int) -> BlockCall:
+    i = index if len(call.positions) > 1 else 0
+    return BlockCall(call.positions[i], call.input_needs_grad[i], call.keeps)
+
+
+def _cost_of_terms(blocks: Iterable[BlockUse], keep_ratio: float, granularity: int = 1) -> Cost:
+    costs = (use.cost(num_terms_for(use.block.num_singular, keep_ratio, granularity)) for use in blocks)
+    return sum(costs, Cost())

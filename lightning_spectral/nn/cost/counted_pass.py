@@ -1,0 +1,186 @@
+"""One forward pass, counted: multiplications, and what autograd keeps for backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
+from lightning_spectral.nn.layers.conv import SpectralShardedConv
+from lightning_spectral.nn.layers.grouped_conv import SpectralShardedGroupedConv
+from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.plan.trace import Example, run_example
+
+Storages = dict[int, torch.UntypedStorage]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a sharded layer.
+
+    Attributes:
+        layer: Its dotted name.
+        positions: How often each of its matrices is applied: entries of the batch times places in the sequence or the
+            image. One number, or one for each of an attention's query, key and value.
+        input_needs_grad: Whether what the matrix is applied to has a gradient, likewise.
+        keeps: Whether autograd kept anything; it does not under ``no_grad`` and in a checkpointed section.
+    """
+
+    layer: str
+    positions: tuple[int, ...]
+    input_needs_grad: tuple[bool, ...]
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class CountedPass:
+    """What one forward pass came to.
+
+    Attributes:
+        macs: Multiply-accumulate operations of matrix products, convolutions, attention and recurrent layers.
+        kept_values: Values that autograd keeps for backward, parameters, buffers and the pass's inputs excepted.
+        kept_bytes: Bytes of the same.
+        calls: The calls of the watched layers, in the order in which they ended.
+    """
+
+    macs: int
+    kept_values: int
+    kept_bytes: int
+    calls: tuple[LayerCall, ...]
+
+
+def count_pass(module: nn.Module, example_input: Example, watched: Collection[str] = ()) -> CountedPass:
+    """Run one forward pass with gradients, in the modes that the layers are in, and count.
+
+    Memory that several saved tensors share counts once, and whole even if only a view of it was saved. Values count
+    whatever their type: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves.
+
+    Args:
+        module: It is run as it is: hand in a copy if a pass changes its buffers.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments.
+        watched: Names of the sharded layers whose calls are recorded.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> counted = count_pass(net, torch.zeros(10, 8))
+        >>> counted.macs, counted.kept_values
+        (1920, 160)
+    """
+    kept = _Kept([*module.parameters(), *module.buffers(), *tree_leaves(example_input)])
+    record = _Record(kept, FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH)))
+    with ExitStack() as stack:
+        for name, layer in module.named_modules():
+            if name in watched or isinstance(layer, nn.RNNBase):
+                stack.enter_context(layer.register_forward_pre_hook(record.enter))
+                leave = record.leaver(name, name in watched)
+                stack.enter_context(layer.register_forward_hook(leave, with_kwargs=True))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor))
+        stack.enter_context(record.counter)
+        run_example(module, example_input)
+    return CountedPass(record.macs, kept.num_values, kept.num_bytes, tuple(record.calls))
+
+
+class _Kept:
+    """The distinct memories of saved tensors; it holds them, so that none is used for another tensor meanwhile."""
+
+    def __init__(self, others: Iterable[Any]) -> None:
+        self._others = _storages(others)
+        self._saved: Storages = {}
+        self.num_values = self.num_bytes = self.num_packs = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """The hook of autograd."""
+        self.num_packs += 1
+        for address, storage in _storages([tensor]).items():
+            if address not in self._others and address not in self._saved:
+                self._saved[address] = storage
+                self.num_bytes += storage.nbytes()
+                self.num_values += storage.nbytes() // tensor.element_size()
+        return tensor
+
+
+class _Record:
+    """Hooks around sharded layers, and around recurrent ones, whose kernels torch's counter knows but in part."""
+
+    def __init__(self, kept: _Kept, counter: FlopCounterMode) -> None:
+        self.kept, self.counter = kept, counter
+        self.calls: list[LayerCall] = []
+        self._entered: list[tuple[int, int]] = []
+        self._unknown_macs = 0
+
+    @property
+    def macs(self) -> int:
+        """Multiplications so far."""
+        return int(self.counter.get_total_flops()) // 2 + self._unknown_macs
+
+    def enter(self, *_: Any) -> None:
+        """The hook before a layer."""
+        self._entered.append((self.kept.num_packs, self.macs))
+
+    def leaver(self, name: str, is_watched: bool) -> Callable[[nn.Module, Any, Any, Any], None]:
+        """The hook after a layer."""
+
+        def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            num_packs, macs = self._entered.pop()
+            inputs = _inputs(layer, args, kwargs)
+            positions = tuple(_num_positions(layer, x, output) for x in inputs)
+            if isinstance(layer, nn.RNNBase):
+                self._unknown_macs += macs + recurrent_macs(layer, positions[0]) - self.macs
+            if is_watched:
+                needs_grad = tuple(x.requires_grad for x in inputs)
+                self.calls.append(LayerCall(name, positions, needs_grad, self.kept.num_packs > num_packs))
+
+        return leave
+
+
+def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
+    """Multiplications of a recurrent layer: each weight is used once at every position.
+
+    Weights that are held as singular terms are rebuilt before.
+
+    Example:
+        >>> recurrent_macs(nn.LSTM(4, 6), num_positions=15)  # 4 gates of 6 rows, 4 + 6 columns
+        3600
+    """
+    terms = [module for module in layer.modules() if isinstance(module, SingularTerms)]
+    sizes = [module.u.shape[0] * module.v.shape[1] for module in terms]
+    dense = sum(weight.numel() for weight in layer._flat_weights if weight is not None and weight.dim() == 2)
+    rebuilt = sum(module.num_terms * size for module, size in zip(terms, sizes, strict=True))
+    return int(num_positions * (dense + sum(sizes)) + rebuilt)
+
+
+def _inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What the layer's matrices are applied to: one tensor, or query, key and value."""
+    given = [*args, *kwargs.values()]
+    if isinstance(layer, SpectralShardedMultiheadAttention):
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        return [named[name] for name in ("query", "key", "value")]
+    return [given[0].data if isinstance(given[0], PackedSequence) else given[0]]
+
+
+def _num_positions(layer: nn.Module, x: Tensor, output: Any) -> int:
+    if isinstance(layer, SpectralShardedConv | SpectralShardedGroupedConv):
+        return int(output.numel()) // layer.weight_shape[0]
+    return x.numel() // x.shape[-1]
+
+
+def _storages(tensors: Iterable[Any]) -> Storages:
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+_UNKNOWN_TO_TORCH = MappingProxyType({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops})

@@ -1,0 +1,1 @@
+"""Sharded layers, and the singular terms that they hold."""

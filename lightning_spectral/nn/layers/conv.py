@@ -1,0 +1,194 @@
+"""Convolutions held as n singular terms: one with n outputs, then a 1 x 1 one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_spectral.nn.layers.pointwise import pointwise
+from lightning_spectral.nn.layers.sharded import NumTerms, SpectralShardedLayer, counts
+from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
+
+ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
+
+
+class SpectralShardedConv(SpectralShardedLayer):
+    """A convolution with n output channels followed by a ``1 x 1`` one that carries the bias.
+
+    The first has the kernel, the stride, the padding and the dilation of the dense layer. Where the two would take more
+    multiplications than the weight, the weight is rebuilt once per pass.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Size of the kernel in each dimension.
+        num_terms: Number n of singular terms held, ``1 <= n <= min(out_channels, in_channels * kernel)``.
+        stride: One number for each dimension; so are the arguments below.
+        padding: Numbers, or ``"same"`` / ``"valid"``.
+        dilation: Spacing of the kernel.
+        bias: Whether there is a bias.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        device: As everywhere in ``torch.nn``.
+        dtype: As everywhere in ``torch.nn``.
+
+    Raises:
+        ValueError: If ``num_terms`` is out of range.
+
+    Reference:
+        Niu et al. (2022), section 3.2.1; Korzhenkov & Louizos (2024), section 4.1.
+    """
+
+    conv: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: tuple[int, ...],
+        num_terms: int,
+        stride: tuple[int, ...] | None = None,
+        padding: str | tuple[int, ...] = "valid",
+        dilation: tuple[int, ...] | None = None,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__((out_channels, in_channels, *kernel_size), num_terms, bias, device, dtype)
+        ones = (1,) * len(kernel_size)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = kernel_size
+        self.stride = stride or ones
+        self.padding = padding
+        self.dilation = dilation or ones
+        self.groups = 1
+        self.padding_mode = padding_mode
+
+    @classmethod
+    def like(cls: type[ConvT], dense: Any, num_terms: NumTerms) -> ConvT:
+        """An empty layer of the shape of ``dense``, a convolution with one group."""
+        (n,), weight = counts(num_terms), dense.weight
+        if dense.groups != 1:
+            raise ValueError(f"{cls.__name__} has one group, got a convolution with groups={dense.groups}.")
+        return cls(
+            dense.in_channels,
+            dense.out_channels,
+            dense.kernel_size,
+            n,
+            dense.stride,
+            dense.padding,
+            dense.dilation,
+            dense.bias is not None,
+            dense.padding_mode,
+            weight.device,
+            weight.dtype,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer."""
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
+            input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
+        if rebuilding_is_cheaper(self._num_positions(input, padding), self.num_terms, self.u.shape[0], self.v.shape[1]):
+            return self._convolve(input, self.matrix(), self.bias, padding)
+        hidden = self._convolve(input, self.v, None, padding)
+        return pointwise(hidden, self.scaled_u(), self.bias, (1,) * len(self.kernel_size), type(self).conv)
+
+    def _num_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
+        """Positions of the output, over the whole batch."""
+        sizes = input.shape[-len(self.kernel_size) :]
+        batch = input.numel() // (self.in_channels * math.prod(sizes))
+        if padding == "same":
+            return batch * math.prod(sizes)
+        sides = (0,) * len(sizes) if isinstance(padding, str) else padding
+        axes = zip(sizes, sides, self.dilation, self.kernel_size, self.stride, strict=True)
+        return batch * math.prod((size + 2 * side - d * (k - 1) - 1) // step + 1 for size, side, d, k, step in axes)
+
+    def _convolve(self, input: Tensor, matrix: Tensor, bias: Tensor | None, padding: str | tuple[int, ...]) -> Tensor:
+        """The convolution of this layer with other outputs, one for each row of ``matrix``."""
+        conv, unpadded = type(self).conv, isinstance(padding, str) or not any(padding)
+        if unpadded and math.prod(self.kernel_size) == 1:
+            return pointwise(input, matrix, bias, self.stride, conv)
+        return conv(input, matrix.view(-1, *self.weight_shape[1:]), bias, self.stride, padding, self.dilation)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the layer."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_terms={self.num_terms}, "
+            f"stride={self.stride}, padding={self.padding}, bias={self.bias is not None}"
+        )
+
+
+class SpectralShardedConv1d(SpectralShardedConv):
+    """A convolution in one dimension held as n singular terms; see `SpectralShardedConv`.
+
+    Shape:
+        As ``nn.Conv1d`` with one group.
+
+    Example:
+        >>> from torch import nn
+        >>> dense = nn.Conv1d(3, 8, 5, stride=2)
+        >>> x = torch.randn(1, 3, 20)
+        >>> torch.allclose(SpectralShardedConv1d.from_dense(dense, num_terms=8)(x), dense(x), atol=1e-5)
+        True
+    """
+
+    conv = staticmethod(F.conv1d)
+
+
+class SpectralShardedConv2d(SpectralShardedConv):
+    """A convolution in two dimensions held as n singular terms; see `SpectralShardedConv`.
+
+    Shape:
+        As ``nn.Conv2d`` with one group.
+
+    Example:
+        >>> from torch import nn
+        >>> dense = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        >>> x = torch.randn(1, 3, 9, 9)
+        >>> torch.allclose(SpectralShardedConv2d.from_dense(dense, num_terms=8)(x), dense(x), atol=1e-5)
+        True
+    """
+
+    conv = staticmethod(F.conv2d)
+
+
+class SpectralShardedConv3d(SpectralShardedConv):
+    """A convolution in three dimensions held as n singular terms; see `SpectralShardedConv`.
+
+    Shape:
+        As ``nn.Conv3d`` with one group.
+
+    Example:
+        >>> from torch import nn
+        >>> dense = nn.Conv3d(2, 4, 3)
+        >>> x = torch.randn(1, 2, 5, 5, 5)
+        >>> torch.allclose(SpectralShardedConv3d.from_dense(dense, num_terms=4)(x), dense(x), atol=1e-5)
+        True
+    """
+
+    conv = staticmethod(F.conv3d)
+
+
+def explicit_padding(
+    padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]
+) -> list[int]:
+    """Padding as ``F.pad`` takes it: before and after the last dimension, then the one before it.
+
+    Example:
+        >>> explicit_padding("same", (3, 4), (1, 1))  # what is odd goes to the end, as in torch
+        [1, 2, 1, 1]
+    """
+    if padding == "valid":
+        return [0] * 2 * len(kernel_size)
+    if isinstance(padding, str):  # "same"
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
+        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    return [size for size in reversed(padding) for _ in range(2)]

@@ -1,0 +1,107 @@
+"""A convolution with several groups: each has its own singular terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
+from lightning_spectral.nn.layers.conv import explicit_padding
+from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
+from lightning_spectral.nn.layers.terms import SingularTerms
+
+ConvT = TypeVar("ConvT", bound="SpectralShardedGroupedConv")
+
+
+class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
+    """Two grouped convolutions: one with n outputs in each group, then a ``1 x 1`` one that carries the bias.
+
+    Made from a dense convolution, by ``like`` or ``from_dense``, with the number of terms of each group, the same for
+    all.
+    """
+
+    conv: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, dense: Any, num_terms: tuple[int, ...]) -> None:
+        super().__init__()
+        if len(set(num_terms)) != 1:
+            raise ValueError(f"Every group of a convolution holds as many terms as the others, got {num_terms}.")
+        self.groups = dense.groups
+        self.weight_shape = tuple(dense.weight.shape)
+        self.stride, self.padding, self.dilation = dense.stride, dense.padding, dense.dilation
+        self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode
+        where = dense.weight.device, dense.weight.dtype
+        shape = self.blocks_of(dense)[0].shape
+        self.blocks = nn.ModuleDict({str(i): SingularTerms(shape, n, *where) for i, n in enumerate(num_terms)})
+        self.register_parameter("bias", None if dense.bias is None else nn.Parameter(torch.zeros_like(dense.bias)))
+
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """One for each group."""
+        return row_blocks("weight", dense.weight, [f"blocks.{i}" for i in range(dense.groups)])
+
+    @classmethod
+    def like(cls: type[ConvT], dense: Any, num_terms: NumTerms) -> ConvT:
+        """An empty layer of the shape of ``dense``."""
+        return cls(dense, counts(num_terms))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer."""
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            sides = explicit_padding(padding, self.kernel_size, self.dilation)
+            input, padding = F.pad(input, sides, self.padding_mode), 0
+        conv, groups = type(self).conv, self.held_terms()
+        kernel = torch.cat([group.v for group in groups]).view(-1, *self.weight_shape[1:])
+        hidden = conv(input, kernel, None, self.stride, padding, self.dilation, self.groups)
+        mix = torch.cat([group.scaled_u() for group in groups])
+        return conv(hidden, mix.view(*mix.shape, *(1,) * len(self.kernel_size)), self.bias, groups=self.groups)
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective dense weight; differentiable."""
+        return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the layer."""
+        return f"weight_shape={self.weight_shape}, groups={self.groups}, stride={self.stride}, padding={self.padding}"
+
+
+class SpectralShardedGroupedConv1d(SpectralShardedGroupedConv):
+    """A convolution with groups, in one dimension; see `SpectralShardedGroupedConv`.
+
+    Example:
+        >>> dense, x = nn.Conv1d(4, 8, 3, groups=2), torch.randn(1, 4, 9)
+        >>> torch.allclose(SpectralShardedGroupedConv1d.from_dense(dense, (4, 4))(x), dense(x), atol=1e-5)
+        True
+    """
+
+    conv = staticmethod(F.conv1d)
+
+
+class SpectralShardedGroupedConv2d(SpectralShardedGroupedConv):
+    """A convolution with groups, in two dimensions; see `SpectralShardedGroupedConv`.
+
+    Example:
+        >>> dense, x = nn.Conv2d(4, 8, 3, groups=2), torch.randn(1, 4, 9, 9)
+        >>> torch.allclose(SpectralShardedGroupedConv2d.from_dense(dense, (4, 4))(x), dense(x), atol=1e-5)
+        True
+    """
+
+    conv = staticmethod(F.conv2d)
+
+
+class SpectralShardedGroupedConv3d(SpectralShardedGroupedConv):
+    """A convolution with groups, in three dimensions; see `SpectralShardedGroupedConv`.
+
+    Example:
+        >>> dense, x = nn.Conv3d(4, 8, 3, groups=2), torch.randn(1, 4, 5, 5, 5)
+        >>> torch.allclose(SpectralShardedGroupedConv3d.from_dense(dense, (4, 4))(x), dense(x), atol=1e-5)
+        True
+    """
+
+    conv = staticmethod(F.conv3d)

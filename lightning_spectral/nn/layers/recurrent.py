@@ -1,0 +1,120 @@
+"""LSTM and GRU whose gates are held as singular terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
+from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
+from lightning_spectral.nn.layers.terms import SingularTerms
+
+if TYPE_CHECKING:  # a mix-in for nn.LSTM and nn.GRU
+    _Base = nn.RNNBase
+else:
+    _Base = object
+
+RecurrentT = TypeVar("RecurrentT", bound="SpectralShardedRecurrent")
+
+
+class SpectralShardedRecurrent(ShardedLayer, _Base):
+    """Every gate's part of every ``weight_ih`` and ``weight_hh`` is factorised by itself, and so is ``weight_hr``.
+
+    Each pass rebuilds the weights once and hands them to torch's own kernel, which uses them at every time step:
+    memory between passes and what travels are those of the terms, the time is that of the dense layer.
+
+    Made from a dense layer, by ``like`` or ``from_dense``, with the number of terms of every block.
+
+    Shape:
+        As the dense layer; packed sequences, several layers and both directions included.
+    """
+
+    gates: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """The gates of each weight, layer by layer and direction by direction."""
+        return tuple(
+            block
+            for name in dense._flat_weights_names
+            if name.startswith("weight")
+            for block in row_blocks(name, dense.get_parameter(name), cls._block_names(name))
+        )
+
+    @classmethod
+    def _block_names(cls, name: str) -> list[str]:
+        if name.startswith("weight_hr"):  # the projection of an LSTM: after the gates
+            return [f"blocks.{name}"]
+        return [f"blocks.{name}_{gate}" for gate in cls.gates]
+
+    @classmethod
+    def like(cls: type[RecurrentT], dense: Any, num_terms: NumTerms) -> RecurrentT:
+        """An empty layer of the shape of ``dense``."""
+        names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
+        options = {name: getattr(dense, name) for name in names}
+        if dense.proj_size:
+            options["proj_size"] = dense.proj_size
+        first = dense.weight_hh_l0
+        layer = cls(**options, device="meta", dtype=first.dtype)  # "meta": weights that are never there
+        layer._swap_weights(dense, counts(num_terms), first.device)
+        return layer.train(dense.training)
+
+    def _swap_weights(self, dense: Any, num_terms: tuple[int, ...], device: torch.device) -> None:
+        blocks, dtype = self.blocks_of(dense), dense.weight_hh_l0.dtype
+        self._dense_shapes = {name: tuple(p.shape) for name, p in dense.named_parameters() if name.startswith("weight")}
+        for name, parameter in dense.named_parameters(recurse=False):
+            del self._parameters[name]
+            if name not in self._dense_shapes:
+                self.register_parameter(name, nn.Parameter(torch.zeros_like(parameter)))
+        terms = [SingularTerms(block.shape, n, device, dtype) for block, n in zip(blocks, num_terms, strict=True)]
+        names = [block.name.removeprefix("blocks.") for block in blocks]
+        self.blocks = nn.ModuleDict(dict(zip(names, terms, strict=True)))
+        self._flat_weights = []
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As ``nn.LSTM.forward`` and ``nn.GRU.forward``."""
+        self._flat_weights = [self._dense_tensor(name) for name in self._flat_weights_names]
+        try:
+            return super().forward(input, hx)
+        finally:
+            self._flat_weights = []  # they belong to this pass: a copy or a pickle cannot hold them
+
+    def _dense_tensor(self, name: str) -> Tensor:
+        if name not in self._dense_shapes:
+            return self.get_parameter(name)
+        blocks = [self.blocks[block.removeprefix("blocks.")] for block in self._block_names(name)]
+        return torch.cat([block.matrix() for block in blocks if isinstance(block, SingularTerms)])
+
+    def _update_flat_weights(self) -> None:
+        """Torch would look for parameters here; `forward` has rebuilt them."""
+
+    def flatten_parameters(self) -> None:
+        """There is no lasting weight to flatten."""
+
+
+class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):
+    """An ``nn.LSTM`` of singular terms; blocks of a weight in the order i, f, g, o; see `SpectralShardedRecurrent`.
+
+    Example:
+        >>> dense, x = nn.LSTM(4, 6), torch.randn(5, 2, 4)
+        >>> sharded = SpectralShardedLSTM.from_dense(dense, [4] * 4 + [6] * 4)
+        >>> torch.allclose(sharded(x)[0], dense(x)[0], atol=1e-5)
+        True
+    """
+
+    gates = ("i", "f", "g", "o")
+
+
+class SpectralShardedGRU(SpectralShardedRecurrent, nn.GRU):
+    """An ``nn.GRU`` of singular terms; blocks of a weight in the order r, z, n; see `SpectralShardedRecurrent`.
+
+    Example:
+        >>> dense, x = nn.GRU(4, 6), torch.randn(5, 2, 4)
+        >>> sharded = SpectralShardedGRU.from_dense(dense, [4] * 3 + [6] * 3)
+        >>> torch.allclose(sharded(x)[0], dense(x)[0], atol=1e-5)
+        True
+    """
+
+    gates = ("r", "z", "n")

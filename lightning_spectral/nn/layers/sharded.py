@@ -1,0 +1,134 @@
+"""The contract of a sharded layer: what it makes of a dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter, row_blocks
+from lightning_spectral.nn.layers.terms import SingularTerms
+
+if TYPE_CHECKING:  # a mix-in for modules
+    _Base = nn.Module
+else:
+    _Base = object
+
+LayerT = TypeVar("LayerT", bound="ShardedLayer")
+NumTerms = int | Sequence[int]
+
+
+class ShardedLayer(_Base):
+    """A module that stands for a dense layer and holds singular terms instead of its weights.
+
+    Parameters that are not factorised, such as biases, keep the names that they have in the dense layer. Each block of
+    a weight has its terms in a `SingularTerms`: the layer itself, or one of its children.
+    """
+
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """The matrices that are factorised; together they cover every weight they touch, in order of rows.
+
+        Args:
+            dense: The dense layer; it is only read.
+            num_parts: For a linear layer that packs several, how many.
+
+        Raises:
+            ValueError: If the outputs cannot be divided by ``num_parts``.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def like(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
+        """An empty layer of the shape of ``dense``: its terms arrive later.
+
+        Args:
+            dense: The dense layer; it is only read.
+            num_terms: Number of terms of each block; one number where there is one block.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_dense(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
+        """The layer that holds the largest singular terms of ``dense``, and its other parameters.
+
+        Args:
+            dense: The dense layer; it is only read.
+            num_terms: Number of terms of each block; one number where there is one block.
+        """
+        layer = cls.like(dense, num_terms)
+        own = dict(layer.named_parameters())
+        with torch.no_grad():
+            for name, parameter in dense.named_parameters():
+                if name in own:
+                    own[name].copy_(parameter)
+        for block in cls.blocks_of(dense, len(counts(num_terms))):
+            layer.terms(block).load_matrix(block.matrix(dense.get_parameter(block.parameter).detach()))
+        return layer
+
+    def terms(self, block: WeightBlock) -> SingularTerms:
+        """The module that holds the terms of a block."""
+        holder = self.get_submodule(block.name)
+        assert isinstance(holder, SingularTerms)
+        return holder
+
+    def held_terms(self) -> list[SingularTerms]:
+        """The terms of every block, in order."""
+        return [module for module in self.modules() if isinstance(module, SingularTerms)]
+
+    def effective_weights(self, dense: Any) -> dict[str, Tensor]:
+        """The dense weights that the layer stands for, by their names in ``dense``; differentiable."""
+        weights = {}
+        for name, blocks in by_parameter(self.blocks_of(dense, len(self.held_terms()))):
+            matrices = [self.terms(block).matrix() for block in blocks]
+            weights[name] = assemble(blocks, matrices, dense.get_parameter(name))
+        return weights
+
+
+def counts(num_terms: NumTerms) -> tuple[int, ...]:
+    """Numbers of terms, one for each block."""
+    return (num_terms,) if isinstance(num_terms, int) else tuple(num_terms)
+
+
+class SpectralShardedLayer(ShardedLayer, SingularTerms):
+    """A layer with one weight, factorised whole: it holds the terms itself, next to the bias.
+
+    Attributes:
+        bias: Parameter of shape ``(c_out,)`` or ``None``.
+        weight_shape: Shape of the dense weight.
+
+    Args:
+        weight_shape: ``(c_out, c_in, ...)``.
+        num_terms: Number n of singular terms held.
+        bias: Whether there is a bias.
+        device: As everywhere in ``torch.nn``.
+        dtype: As everywhere in ``torch.nn``.
+    """
+
+    bias: nn.Parameter | None
+    weight_shape: tuple[int, ...]
+
+    def __init__(
+        self,
+        weight_shape: tuple[int, ...],
+        num_terms: int,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        rows, columns = weight_shape[0], int(torch.Size(weight_shape[1:]).numel())
+        super().__init__((rows, columns), num_terms, device, dtype)
+        self.weight_shape = weight_shape
+        self.register_parameter("bias", nn.Parameter(torch.zeros_like(self.u[:, 0])) if bias else None)
+
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        """One: the weight."""
+        return row_blocks("weight", dense.weight, [""])
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective dense weight, for modules that read it; differentiable, shape ``weight_shape``."""
+        return self.matrix().view(self.weight_shape)

@@ -1,0 +1,1 @@
+"""What happens to each layer of a module, decided before any training, and the swap."""

@@ -1,0 +1,108 @@
+"""Which sharded layer stands for which dense one, and why some dense layers have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention, check_attention
+from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
+from lightning_spectral.nn.layers.grouped_conv import (
+    SpectralShardedGroupedConv1d,
+    SpectralShardedGroupedConv2d,
+    SpectralShardedGroupedConv3d,
+)
+from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
+from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
+from lightning_spectral.nn.layers.sharded import ShardedLayer
+from lightning_spectral.nn.layers.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
+
+ShardedType = type[ShardedLayer]
+
+SHARDED_LAYERS: Mapping[type[nn.Module], ShardedType] = MappingProxyType(
+    {
+        nn.Linear: SpectralShardedLinear,
+        nn.Conv1d: SpectralShardedConv1d,
+        nn.Conv2d: SpectralShardedConv2d,
+        nn.Conv3d: SpectralShardedConv3d,
+        nn.MultiheadAttention: SpectralShardedMultiheadAttention,
+        nn.modules.linear.NonDynamicallyQuantizableLinear: SpectralShardedLinear,  # an attention's `out_proj`
+        nn.LSTM: SpectralShardedLSTM,
+        nn.GRU: SpectralShardedGRU,
+    }
+)
+GROUPED: Mapping[type[nn.Module], ShardedType] = MappingProxyType(
+    {
+        nn.Conv1d: SpectralShardedGroupedConv1d,
+        nn.Conv2d: SpectralShardedGroupedConv2d,
+        nn.Conv3d: SpectralShardedGroupedConv3d,
+    }
+)
+SPLIT: Mapping[ShardedType, ShardedType] = MappingProxyType(
+    {
+        SpectralShardedLinear: SpectralShardedSplitLinear,
+        SpectralShardedTransposedLinear: SpectralShardedSplitTransposedLinear,
+    }
+)
+# Layers of libraries that this package does not import, by the name of their class.
+BY_NAME: Mapping[str, ShardedType] = MappingProxyType(
+    {"transformers.pytorch_utils.Conv1D": SpectralShardedTransposedLinear}
+)
+AFFINE = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+
+def is_affine(layer: nn.Module) -> bool:
+    """Whether a layer applies weights that could be factorised, supported or not."""
+    return isinstance(layer, AFFINE) or _qualified_name(layer) in BY_NAME
+
+
+def sharded_type(layer: nn.Module, num_parts: int = 1) -> ShardedType | None:
+    """The class that stands for a dense layer; subclasses may compute anything, so they have none.
+
+    Args:
+        layer: A dense layer.
+        num_parts: For a linear layer that packs several, how many.
+    """
+    if getattr(layer, "groups", 1) != 1:
+        return GROUPED.get(type(layer))
+    kind = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(_qualified_name(layer))
+    return kind if kind is None or num_parts == 1 else SPLIT.get(kind)
+
+
+def refusal(layer: nn.Module) -> str | None:
+    """Why an affine layer has no sharded one; ``None`` if it has.
+
+    Example:
+        >>> refusal(nn.ConvTranspose2d(3, 4, 5))
+        'ConvTranspose2d is not supported'
+        >>> refusal(nn.Conv2d(4, 4, 3, groups=4))
+        'depthwise: a single term in each group'
+    """
+    if is_parametrized(layer):
+        return "its weight is parametrised"
+    kind = sharded_type(layer)
+    if kind is None:
+        return f"{type(layer).__name__} is not supported"
+    if isinstance(layer, nn.MultiheadAttention) and (reason := check_attention(layer)):
+        return reason
+    if not _weights_are_parameters(kind, layer):
+        return "its weight is computed, not a plain parameter"
+    if all(block.num_singular == 1 for block in kind.blocks_of(layer)):
+        return "a single term" if getattr(layer, "groups", 1) == 1 else "depthwise: a single term in each group"
+    return None
+
+
+def _weights_are_parameters(kind: ShardedType, layer: nn.Module) -> bool:
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    try:
+        return own.issuperset(block.parameter for block in kind.blocks_of(layer))
+    except AttributeError:  # from `get_parameter`, which a computed tensor does not satisfy
+        return False
+
+
+def _qualified_name(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"

@@ -1,0 +1,59 @@
+"""The order in which a module runs its layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_spectral.nn.layers.blocks import join
+
+Example = Any
+
+
+def example_of(module: nn.Module) -> Example:
+    """Lightning's ``example_input_array`` of a module, or ``None``."""
+    return getattr(module, "example_input_array", None)
+
+
+def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...]:
+    """Names of the submodules in the order of their first call in one forward pass.
+
+    The pass runs on a copy, in evaluation mode, and leaves the global random state as it was. An attention's
+    ``out_proj`` counts as called with the attention, which reads its weight instead.
+
+    Args:
+        module: Any module; it is only read.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> execution_order(net, torch.zeros(1, 2))
+        ('', '0', '1')
+    """
+    traced = detached_copy(module).eval()
+    called: dict[str, None] = {}
+    for name, layer in traced.named_modules():
+        layer.register_forward_pre_hook(lambda _, __, name=name: called.setdefault(name))
+    run_example(traced, example_input)
+    attentions = {name for name, layer in traced.named_modules() if isinstance(layer, nn.MultiheadAttention)}
+    return tuple(
+        entry for name in called for entry in ((name, join(name, "out_proj")) if name in attentions else (name,))
+    )
+
+
+def run_example(module: nn.Module, example_input: Example) -> Any:
+    """One forward pass with gradients, so that no layer is bypassed by a fused kernel; random state restored."""
+    with torch.random.fork_rng(), torch.enable_grad():
+        if isinstance(example_input, Mapping):
+            return module(**example_input)
+        return module(*example_input) if isinstance(example_input, tuple) else module(example_input)
+
+
+def detached_copy(module: nn.Module) -> Any:
+    """A deep copy without the Trainer that a fitted LightningModule holds."""
+    trainer = getattr(module, "_trainer", None)
+    return copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})

@@ -1,0 +1,23 @@
+"""When things happen: round boundaries, and what watches rounds go by."""
+
+from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
+from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
+from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
+from lightning_spectral.plugin.callbacks.history import RoundHistory
+from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
+from lightning_spectral.plugin.callbacks.progress import RoundProgressBar
+from lightning_spectral.plugin.callbacks.wandb import WandbRounds
+from lightning_spectral.plugin.round_counting import RoundsAsSteps
+
+__all__ = [
+    "Aggregation",
+    "CommunicationLedger",
+    "RoundHistory",
+    "RoundProgressBar",
+    "RoundsAsSteps",
+    "SVDRefresh",
+    "SpectralDiagnostics",
+    "SubmodelSampling",
+    "UpdateAlignment",
+    "WandbRounds",
+]

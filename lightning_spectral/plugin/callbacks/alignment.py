@@ -1,0 +1,121 @@
+"""Does the server move where federated averaging would have moved it?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.fed_avg import FedAvg
+from lightning_spectral.plugin.build_engine import copy_detached, make_engine
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.protocol.records import RoundSummary
+
+if TYPE_CHECKING:
+    from lightning_spectral.plugin.module import FederatedModule
+
+
+Options = dict[str, Any]
+
+
+class UpdateAlignment(RoundCallback):
+    """Logs ``fl/fedavg_alignment``: the cosine between the server's update and that of a FedAvg round.
+
+    The same clients train the whole model from the same weights on the same batches; their mean is compared with what
+    the algorithm of the run did, and thrown away. Costs one extra dense round each time, so ask for it rarely.
+
+    Args:
+        every_n_rounds: Compare in rounds 0, n, 2n, ...
+
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1.
+
+    Reference:
+        Korzhenkov & Louizos (2024), appendix A, Figure 4.
+    """
+
+    def __init__(self, every_n_rounds: int = 10) -> None:
+        if every_n_rounds < 1:
+            raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
+        self.every_n_rounds = every_n_rounds
+        self._before: dict[str, Tensor] | None = None
+        self._options: list[list[Options]] = []
+
+    def on_round_start(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: FederatedModule, round_state: Any
+    ) -> None:
+        """Remember where the server starts, and at which learning rates clients train."""
+        wanted = trainer.current_epoch % self.every_n_rounds == 0
+        self._before = copy.deepcopy(pl_module.module.state_dict()) if wanted else None
+        self._options = [[options_of(group) for group in template.param_groups] for template in _templates(pl_module)]
+
+    def on_round_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: FederatedModule, summary: RoundSummary
+    ) -> None:
+        """Train the same clients densely from there, and compare."""
+        if self._before is None:
+            return
+        client_ids = [client.client_id for client in summary.clients if not client.left_out]
+        if not client_ids:
+            return
+        ours = update(pl_module.module, self._before)
+        with options_lent(_templates(pl_module), self._options):  # schedules have moved on to the next round
+            theirs = dense_update(pl_module, self._before, summary.round_idx, client_ids)
+        cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+        pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
+        self._before = None
+
+
+@contextmanager
+def options_lent(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
+    """Give the parameter groups of some optimizers other options, such as a past learning rate, for a while."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    now = [options_of(group) for group in groups]
+    for group, lent in zip(groups, [lent for groups in options for lent in groups], strict=True):
+        group.update(lent)
+    try:
+        yield
+    finally:
+        for group, own in zip(groups, now, strict=True):
+            group.update(own)
+
+
+def options_of(group: Options) -> Options:
+    """Everything in a parameter group but its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _templates(pl_module: FederatedModule) -> list[Optimizer]:
+    """The user's optimizers, whose options clients' own follow."""
+    optimizers: Any = pl_module.optimizers(use_pl_optimizer=False)
+    return list(optimizers[1:])
+
+
+def dense_update(
+    pl_module: FederatedModule, before: dict[str, Tensor], round_idx: int, client_ids: Sequence[int]
+) -> Tensor:
+    """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
+    server = copy_detached(pl_module, copy.deepcopy)
+    server.load_state_dict(before)
+    engine = make_engine(pl_module, server, FedAvg())
+    tasks = [pl_module.data.client_task(client_id, round_idx, pl_module.seed) for client_id in client_ids]
+    engine.open_round(round_idx, {task.client_id: task.num_examples for task in tasks})
+    for task in tasks[engine.processes.rank :: engine.processes.size]:
+        if engine.expects(task):
+            with engine.client_turn(task):
+                download = engine.send(task)
+                engine.receive(task, download, engine.train(task, download))
+    engine.close_round(round_idx)
+    return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
+
+
+def update(module: pl.LightningModule, before: dict[str, Tensor]) -> Tensor:
+    """Change of all trainable parameters, as one vector, float64."""
+    changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
+    return torch.cat(changes).double()

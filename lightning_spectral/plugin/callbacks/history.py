@@ -1,0 +1,63 @@
+"""What each round came to, kept for a table or a picture at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.metrics import round_metrics
+
+
+class RoundHistory(RoundCallback):
+    """One row of metrics per round: the round's own (``fl/...``), what clients logged, and validation's.
+
+    It is part of the checkpoint, so a resumed run has the rounds before it.
+
+    Attributes:
+        rows: One dictionary per round, in order.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._from_clients: set[str] = set()
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        """Add the round."""
+        logged = {name: entry.value for name, entry in summary.logged.items()}
+        self.rows.append({**round_metrics(summary), **logged})
+        self._from_clients |= self.rows[-1].keys()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add what validation said of the aggregated model."""
+        if self.rows and not trainer.sanity_checking:
+            # Lightning keeps the last value of every metric: what clients log is the last round's by now
+            validated = {n: float(v) for n, v in trainer.callback_metrics.items() if n not in self._from_clients}
+            self.rows[-1].update(validated)
+
+    def column(self, name: str) -> list[float]:
+        """One metric over the rounds that have it."""
+        return [row[name] for row in self.rows if name in row]
+
+    def plot(self, name: str, path: str | Path) -> None:
+        """Draw one metric per round into a picture file; needs matplotlib (the ``examples`` extra)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.0, 3.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="round", ylabel=name)
+        points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
+        axes.plot(*zip(*points, strict=True), marker=".")
+        axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=150)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, for the checkpoint."""
+        return {"rows": [dict(row) for row in self.rows], "from_clients": sorted(self._from_clients)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The rows of the rounds before."""
+        self.rows = [dict(row) for row in state_dict["rows"]]
+        self._from_clients = set(state_dict["from_clients"])

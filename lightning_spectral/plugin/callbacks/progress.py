@@ -1,0 +1,131 @@
+"""A progress bar that counts rounds and clients."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from lightning_spectral.client.local_loop import LocalResult
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.protocol.records import ClientTask, RoundSummary
+from lightning_spectral.server.metrics import round_metrics
+
+
+class RoundProgressBar(TQDMProgressBar, RoundCallback):
+    """One bar for all rounds of a run; the time that remains is that of the run.
+
+    ``Round 3/20:  12%|#2        | [00:31<03:47, clients=4/10, loss=0.52, down=1.2 MB, up=1.1 MB, s/round=12.8]``
+
+    ``loss`` is the clients' so far, then the round's. Bytes and seconds are those of the last finished round. Metrics
+    that were logged with ``prog_bar=True`` stand beside it, as always; an accuracy, for example. There is no bar where
+    the output is neither a terminal nor a notebook.
+
+    Args:
+        refresh_rate: Clients between two updates of the bar.
+        process_position: Lines to leave above the bar.
+
+    Example:
+        >>> bar = RoundProgressBar(refresh_rate=10)  # Trainer(callbacks=[bar])
+    """
+
+    BAR_FORMAT = "{l_bar}{bar}| [{elapsed}<{remaining}{postfix}]"
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0) -> None:
+        super().__init__(refresh_rate, process_position)
+        self._progress: dict[str, Any] = {}
+        self._loss_sum = self._num_examples = self._start = 0.0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anybody can see the bar."""
+        return bool(super().is_enabled) and (sys.stdout.isatty() or "ipykernel" in sys.modules)
+
+    def init_train_tqdm(self) -> Tqdm:
+        """The bar of the run; its items are rounds."""
+        return Tqdm(
+            desc="Rounds",
+            total=num_rounds(self.trainer),
+            initial=self.trainer.current_epoch,
+            position=2 * self.process_position,
+            disable=self.is_disabled,
+            leave=True,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            smoothing=0,
+            bar_format=self.BAR_FORMAT,
+        )
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """None within a fit, whose bar says that it validates."""
+        return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """A round begins."""
+        self._loss_sum, self._num_examples, self._start = 0.0, 0.0, time.perf_counter()
+        self._describe(trainer)
+
+    def on_client_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, task: ClientTask, result: LocalResult
+    ) -> None:
+        """A client's loss is known."""
+        if result.num_steps > 0:
+            self._loss_sum += result.loss * task.num_examples
+            self._num_examples += task.num_examples
+            self._progress["loss"] = self._loss_sum / self._num_examples
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        """The round's own figures."""
+        metrics = round_metrics(summary)
+        self._progress.update(
+            {
+                "loss": metrics["fl/loss"],
+                "down": _megabytes(metrics["fl/bytes_down"]),
+                "up": _megabytes(metrics["fl/bytes_up"]),
+                "s/round": time.perf_counter() - self._start,
+            }
+        )
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A client is done."""
+        done, cohort = batch_idx + 1, int(trainer.num_training_batches)
+        if self.is_enabled and (done % self.refresh_rate == 0 or done == cohort):
+            self.train_progress_bar.n = trainer.current_epoch + done / cohort
+            counted = {"clients" if trainer.world_size == 1 else "turns": f"{done}/{cohort}"}
+            self._progress = {**counted, **self._progress, **counted}  # in front, and new
+            self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say so."""
+        super().on_validation_start(trainer, pl_module)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._describe(trainer, ", validating")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show what validation logged."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._describe(trainer)
+        super().on_validation_end(trainer, pl_module)
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """The round's figures and the metrics for the bar, without the logger's version: it says nothing of a run."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        own = self._progress if trainer.state.fn == "fit" else {}
+        return {**own, **metrics}
+
+    def _describe(self, trainer: pl.Trainer, doing: str = "") -> None:
+        total = num_rounds(trainer)
+        of_total = "" if total is None else f"/{total}"
+        self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{of_total}{doing}")
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"

@@ -1,0 +1,34 @@
+"""The hooks that Lightning does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.client.local_loop import LocalResult
+from lightning_spectral.protocol.records import ClientTask, RoundSummary
+
+
+class RoundCallback(pl.Callback):
+    """A callback that is told when a round is prepared, when a client finished, and how the round ended.
+
+    Example:
+        >>> class PrintRounds(RoundCallback):
+        ...     def on_round_end(self, trainer, pl_module, summary):
+        ...         print(summary.round_idx, len(summary.clients))
+    """
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_state: Any) -> None:
+        """Called once the server's weights were looked at; ``round_state`` is what the algorithm made of them."""
+
+    def on_client_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, task: ClientTask, result: LocalResult
+    ) -> None:
+        """Called after a client's local epochs, before the next client is loaded; in the process that trained it."""
+
+    def on_cohort_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_idx: int) -> None:
+        """Called once per round, within the last turn, when this process's clients are done."""
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        """Called once per round, after the server's step and before validation."""

@@ -1,0 +1,110 @@
+"""What is refused before the first round, with the remedy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.server.processes import Processes
+
+
+def check_module(module: Any) -> None:
+    """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package."""
+    if isinstance(module, pl.LightningModule):
+        return
+    if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
+        raise TypeError(
+            "`module` is a compiled LightningModule, and clients train copies with other layers; compile what does the "
+            "work inside it: self.net = torch.compile(net)."
+        )
+    kind = type(module)
+    other_package = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
+    remedy = (
+        "it derives from `pytorch_lightning`, whose classes are other types than those of `lightning.pytorch`; "
+        "change the import to `import lightning.pytorch as pl`"
+        if other_package
+        else "wrap it in one, with `training_step` and `configure_optimizers`"
+    )
+    raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
+
+
+def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
+    """Say which parts were compiled by ``part.compile()``, which copies do not take over."""
+    lost = [name or "itself" for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None)]
+    if lost:
+        warnings.warn(
+            f"{type(module).__name__}: clients train copies, which do not take over `compile()` in place "
+            f"({', '.join(lost)}) and run uncompiled; write self.net = torch.compile(net) instead.",
+            SpectralWarning,
+            stacklevel=3,
+        )
+
+
+def check_stage(stage: str, module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
+    step = {"validate": "validation_step", "test": "test_step"}.get(stage)
+    if step is not None and not is_overridden(module, step):
+        asked = {"validation_step": "validate", "test_step": "test"}[step]
+        raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`, which is not there; define it.")
+
+
+def check_clipping(trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it sees the server's alone."""
+    if trainer.state.fn == "fit" and trainer.gradient_clip_val:
+        raise ValueError(
+            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` would not reach the gradients of clients; give "
+            f"FederatedModule(..., local_hooks=[GradientClip({trainer.gradient_clip_val})]) instead, which clips by "
+            "norm in every local step."
+        )
+
+
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what a fit cannot do.
+
+    Raises:
+        TypeError: If the data does not come from a `FederatedDataModule`.
+        ValueError: If there are several processes of another strategy than ``"client_parallel"``, complex parameters,
+            or validation data without a ``validation_step``.
+    """
+    complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
+    if complex_valued:
+        raise ValueError(
+            f"Complex parameters are not averaged: {', '.join(complex_valued)}; hold real and imaginary parts apart "
+            "(torch.view_as_real)."
+        )
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(datamodule, FederatedDataModule):
+        raise TypeError(
+            f"FederatedModule needs clients: call trainer.fit(model, FederatedDataModule(train, partitioner)), "
+            f"got {type(datamodule).__name__}."
+        )
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
+        raise ValueError(
+            f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
+            f"processes of {type(trainer.strategy).__name__}; use that, or devices=1."
+        )
+    if datamodule.val is not None and not is_overridden(module, "validation_step"):
+        raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
+
+
+def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:
+    """Raise ``ValueError``, in every process, unless all of them are to do the same run."""
+    said = processes.gather(dict(configuration))
+    different = [
+        f"{name}: {value!r} in process 0, {other[name]!r} in process {rank}"
+        for rank, other in enumerate(said)
+        for name, value in said[0].items()
+        if other[name] != value
+    ]
+    if different:
+        raise ValueError(
+            "The processes are set up for different runs; give them the same arguments, data and seeds:\n  - "
+            + "\n  - ".join(different)
+        )

@@ -1,0 +1,141 @@
+"""The Trainer strategy that spreads the clients of a round over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_spectral.client.recorder import isolate_metrics
+from lightning_spectral.errors import ClientError, RoundError
+from lightning_spectral.server.processes import Processes
+
+
+class ClientParallelStrategy(DDPStrategy):
+    """Every process trains some of a round's clients; nothing is synchronised but sums, once a round.
+
+    ``Trainer(strategy="client_parallel", devices=N, num_nodes=M)`` with any launcher of Lightning's DDP: processes
+    start, find each other and stop as there. But the module is not wrapped, so gradients of different clients never
+    meet. Weights, metrics and ledger are those of a single process to the last bit, given the same number of threads
+    in each.
+
+    All processes hold the same server's module and evaluate it on all of the evaluation data: shared out, its
+    examples would be padded and its sums rounded in another order. So what is logged is the same everywhere: `reduce`,
+    which Lightning calls for logged values, leaves them as they are, and metrics do not sync.
+
+    Args:
+        **options: Those of ``lightning.pytorch.strategies.DDPStrategy`` that are not about gradients: ``timeout``,
+            ``process_group_backend``, ``start_method``, ``cluster_environment``.
+
+    Raises:
+        TypeError: When it is to fit a module that is not a `FederatedModule`.
+        ValueError: With ``sync_batchnorm=True``, which would mix the clients of different processes.
+
+    Example:
+        >>> trainer = pl.Trainer(
+        ...     strategy=ClientParallelStrategy(start_method="spawn"), accelerator="cpu", devices=2, logger=False
+        ... )
+        >>> trainer.world_size
+        2
+    """
+
+    strategy_name = "client_parallel"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._isolated: Callable[[], None] | None = None
+        self._told_to_end = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Teach Lightning the names, as its own strategies do: ``client_parallel`` and one for each way to start."""
+        for suffix, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+            description = f"Clients of a round spread over processes, started by '{start_method}'"
+            name = f"{cls.strategy_name}{suffix}"
+            strategy_registry.register(name, cls, description=description, start_method=start_method)
+
+    @property
+    def processes(self) -> Processes:
+        """This process among the others."""
+        return Processes(self.global_rank, self.world_size, self.root_device)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Evaluation data is not shared out."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse what is no federated fit; from here to the end, metrics of the server's module do not sync."""
+        module = self.lightning_module
+        if trainer.state.fn == "fit" and not hasattr(module, "cohort"):
+            raise TypeError(
+                f"strategy='client_parallel' spreads clients, and {type(module).__name__} trains on batches; wrap it: "
+                "FederatedModule(module, clients_per_round=...), or use strategy='ddp'."
+            )
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
+        assert module is not None
+        self._isolated = isolate_metrics(module)
+        # before the Trainer registers it: Lightning's own answer to SIGTERM is a broadcast, at once, and a process that
+        # waits in another collective just then waits for ever
+        self._told_to_end = False
+        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[assignment, method-assign]
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Instead of wrapping the module: every process starts from the weights of process 0."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The value itself: what is logged is the same in every process."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all, or any, of the processes decided so."""
+        votes: Tensor = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Remember it, and pass it on to processes that were started here; the end of the turn does the rest."""
+        if not self._told_to_end and self.launcher is not None:
+            self.launcher.kill(signum)
+        self._told_to_end = True
+
+    def end_if_told(self) -> None:
+        """At the end of a turn, in every process: if one was told to end, all do, as Lightning ends for SIGTERM."""
+        if self.reduce_boolean_decision(self._told_to_end, all=False):
+            assert self.lightning_module is not None
+            self.lightning_module.trainer._signal_connector.received_sigterm = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Give metrics back their own way to sync; hang up if the others may not know of the error.
+
+        A failure of a client or of the round is raised in every process, and so is the end after SIGTERM. After any
+        other error the others might wait for this process until the timeout: with its connections closed they get an
+        error too.
+        """
+        self._give_back_metrics()
+        is_known_to_all = isinstance(exception, ClientError | RoundError | SIGTERMException)
+        if not is_known_to_all and dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Give metrics back their own way to sync."""
+        self._give_back_metrics()
+        super().teardown()
+
+    def _give_back_metrics(self) -> None:
+        if self._isolated is not None:
+            self._isolated()
+        self._isolated = None

@@ -1,0 +1,177 @@
+"""A client's local epochs in a Trainer of its own, for modules that need all of Lightning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.local_hooks import BeforeStep, start_hooks
+from lightning_spectral.client.local_loop import LocalResult
+from lightning_spectral.client.local_trainer import LocalSettings
+from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.plugin.precision import scaled_by
+from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
+from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.plugin.user_hooks import RUN_HOOKS, is_overridden
+from lightning_spectral.protocol.records import ClientTask
+
+
+class ClientTrainer:
+    """Fits sub-models, client after client, in one quiet Trainer that is made once.
+
+    That Trainer counts as if the client had been in all rounds: ``current_epoch`` goes on from
+    ``round_idx * local_epochs``, and ``max_epochs`` is the number of local epochs of the whole run. ``global_step``
+    counts the client's own optimizer steps in this round, from 0.
+
+    Args:
+        federation: The Trainer of the rounds.
+        schedulers: The user's, over the optimizers that clients' are modelled on.
+    """
+
+    def __init__(self, federation: pl.Trainer, schedulers: Sequence[Any] = ()) -> None:
+        self.federation = federation
+        self.schedulers = [_StepsOncePerRound(scheduler) for scheduler in schedulers]
+        self._trainer: pl.Trainer | None = None
+        self._turn = _Turn()
+        self._before_step: WeakKeyDictionary[Optimizer, list[BeforeStep]] = WeakKeyDictionary()
+
+    def adopt(self, module: Any, optimizers: Sequence[Optimizer]) -> None:
+        """Hand the module its optimizers; hooks of the run, not of a client, become Lightning's own, which do nothing.
+
+        Not just functions that do nothing: where ``prepare_data`` is overridden all processes have to meet.
+        """
+        for hook in RUN_HOOKS:
+            setattr(module, hook, getattr(pl.LightningModule, hook).__get__(module))
+        module.configure_optimizers = lambda: list(optimizers)
+        module.lr_schedulers = lambda: self.schedulers[0] if len(self.schedulers) == 1 else self.schedulers or None
+        for optimizer in optimizers:
+            self._before_step[optimizer] = []
+            _step_after_closure(optimizer, self._before_step[optimizer])
+
+    def train(
+        self, module: Any, optimizers: Sequence[Optimizer], task: ClientTask, settings: LocalSettings
+    ) -> LocalResult:
+        """Run one client's local epochs with ``Trainer.fit``."""
+        local_epochs, recorder, placement = settings.local_epochs, settings.recorder, settings.placement
+        batches = _Batches(task.data, recorder, first_epoch=task.round_idx * local_epochs)
+        if local_epochs == 0 or len(batches) == 0:
+            return LocalResult(0, float("nan"))
+        trainer, self._trainer = self._trainer or self._new_trainer(), None
+        batches.trainer = trainer
+        rounds = num_rounds(self.federation)
+        _rewind(trainer, batches.first_epoch, -1 if rounds is None else rounds * local_epochs)
+        self._turn.begin(recorder, batches.first_epoch + local_epochs - 1, placement.device)
+        for optimizer in optimizers:
+            self._before_step[optimizer][:] = start_hooks(settings.local_hooks, module, optimizer)
+        scaler = copy.deepcopy(placement.scaler)  # no client inherits a scale from another
+        with silence(), scaled_by(scaler, self.federation.precision_plugin):
+            # an empty list where there is a step to validate with: without a word about missing data
+            trainer.fit(module, batches, [] if is_overridden(module, "validation_step") else None)
+        self._trainer = trainer  # only now: one that failed is not used again
+        return self._turn.result(trainer.global_step, is_automatic=module.automatic_optimization)
+
+    def _new_trainer(self) -> pl.Trainer:
+        return quiet_trainer(self.federation, callbacks=[self._turn], limit_val_batches=0)
+
+
+class _Batches:
+    """One client's batches, as a loader that has a length: Lightning fetches none ahead from such."""
+
+    trainer: pl.Trainer
+
+    def __init__(self, data: ClientData, recorder: Recorder, first_epoch: int) -> None:
+        self.data = data
+        self.recorder = recorder
+        self.first_epoch = first_epoch
+
+    def __len__(self) -> int:
+        return -(-len(self.data.indices) // self.data.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lightning asks for more iterators than it uses; nothing happens before the first batch is fetched
+        for batch, size in self.data.epoch(self.trainer.current_epoch - self.first_epoch):
+            self.recorder.num_examples = size
+            yield batch
+
+
+class _Turn(pl.Callback):
+    """Ends the fit after the client's last local epoch, and sums its losses as the plain loop does."""
+
+    def begin(self, recorder: Recorder, last_epoch: int, device: torch.device) -> None:
+        """A client's turn begins."""
+        self.recorder = recorder
+        self.last_epoch = last_epoch
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_losses = self.num_examples = 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the step's loss; there may be none, where ``training_step`` skips one or optimises by itself."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if isinstance(loss, Tensor):
+            size = self.recorder.num_examples
+            self.total.add_(loss.detach().mean(), alpha=size)
+            self.num_losses, self.num_examples = self.num_losses + 1, self.num_examples + size
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop, but leave ``max_epochs`` to be the run's."""
+        if trainer.current_epoch == self.last_epoch:
+            trainer.should_stop = True
+
+    def result(self, global_step: int, *, is_automatic: bool) -> LocalResult:
+        """What the turn came to; Lightning also counts steps that a ``training_step`` skipped."""
+        mean = float(self.total) / self.num_examples if self.num_examples else float("nan")
+        return LocalResult(self.num_losses if is_automatic else global_step, mean)
+
+
+class _StepsOncePerRound:
+    """What ``self.lr_schedulers()`` gives on a client: the user's scheduler to read, which only the server steps."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the learning rate is constant within a round."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def _rewind(trainer: pl.Trainer, first_epoch: int, max_epochs: int) -> None:
+    """Let a Trainer forget the client before: its counters go on from one fit to the next otherwise."""
+    loop = trainer.fit_loop
+    loop.max_epochs = max_epochs
+    loop.epoch_progress.reset()
+    current: Any = loop.epoch_progress.current
+    current.ready = current.started = current.processed = current.completed = first_epoch
+    loop.epoch_loop.batch_progress.reset()
+    loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+
+
+def _step_after_closure(optimizer: Optimizer, before_step: Sequence[BeforeStep]) -> None:
+    """Let ``step(closure)`` run the closure first, then local hooks, then the optimizer's own.
+
+    Lightning computes gradients in a closure that the step calls. Hooks before the step (Frobenius decay, clipping of
+    learning rates) would run before there are gradients. Optimizers that need a closure are refused elsewhere.
+    """
+    step = type(optimizer).step
+
+    def step_after(closure: Any = None, **options: Any) -> Any:
+        result = None if closure is None else closure()
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            for act in before_step:  # not where `training_step` skipped the step
+                act()
+        step(optimizer, **options)
+        return result
+
+    optimizer.step = step_after  # type: ignore[method-assign]

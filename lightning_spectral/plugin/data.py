@@ -1,0 +1,217 @@
+"""FederatedDataModule: a data set, dealt to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Protocol, cast
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
+from lightning_spectral.client.worker_batches import Collate
+from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
+from lightning_spectral.protocol.records import ClientTask, IdleTask
+from lightning_spectral.protocol.rng import derived_generator
+
+EvaluationData = Dataset[Any] | Iterable[Any] | Sequence[Any] | None
+
+
+class RoundPlan(Protocol):
+    """What a loader of clients needs to know: which round it is and who takes part."""
+
+    @property
+    def current_epoch(self) -> int:
+        """The round, from 0."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that this process takes in every round."""
+
+    def turns(self, round_idx: int) -> list[int | None]:
+        """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
+
+
+class FederatedDataModule(pl.LightningDataModule):
+    """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
+
+    Args:
+        train: Any map-style data set.
+        partitioner: Decides which examples belong to whom.
+        val: Validation data: a data set, a dataloader of your own, or a list of these.
+        test: Test data, likewise.
+        batch_size: Examples per local step of a client.
+        eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
+        labels: Class of each training example, shape ``(len(train),)``; ``None`` to read them from the data set.
+        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes for data that does not lie in memory; those for clients stay alive from client to
+            client. Whatever their number, the run is the same.
+        seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
+
+    Raises:
+        ValueError: If a size is not positive.
+
+    Note:
+        Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_spectral.partition import IIDPartitioner
+        >>> train = TensorDataset(torch.randn(100, 3), torch.randint(2, (100,)))
+        >>> FederatedDataModule(train, IIDPartitioner(num_clients=10)).partition.sizes.tolist()
+        [10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+    """
+
+    def __init__(
+        self,
+        train: Dataset[Any],
+        partitioner: Partitioner,
+        *,
+        val: EvaluationData = None,
+        test: EvaluationData = None,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        labels: Tensor | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, size in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
+            if size is not None and size < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        self.train = train
+        self.partitioner = partitioner
+        self.val = val
+        self.test = test
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or max(batch_size, 256)
+        self.collate_fn = collate_fn
+        self.num_workers = num_workers
+        self.seed = seed
+        self._labels = labels
+        self._source = BatchSource(train, collate_fn, num_workers)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Class of each training example, int64, shape ``(len(train),)``; read once."""
+        return self._labels if self._labels is not None else dataset_labels(self.train)
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Which examples belong to whom; drawn once from the seed."""
+        labels = self.labels if self.partitioner.needs_labels else None
+        generator = derived_generator(self.seed, "partition")
+        return self.partitioner(_length(self.train), labels, generator)
+
+    def report(self) -> PartitionReport:
+        """Examples and label histogram of every client; it prints and plots."""
+        return report(self.partition, self.labels)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return self.partition.num_clients
+
+    def setup(self, stage: str) -> None:
+        """Deal the data before training, so that a split that cannot be is refused here."""
+        if stage == "fit":
+            self.partition  # noqa: B018
+
+    def teardown(self, stage: str) -> None:
+        """End the workers."""
+        self._source.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the workers."""
+        self._source.close()
+
+    def client_task(self, client_id: int, round_idx: int, seed: int) -> ClientTask:
+        """One client's turn in one round."""
+        indices = self.partition[client_id]
+        data = ClientData(self._source, indices, self.batch_size, (seed, round_idx, client_id))
+        return ClientTask(round_idx, client_id, len(indices), data)
+
+    def train_dataloader(self) -> RoundLoader:
+        """One item per client of the round that Lightning is about to run."""
+        plan = self.trainer.lightning_module if self.trainer is not None else None
+        if not hasattr(plan, "cohort"):
+            raise TypeError(
+                f"FederatedDataModule feeds clients, not batches, and {type(plan).__name__} trains on batches; "
+                "wrap it: FederatedModule(module, clients_per_round=...)."
+            )
+        return RoundLoader(self, plan)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        """The validation data in order, or nothing."""
+        return self._evaluation_loader(self.val)
+
+    def test_dataloader(self) -> Any:
+        """The test data in order, or nothing."""
+        return self._evaluation_loader(self.test)
+
+    def _evaluation_loader(self, data: EvaluationData) -> Any:
+        if data is None:
+            return []
+        if isinstance(data, list | tuple):
+            return [self._evaluation_loader(one) for one in data]
+        if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
+            return data  # a loader of the user's own
+        dataset = cast(Dataset[Any], data)
+        source = BatchSource(dataset, self.collate_fn)
+        if source.is_in_memory:
+            return EvaluationLoader(source, _length(dataset), self.eval_batch_size)
+        return DataLoader(dataset, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+
+
+class RoundLoader:
+    """What Lightning iterates over in one epoch: the clients of one round that this process trains.
+
+    Args:
+        data: Where clients' examples come from.
+        plan: Which round it is and who takes part. Looked up when the first client is fetched, because Lightning
+            asks for an iterator before it knows which epoch a resumed run is in.
+    """
+
+    def __init__(self, data: FederatedDataModule, plan: RoundPlan) -> None:
+        self.data = data
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return self.plan.num_turns
+
+    def __iter__(self) -> Iterator[ClientTask | IdleTask]:
+        round_idx = self.plan.current_epoch
+        for client_id in self.plan.turns(round_idx):
+            if client_id is None:
+                yield IdleTask(round_idx)
+            else:
+                yield self.data.client_task(client_id, round_idx, self.plan.seed)
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
+            "pass a map-style data set, with `__len__` and `__getitem__`."
+        )
+    return len(dataset)
+
+
+def check_no_client_is_empty(partition: Partition) -> None:
+    """Raise ``ValueError`` if a client has no examples."""
+    empty = (partition.sizes == 0).nonzero().flatten().tolist()
+    if empty:
+        shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+        raise ValueError(
+            f"{len(empty)} of {partition.num_clients} clients have no examples (clients {shown}); "
+            "use fewer clients or a partitioner that gives every client some, or leave the others out of their rounds: "
+            "faults=Faults(on_no_data=LeaveOut())."
+        )

@@ -1,0 +1,68 @@
+"""Lightning counts, and draws, rounds instead of clients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+if TYPE_CHECKING:
+    from lightning_spectral.plugin.module import FederatedModule
+
+
+def num_rounds(trainer: pl.Trainer) -> int | None:
+    """Rounds of a fit from the first to the last; ``None`` if it goes on until somebody stops it.
+
+    Example:
+        >>> num_rounds(pl.Trainer(max_epochs=20, max_steps=15, accelerator="cpu", logger=False))
+        15
+    """
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    if epochs is None:
+        epochs = 1000 if steps == -1 else -1  # as Lightning decides when it fits
+    limits = [limit for limit in (epochs, steps) if limit != -1]
+    return min(limits) if limits else None
+
+
+class RoundsAsSteps(pl.Callback):
+    """Lends a Trainer the settings of a federated fit and gives its own back, however the fit ends.
+
+    - The cohort is to the server what accumulated batches are to an ordinary run. With as many accumulated batches as
+      turns, loggers draw against rounds and ``estimated_stepping_batches`` is the number of rounds.
+    - ``limit_train_batches`` cuts the cohort, and not the turns of each process.
+    - Metrics come once a round, which Lightning shall not take for logging too rarely.
+    - Without validation data there is no validation, and no warning that there is none.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: FederatedModule, stage: str) -> None:  # type: ignore[override]
+        """Lend."""
+        if stage != "fit":
+            return
+        pl_module.cut_cohort(trainer.limit_train_batches)
+        lent: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_turns, "log_every_n_steps": 1}
+        if trainer.limit_train_batches != 0:  # which trains nothing, and says so
+            lent["limit_train_batches"] = 1.0
+        if getattr(trainer.datamodule, "val", True) is None:  # type: ignore[attr-defined]
+            lent["limit_val_batches"] = 0
+        self._own = {name: getattr(trainer, name) for name in lent}
+        _set(trainer, lent)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give back."""
+        self._give_back(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give back; Lightning tears nothing else down after an error."""
+        self._give_back(trainer)
+
+    def _give_back(self, trainer: pl.Trainer) -> None:
+        _set(trainer, self._own)
+        self._own = {}
+
+
+def _set(trainer: pl.Trainer, settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(trainer, name, value)

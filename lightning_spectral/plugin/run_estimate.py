@@ -1,0 +1,188 @@
+"""How long will a run take? One round on copies, and a multiplication."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.profilers import SimpleProfiler
+
+from lightning_spectral.errors import check_is
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
+from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.plugin.stages import PROFILED, action_name
+from lightning_spectral.protocol.rng import isolated_rng
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What one round took, and what the run will take if all rounds are like it.
+
+    Attributes:
+        seconds: Wall-clock seconds of one round by stage: plan, refresh, sample, load, train, aggregate, apply,
+            validate, and Lightning's own work as ``"other"``.
+        num_rounds: Rounds of the run; ``None`` if it has no end of its own.
+        num_validations: How many of them are validated.
+        peak_memory_bytes: Largest memory in use: on a CUDA device, what tensors held during the round; else what the
+            process has held since it started. ``None`` where the system does not say.
+
+    Example:
+        >>> estimate = RunEstimate({"train": 3.0, "validate": 1.0}, num_rounds=10, num_validations=5)
+        >>> estimate.total_seconds
+        35.0
+    """
+
+    seconds: Mapping[str, float]
+    num_rounds: int | None
+    num_validations: int
+    peak_memory_bytes: int | None = None
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Seconds of a round that is not validated."""
+        return sum(seconds for stage, seconds in self.seconds.items() if stage != "validate")
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all rounds with their validations; infinite for a run without an end."""
+        if self.num_rounds is None:
+            return float("inf")
+        validation = self.seconds.get("validate", 0.0)
+        return self.num_rounds * self.seconds_per_round + self.num_validations * validation
+
+    def __str__(self) -> str:
+        """The estimate as a table."""
+        whole = sum(self.seconds.values())
+        lines = [f"{stage:<10s} {seconds:9.3f} s {seconds / whole:6.1%}" for stage, seconds in self.seconds.items()]
+        if self.num_rounds is None:
+            lines.append(f"{_clock(self.seconds_per_round)} per round, without an end")
+        else:
+            lines.append(
+                f"{_clock(self.total_seconds)} for {self.num_rounds} rounds and {self.num_validations} validations"
+            )
+        if self.peak_memory_bytes is not None:
+            lines.append(f"{self.peak_memory_bytes / 1e9:.2f} GB of memory at most")
+        return "\n".join(lines)
+
+
+def estimate(trainer: pl.Trainer, model: FederatedModule, data: FederatedDataModule) -> RunEstimate:
+    """Run one round on a copy of the model and print how long ``trainer.fit(model, data)`` will take.
+
+    The model, its optimizers, the Trainer and the global random generators stay as they are; nothing is logged or
+    saved. The first round has to build what later rounds have: where rounds are short this is an upper bound.
+
+    Args:
+        trainer: The Trainer of the run. Its device, precision and limits hold; its callbacks and loggers take no part.
+        model: What will be fitted.
+        data: On what.
+
+    Returns:
+        The estimate that was printed.
+
+    Raises:
+        TypeError: If ``model`` or ``data`` is not of this package.
+        ValueError: If the Trainer has several processes.
+
+    Note:
+        The copy is a second model in memory, beside the one that is copied.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_spectral.partition import IIDPartitioner
+        >>> class LitLine(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.line = torch.nn.Linear(3, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.line(batch[0]).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> data = FederatedDataModule(TensorDataset(torch.ones(20, 3)), IIDPartitioner(num_clients=4))
+        >>> trainer = pl.Trainer(max_epochs=100, accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> found = estimate(trainer, FederatedModule(LitLine(), clients_per_round=2), data)
+        plan ...
+        >>> found.total_seconds == 100 * found.seconds_per_round
+        True
+    """
+    check_is("model", model, FederatedModule)
+    check_is("data", data, FederatedDataModule)
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"An estimate runs in one process, got a Trainer of {trainer.world_size}; give it one with devices=1."
+        )
+    found = RunEstimate(*_one_round(trainer, model, data))
+    print(found)
+    return found
+
+
+def _one_round(
+    trainer: pl.Trainer, model: FederatedModule, data: FederatedDataModule
+) -> tuple[dict[str, float], int | None, int, int | None]:
+    device = trainer.strategy.root_device
+    profiler, clock = SimpleProfiler(), _Clock()
+    scratch = quiet_trainer(
+        trainer,
+        max_epochs=1,
+        callbacks=[clock],
+        profiler=profiler,
+        limit_train_batches=trainer.limit_train_batches,
+        limit_val_batches=trainer.limit_val_batches,
+    )
+    data.partition  # noqa: B018  # dealt here, for the run as well
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with silence(), isolated_rng(model.seed, [device]):
+        scratch.fit(_copy(model), copy.copy(data))
+    seconds = {stage: sum(profiler.recorded_durations.get(action_name(stage), [])) for stage in PROFILED}
+    seconds["other"] = max(0.0, clock.seconds - sum(seconds.values()))
+    rounds = num_rounds(trainer)
+    validates = action_name("validate") in profiler.recorded_durations
+    validations = (rounds or 0) // (trainer.check_val_every_n_epoch or 1) if validates else 0
+    return seconds, rounds, validations, _peak_memory(device)
+
+
+def _copy(model: FederatedModule) -> FederatedModule:
+    """A copy without the Trainer that the model may have been in."""
+    trainer, model.trainer = model._trainer, None
+    try:
+        return copy.deepcopy(model)
+    finally:
+        model.trainer = trainer
+
+
+class _Clock(pl.Callback):
+    """Seconds of a fit from before its first round to after its last."""
+
+    def on_train_start(self, *args: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_train_end(self, *args: Any) -> None:
+        self.seconds = time.perf_counter() - self.start
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return None
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes, but for macOS
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds; tenths where it is short."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -1,0 +1,108 @@
+"""Which hooks of a user's LightningModule run where, and which cannot be honoured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.protocol.records import ClientTask, IdleTask
+
+# Hooks that belong to one client's local steps run on the client's copy: see `federated.local`. Those below cannot.
+REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
+    {
+        "optimizer_step": "local steps are plain; use an optimizer that does what this hook does",
+        "optimizer_zero_grad": "local steps call `optimizer.zero_grad()`; remove the override",
+        "backward": "local steps call `loss.backward()`; put what it does into `on_after_backward`",
+        "lr_scheduler_step": "schedulers step once per round; remove the override",
+        "configure_gradient_clipping": "give `local_hooks=[GradientClip(...)]`, or clip in `on_before_optimizer_step`",
+        "configure_model": "sub-models are made from the finished module; build its layers in `__init__`",
+        "configure_sharded_model": "sub-models are made from the finished module; build its layers in `__init__`",
+        "train_dataloader": "clients' data comes from FederatedDataModule(train, partitioner)",
+        "val_dataloader": "pass the data to FederatedDataModule(val=...)",
+        "test_dataloader": "pass the data to FederatedDataModule(test=...)",
+        "predict_dataloader": "pass a dataloader to `Trainer.predict`",
+        "on_validation_model_eval": "remove the override; the aggregated model is put into eval mode",
+        "on_validation_model_train": "remove the override; every module returns to the mode it had",
+        "on_validation_model_zero_grad": "remove the override; the server's gradients belong to the round",
+        "on_test_model_eval": "remove the override; the aggregated model is put into eval mode",
+        "on_test_model_train": "remove the override; every module returns to the mode it had",
+        "on_predict_model_eval": "remove the override; the aggregated model is put into eval mode",
+    }
+)
+
+# Of these, a client's own Trainer runs (`client_engine="trainer"`):
+TRAINER_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"})
+
+OR_A_TRAINER = 'or pass client_engine="trainer"'
+
+# Once per run, on the server's module; a client's copy has Lightning's own, which do nothing.
+RUN_HOOKS = (
+    *("prepare_data", "setup", "teardown", "configure_callbacks"),
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
+)
+
+# How batches move. Lightning asks the module that it trains, and warns where that overrides a hook beside a data
+# module: so the wrapper has one of its own exactly where the user does.
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def check_user_module(module: pl.LightningModule, client_engine: str = "loop") -> None:
+    """Refuse by name what federated training cannot honour.
+
+    Args:
+        module: The user's.
+        client_engine: ``"loop"`` or ``"trainer"``, which honours more.
+
+    Raises:
+        ValueError: If the module optimises manually in the plain loop, takes a dataloader iterator, or overrides a
+            refused hook.
+    """
+    name = type(module).__name__
+    in_loop = client_engine == "loop"
+    refused = [hook for hook in REFUSED_HOOKS if in_loop or hook not in TRAINER_HOOKS]
+    problems = [f"`{hook}`: {_remedy(hook)}." for hook in refused if is_overridden(module, hook)]
+    if in_loop and not module.automatic_optimization:
+        problems.append(
+            "manual optimisation: local steps are taken for the module; return the loss from `training_step` and "
+            f"leave `automatic_optimization` True, {OR_A_TRAINER}."
+        )
+    if not is_overridden(module, "training_step"):
+        problems.append("`training_step` is missing: it is what clients run.")
+    elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        problems.append("`training_step(dataloader_iter)`: take `batch` (and `batch_idx`) instead.")
+    if problems:
+        raise ValueError(f"{name} cannot be trained federatedly as it is:\n  - " + "\n  - ".join(problems))
+
+
+def _remedy(hook: str) -> str:
+    return f"{REFUSED_HOOKS[hook]}, {OR_A_TRAINER}" if hook in TRAINER_HOOKS else REFUSED_HOOKS[hook]
+
+
+def is_overridden(module: pl.LightningModule, hook: str) -> bool:
+    """Whether the module's class defines a hook itself; hooks that this Lightning does not know are not."""
+    return getattr(type(module), hook, None) is not getattr(pl.LightningModule, hook, None)
+
+
+@contextmanager
+def lent_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
+    """Within the block ``module.log`` and ``module.log_dict`` are those of the module that Lightning trains."""
+    borrower: Any = module
+    borrower.log, borrower.log_dict = to.log, to.log_dict
+    try:
+        yield
+    finally:
+        del borrower.log, borrower.log_dict
+
+
+def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's batch hook for evaluation batches; a client's turn passes, its own batches move while it trains."""
+
+    def hook(batch: Any, *args: Any) -> Any:
+        return batch if isinstance(batch, ClientTask | IdleTask) else batch_hook(batch, *args)
+
+    return hook

@@ -1,0 +1,124 @@
+"""What a run does about clients that do not deliver."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lightning_spectral.errors import RoundError, check_is
+from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.simulation.outcomes import Conditions
+
+REMEDIES: dict[Reason, str] = {
+    "error": "The warnings say what failed.",
+    "not_finite": "Lower the learning rate, or clip (`clip_tau`), and look at these clients' data.",
+    "no_update": "Look at these clients' data, and at what `training_step` skips.",
+    "no_data": "Use fewer clients or another partitioner.",
+    "dropped_out": "Lower the probability of `ClientDropout`.",
+    "late": "Raise the deadline of `VirtualClock`, or lower the keep ratio.",
+}
+
+
+@dataclass(frozen=True)
+class Raise:
+    """End the run with an error that names the round and the client."""
+
+
+@dataclass(frozen=True)
+class LeaveOut:
+    """Go on without the client: it is in no average, and counted.
+
+    Args:
+        max_share: Largest share of a round's clients that may be left out for this reason; if there are more,
+            `RoundError` ends the run. At 1 even a round without any client left goes by: it changes nothing.
+
+    Raises:
+        ValueError: If ``max_share`` is outside [0, 1].
+    """
+
+    max_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.max_share <= 1.0:
+            raise ValueError(f"`max_share` must be in [0, 1], got {self.max_share!r}.")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """For each thing that may go wrong with a client, whether it ends the run or the round goes on without it.
+
+    Args:
+        on_error: An exception in the client's local training.
+        on_not_finite: An update with a NaN or an infinite value.
+        on_no_update: No optimizer step, although there was something to train: ``training_step`` returned ``None``
+            for every batch.
+        on_no_data: A client to which the partition gives no examples. `Raise` refuses such a partition at once.
+        on_dropped_out: `ClientDropout` let it drop out.
+        on_late: It missed the deadline of the `VirtualClock`.
+
+    Raises:
+        TypeError: If an answer is neither `Raise` nor `LeaveOut`.
+
+    Note:
+        Failures of the server's own work (factorising, drawing, averaging) always end the run.
+
+    Example:
+        >>> Faults(on_error=LeaveOut(max_share=0.1)).answer("error")
+        LeaveOut(max_share=0.1)
+        >>> Faults().answer("error")
+        Raise()
+    """
+
+    on_error: Raise | LeaveOut = Raise()
+    on_not_finite: Raise | LeaveOut = LeaveOut()
+    on_no_update: Raise | LeaveOut = LeaveOut()
+    on_no_data: Raise | LeaveOut = Raise()
+    on_dropped_out: Raise | LeaveOut = LeaveOut(max_share=1.0)
+    on_late: Raise | LeaveOut = LeaveOut(max_share=1.0)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            answer = getattr(self, field.name)
+            if not isinstance(answer, Raise | LeaveOut):
+                check_is(field.name, answer, LeaveOut)
+
+    def answer(self, reason: Reason) -> Raise | LeaveOut:
+        """What to do about a client; one that is surplus is always left out."""
+        answer: Raise | LeaveOut = LeaveOut(1.0) if reason == "surplus" else getattr(self, f"on_{reason}")
+        return answer
+
+    def ends_run(self, reason: Reason) -> bool:
+        """Whether a single such client ends the run."""
+        return isinstance(self.answer(reason), Raise)
+
+    def reasons(self, conditions: Conditions) -> tuple[Reason, ...]:
+        """Why clients may be left out of a run's rounds."""
+        own: tuple[Reason, ...] = ("error", "not_finite", "no_update", "no_data")
+        return tuple(reason for reason in own + conditions.reasons if not self.ends_run(reason))
+
+    def check_round(self, round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
+        """Refuse a round that lost more clients than allowed.
+
+        Raises:
+            RoundError: Names the reason, the clients and what to do.
+        """
+        for reason, client_ids in clients_by_reason(outcomes).items():
+            answer = self.answer(reason)
+            if isinstance(answer, LeaveOut) and len(client_ids) / len(outcomes) > answer.max_share:
+                raise RoundError(
+                    f"Round {round_idx}: {len(client_ids)} of {len(outcomes)} clients are left out (clients "
+                    f"{', '.join(map(str, client_ids))}; of each: {WHAT_HAPPENED[reason]}), more than the share of "
+                    f"{answer.max_share:g} that `Faults.on_{reason}` allows; the server's weights are unchanged. "
+                    f"{REMEDIES[reason]}"
+                )
+
+
+def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[Reason, list[int]]:
+    """Ids of the clients that were left out, by reason."""
+    gone: dict[Reason, list[int]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.left_out is not None:
+            gone[outcome.left_out].append(outcome.client_id)
+    return dict(gone)

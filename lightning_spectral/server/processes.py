@@ -1,0 +1,135 @@
+"""What the processes of a run say to each other: plain torch.distributed, and nothing at all in a single one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_spectral.errors import RoundError
+from lightning_spectral.server.scheduling import deal
+
+T = TypeVar("T")
+Tensors = tuple[Tensor, ...]
+Layout = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
+_BUCKET = 2**22  # values that are added up at a time
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that train the same rounds; all of them call these methods together.
+
+    Attributes:
+        rank: Which one this is, from 0.
+        size: How many there are.
+        device: Where this process holds tensors.
+
+    Example:
+        >>> Processes().gather("alone")
+        ['alone']
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def gather(self, value: T) -> list[T]:
+        """What each process says, in the order of their ranks; for plain numbers and strings."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    @torch.no_grad()
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace float64 tensors by their sums over processes, in place; the same everywhere if sums are exact."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat)
+            sizes = [tensor.numel() for tensor in bucket]
+            for tensor, total in zip(bucket, torch.split(flat, sizes), strict=True):
+                tensor.copy_(total.view_as(tensor))
+
+    def share_out(self, pieces: Sequence[T], do: Callable[[T], Tensors], cost: Callable[[T], float]) -> list[Tensors]:
+        """Do each piece of work in one process and hand its tensors to all: the same bits everywhere.
+
+        Args:
+            pieces: The work, the same list in every process.
+            do: From a piece to its tensors.
+            cost: Predicted time of a piece, any unit.
+
+        Raises:
+            RoundError: In every process, if a piece failed in one of several.
+        """
+        if self.size == 1:
+            return [do(piece) for piece in pieces]
+        dealt = deal([cost(piece) for piece in pieces], self.size)
+        mine, error = _try_all(do, [pieces[i] for i in dealt[self.rank]])
+        said = self.gather((_text(error), [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in mine]))
+        raise_everywhere([text for text, _ in said], error, RoundError)
+        results: dict[int, Tensors] = {}
+        for owner, (_, layout) in enumerate(said):
+            results.update(zip(dealt[owner], self._hand_on(owner, mine, layout), strict=True))
+        return [results[i] for i in range(len(pieces))]
+
+    def _hand_on(self, owner: int, mine: list[Tensors], layout: Layout) -> list[Tensors]:
+        """What one process made, in all of them: one message for each type of number."""
+        made = mine if owner == self.rank else [self._empty(one) for one in layout]
+        for dtype in dict.fromkeys(dtype for one in layout for _, dtype in one):
+            tensors = [tensor for one in made for tensor in one if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.broadcast(flat, owner)
+            if owner != self.rank:
+                for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+                    tensor.copy_(values.view_as(tensor))
+        return made
+
+    def _empty(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensors:
+        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in layout)
+
+
+def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: type[Exception]) -> None:
+    """Raise the same error in every process if anything failed in one of them.
+
+    Args:
+        texts: What failed, by process, in each of them the same; ``None`` where nothing did.
+        own: What failed in this one.
+        kind: Class of the error.
+
+    Example:
+        >>> raise_everywhere([None, "disk full"], None, RuntimeError)
+        Traceback (most recent call last):
+        RuntimeError: disk full (process 1)
+    """
+    if failed := [f"{text} (process {rank})" for rank, text in enumerate(texts) if text is not None]:
+        raise kind("\n".join(failed)) from own
+
+
+def _try_all(do: Callable[[T], Tensors], pieces: Sequence[T]) -> tuple[list[Tensors], Exception | None]:
+    try:
+        return [do(piece) for piece in pieces], None
+    except Exception as error:
+        return [], error
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of together at most 2^22 values, or a single larger one."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in [*bucket, tensor]) > _BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -1,0 +1,251 @@
+"""Conditional Poisson sampling against enumeration of all subsets and an all-positive dynamic programme."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from lightning_spectral.functional import (
+    collective_inclusion_probs,
+    draw_conditional_poisson,
+    fit_conditional_poisson,
+    poisson_conditional_inclusion_probs,
+    proportional_inclusion_probs,
+)
+from lightning_spectral.functional.sampling.poisson_binomial import (
+    centred_logits,
+    count_probability,
+    leave_one_out_probabilities,
+)
+
+
+def subsets(N: int, n: int) -> np.ndarray:
+    """All samples of n of N terms as 0/1 rows."""
+    rows = [[float(i in chosen) for i in range(N)] for chosen in itertools.combinations(range(N), n)]
+    return np.array(rows)
+
+
+def law_by_enumeration(p: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """All samples of size n and their probabilities under Poisson sampling conditioned on the size."""
+    rows = subsets(len(p), n)
+    probability = np.prod(np.where(rows == 1, p, 1 - p), axis=1)
+    return rows, probability / probability.sum()
+
+
+def marginals_by_dynamic_programme(p: np.ndarray, n: int) -> np.ndarray:
+    """Prefix and suffix tables of the count; sums of positive products only, so that no digit is lost."""
+    N, q = len(p), 1 - p
+    prefix, suffix = np.zeros((N + 1, n + 1)), np.zeros((N + 1, n + 1))
+    prefix[0, 0] = suffix[N, 0] = 1
+    for i in range(N):
+        prefix[i + 1] = q[i] * prefix[i]
+        prefix[i + 1, 1:] += p[i] * prefix[i, :-1]
+    for i in reversed(range(N)):
+        suffix[i] = q[i] * suffix[i + 1]
+        suffix[i, 1:] += p[i] * suffix[i + 1, :-1]
+    drawn = np.array([(prefix[i, :n] * suffix[i + 1, n - 1 :: -1][:n]).sum() for i in range(N)])
+    return p * drawn / prefix[N, n]
+
+
+def whole(pi: Tensor) -> Tensor:
+    """Move probabilities a little, so that their sum is whole."""
+    n = min(max(round(float(pi.sum())), 1), len(pi) - 1)
+    return torch.sigmoid(centred_logits(torch.logit(pi), n))
+
+
+def random_designs(count: int, seed: int):
+    rng = np.random.default_rng(seed)
+    for k in range(count):
+        N = int(rng.integers(2, 60))
+        extreme = 10.0 ** rng.uniform(-12, 0, N) * 0.999
+        yield whole(
+            torch.tensor(
+                [
+                    rng.uniform(0.01, 0.99, N),
+                    np.where(rng.random(N) < 0.5, extreme, 1 - extreme),
+                    rng.choice([1e-12, 1e-6, 0.5, 1 - 1e-6, 1 - 1e-12], N),
+                    rng.choice([1e-12, 1 - 1e-12, 3e-12], N),
+                    rng.choice([1e-9, 0.3, 1 - 1e-9], N),
+                ][k % 5]
+            )
+        )
+
+
+@pytest.mark.parametrize(("N", "n"), [(2, 1), (5, 1), (5, 4), (8, 3), (10, 5)])
+def test_forward_map_equals_enumeration_of_all_subsets(N, n):
+    p = torch.rand(N, generator=torch.Generator().manual_seed(N), dtype=torch.float64)
+    rows, probability = law_by_enumeration(p.numpy(), n)
+    np.testing.assert_allclose(poisson_conditional_inclusion_probs(p, n), probability @ rows, atol=1e-14)
+
+
+def test_fit_reaches_1e_12_on_adversarial_designs():
+    worst = 0.0
+    for pi in random_designs(250, seed=0):
+        p = fit_conditional_poisson(pi)
+        implied = marginals_by_dynamic_programme(p.numpy(), round(float(pi.sum())))
+        worst = max(worst, float(np.abs(implied - pi.numpy()).max()))
+    assert worst < 1e-12
+
+
+@pytest.mark.parametrize(("N", "n"), [(64, 13), (512, 52), (512, 205), (1100, 550)])
+@pytest.mark.parametrize("power", [0.1, 1.0, 3.0])
+def test_fit_reaches_1e_12_on_spectra(N, n, power):
+    lam = torch.arange(1, N + 1, dtype=torch.float64) ** -power
+    for pi in (proportional_inclusion_probs(lam, n), collective_inclusion_probs(lam, n, 10)):
+        p = fit_conditional_poisson(pi).numpy()
+        np.testing.assert_allclose(marginals_by_dynamic_programme(p, n), pi, atol=1e-12, rtol=0)
+
+
+def test_fit_and_draw_stand_4096_terms():
+    n = 2048
+    pi = proportional_inclusion_probs(torch.linspace(3, 1, 4096, dtype=torch.float64), n)
+    p = fit_conditional_poisson(pi)
+    np.testing.assert_allclose(marginals_by_dynamic_programme(p.numpy(), n), pi, atol=1e-12, rtol=0)
+    draws = draw_conditional_poisson(p, n, 5, torch.Generator().manual_seed(0))
+    assert draws.shape == (5, n)
+    assert (draws.diff(dim=1) > 0).all()
+
+
+def test_fit_inverts_the_forward_map():
+    p = torch.tensor([0.9, 0.8, 0.5, 0.1, 0.01, 0.69], dtype=torch.float64)  # with sum 3
+    fitted = fit_conditional_poisson(poisson_conditional_inclusion_probs(p, 3))
+    torch.testing.assert_close(fitted, p, rtol=1e-11, atol=0)
+
+
+def test_closed_forms_of_one_drawn_and_one_left_out():
+    pi = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04], dtype=torch.float64)
+    odds = torch.special.logit(fit_conditional_poisson(pi)).exp()
+    torch.testing.assert_close(odds / odds.sum(), pi, rtol=1e-11, atol=0)
+    odds = torch.special.logit(fit_conditional_poisson(1 - pi)).exp()
+    torch.testing.assert_close(odds.reciprocal() / odds.reciprocal().sum(), pi, rtol=1e-11, atol=0)
+
+
+def test_ones_and_zeros_stay_and_leave_the_rest_to_be_fitted():
+    pi = torch.tensor([1.0, 0.3, 0.0, 0.3, 0.4, 1.0], dtype=torch.float64)
+    p = fit_conditional_poisson(pi)
+    assert p[[0, 2, 5]].tolist() == [1, 0, 1]
+    torch.testing.assert_close(poisson_conditional_inclusion_probs(p, 3), pi, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("pi", [[1.0, 0.5, 0.5], [1.0, 1.0, 0.0], [1.0], [0.0, 1.0], [1 - 1e-14, 1e-14], [1 / 3] * 3])
+def test_designs_with_little_or_no_choice(pi):
+    pi = torch.tensor(pi, dtype=torch.float64)
+    n = round(float(pi.sum()))
+    p = fit_conditional_poisson(pi)
+    torch.testing.assert_close(poisson_conditional_inclusion_probs(p, n), pi, rtol=0, atol=1e-12)
+    assert draw_conditional_poisson(p, n, 3, torch.Generator()).shape == (3, n)
+
+
+def test_float32_probabilities_are_whole_enough():
+    pi = proportional_inclusion_probs(torch.rand(2000, generator=torch.Generator().manual_seed(1)), 777)
+    p = fit_conditional_poisson(pi)
+    assert p.dtype == torch.float64
+    implied = poisson_conditional_inclusion_probs(p, 777)
+    # float32 sums of 2000 terms are off by at most 1e-6 n = 8e-4, which the fit shares out.
+    torch.testing.assert_close(implied, pi.double(), rtol=0, atol=1e-6)
+
+
+def test_no_other_design_has_the_same_marginals_and_more_entropy():
+    """The whole law as unknowns: maximise the entropy over all designs with these marginals."""
+    pi = torch.tensor([0.9, 0.6, 0.3, 0.2], dtype=torch.float64)
+    p = fit_conditional_poisson(pi).numpy()
+    rows, ours = law_by_enumeration(p, 2)
+    result = minimize(
+        lambda law: float((law * np.log(law)).sum()),
+        np.full(len(rows), 1 / len(rows)),
+        jac=lambda law: np.log(law) + 1,
+        method="SLSQP",
+        bounds=[(1e-9, 1)] * len(rows),
+        constraints={"type": "eq", "fun": lambda law: law @ rows - pi.numpy(), "jac": lambda _: rows.T},
+        options={"ftol": 1e-15, "maxiter": 500},
+    )
+    assert result.success
+    np.testing.assert_allclose(result.x, ours, atol=1e-5)
+    assert (ours * np.log(ours)).sum() <= result.fun + 1e-9
+
+
+def test_draws_have_the_enumerated_joint_law():
+    pi = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2, 0.1, 0.05, 0.05], dtype=torch.float64)
+    n, size = 3, 40_000
+    p = fit_conditional_poisson(pi)
+    rows, law = law_by_enumeration(p.numpy(), n)
+
+    def deviations(working: Tensor) -> np.ndarray:
+        draws = draw_conditional_poisson(working, n, size, torch.Generator().manual_seed(3))
+        key = (2**draws).sum(1).numpy()
+        counts = np.array([(key == (row * 2 ** np.arange(8)).sum()).sum() for row in rows])
+        return np.abs(counts / size - law) / (5 * np.sqrt(law * (1 - law) / size) + 1 / size)
+
+    assert deviations(p).max() <= 1
+    # Negative control: the inclusion probabilities are not the working probabilities.
+    assert deviations(pi).max() > 1
+
+
+def test_equal_working_odds_up_to_a_factor_draw_the_same_law():
+    p = torch.tensor([0.9, 0.5, 0.3, 0.3], dtype=torch.float64)
+    scaled = torch.sigmoid(torch.logit(p) - 20)
+    torch.testing.assert_close(
+        poisson_conditional_inclusion_probs(scaled, 2), poisson_conditional_inclusion_probs(p, 2), rtol=1e-8, atol=0
+    )
+    # Uncentred rows would have two ones once in 1e17 tries; the draw centres them first.
+    assert draw_conditional_poisson(scaled, 2, 100, torch.Generator()).shape == (100, 2)
+
+
+@pytest.mark.parametrize("chunk", [1, 25])
+def test_draws_in_chunks_are_complete(monkeypatch, chunk):
+    monkeypatch.setitem(draw_conditional_poisson.__globals__, "CHUNK", chunk)
+    draws = draw_conditional_poisson(torch.full((10,), 0.4), 4, 7, torch.Generator().manual_seed(0))
+    assert draws.shape == (7, 4)
+    assert (draws.diff(dim=1) > 0).all()
+    assert len({tuple(row) for row in draws.tolist()}) > 1
+
+
+@pytest.mark.parametrize("kind", ["even", "steep", "tiny", "half"])
+@pytest.mark.parametrize("N", [1, 2, 9, 40, 300])
+def test_leave_one_out_probabilities_equal_the_dynamic_programme(N, kind):
+    rng = np.random.default_rng(N)
+    p = {
+        "even": rng.random(N),
+        "steep": 10.0 ** rng.uniform(-12, 0, N),
+        "tiny": 1e-8 * rng.random(N),
+        "half": np.full(N, 0.5),
+    }[kind]
+
+    def law(trials: np.ndarray) -> np.ndarray:
+        pmf = np.ones(1)
+        for x in trials:
+            pmf = np.convolve(pmf, [1 - x, x])
+        return pmf
+
+    mean = int(p.sum())
+    total = law(p)
+    for first, last in [(mean, mean), (0, mean), (mean + 1, N), (0, N), (N + 1, N + 3)]:
+        expected = total[first : last + 1].sum()
+        assert count_probability(torch.tensor(p), first, last) == pytest.approx(expected, abs=1e-13)
+        without = [law(np.delete(p, i))[first : last + 1].sum() for i in range(0, N, max(1, N // 5))]
+        actual = leave_one_out_probabilities(torch.tensor(p), first, last)[:: max(1, N // 5)]
+        np.testing.assert_allclose(actual, without, atol=1e-13, rtol=0)
+
+
+def test_bad_input_is_named():
+    generator = torch.Generator()
+    half = torch.full((4,), 0.5)
+    for pi, message in [
+        (torch.full((3,), 0.5), "got the sum 1.5"),
+        (torch.zeros(3), "at least 1, got the sum 0"),
+        (torch.tensor([1.5, 0.5]), r"must be in \[0, 1\], got 1.5 at index 0"),
+        (torch.tensor([-0.5, 1.5]), "non-negative, got -0.5 at index 0"),
+        (torch.tensor([math.nan, 1.0]), "got nan at index 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fit_conditional_poisson(pi)
+    with pytest.raises(ValueError, match=r"`num_terms` must be in \[1, N=4\], got 5"):
+        poisson_conditional_inclusion_probs(half, 5)
+    with pytest.raises(ValueError, match=r"number of ones \(0\) and of positive entries \(1\).*got 2"):
+        draw_conditional_poisson(torch.tensor([0.5, 0.0, 0.0]), 2, 1, generator)
+    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
+        draw_conditional_poisson(half, 2, 0, generator)

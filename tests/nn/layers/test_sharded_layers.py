@@ -1,0 +1,272 @@
+"""Every sharded layer stands for its dense one: the shipped contract, over every kind of layer and its options."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import lightning_spectral.nn as snn
+from lightning_spectral.nn import SpectralShardedLinear
+from lightning_spectral.nn.plan.layer_types import sharded_type
+from lightning_spectral.testing import check_sharded_layer
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def check(dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
+    kind = sharded_type(dense, num_parts)
+    assert kind is not None
+    check_sharded_layer(kind, dense.double(), *inputs, num_parts=num_parts)
+
+
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "bias"), [(7, 4, True), (4, 7, False), (5, 5, True), (1, 3, True), (3, 1, False)]
+)
+def test_linear(in_features: int, out_features: int, bias: bool) -> None:
+    check(nn.Linear(in_features, out_features, bias), rand(2, 3, in_features))
+
+
+def test_linear_rebuilds_its_weight_where_that_is_less_work_and_computes_the_same() -> None:
+    for num_positions in (1, 200):  # at 200 positions, half of the terms cost as much as the weight
+        check(nn.Linear(6, 6), rand(num_positions, 6))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_that_packs_several(bias: bool) -> None:
+    check(nn.Linear(4, 9, bias), rand(2, 5, 4), num_parts=3)
+
+
+CONV: list[dict[str, Any]] = [
+    {"kernel_size": 3},
+    {"kernel_size": 1, "bias": False},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "dilation": 2, "padding": 2},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+    {"kernel_size": 2, "padding": "same", "padding_mode": "replicate"},
+    {"kernel_size": 5, "padding": "same"},
+    {"kernel_size": 3, "padding": "valid", "padding_mode": "circular"},
+]
+SIZES = {nn.Conv1d: (9,), nn.Conv2d: (7, 8), nn.Conv3d: (5, 6, 5)}
+
+
+@pytest.mark.parametrize("options", CONV, ids=str)
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(("channels", "groups"), [((3, 4), 1), ((2, 20), 1), ((4, 6), 2)], ids=["wide", "tall", "2"])
+def test_convolutions(kind: Any, options: dict[str, Any], channels: tuple[int, int], groups: int) -> None:
+    check(kind(*channels, **options, groups=groups), rand(2, channels[0], *SIZES[kind]))
+
+
+def test_convolution_with_a_kernel_that_is_not_square() -> None:
+    check(nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0)), rand(2, 3, 7, 8))
+    check(nn.Conv2d(3, 4, (2, 3), padding="same", padding_mode="reflect"), rand(2, 3, 7, 8))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    in_channels=st.integers(1, 3),
+    out_channels=st.integers(1, 4),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 2),
+)
+def test_convolutions_of_any_shape(
+    groups: int, in_channels: int, out_channels: int, kernel: tuple[int, int], stride: int, padding: int
+) -> None:
+    dense = nn.Conv2d(groups * in_channels, groups * out_channels, kernel, stride, padding, groups=groups)
+    check(dense, rand(1, groups * in_channels, 5, 6))
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), positions=st.integers(1, 40), bias=st.booleans())
+def test_linear_layers_of_any_shape(rows: int, columns: int, positions: int, bias: bool) -> None:
+    check(nn.Linear(columns, rows, bias), rand(positions, columns))
+
+
+class TestAttention:
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_self_attention(self, batch_first: bool, bias: bool) -> None:
+        x = rand(3, 5, 8)
+        check(nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first), x, x, x)
+
+    def test_without_a_batch(self) -> None:
+        check(nn.MultiheadAttention(8, 2), rand(5, 8), rand(6, 8), rand(6, 8))
+
+    @pytest.mark.parametrize("batch_first", [True, False])
+    def test_keys_and_values_of_other_sizes(self, batch_first: bool) -> None:
+        attention = nn.MultiheadAttention(8, 4, kdim=5, vdim=6, batch_first=batch_first)
+        query, key, value = rand(3, 4, 8), rand(3, 7, 5), rand(3, 7, 6)
+        inputs = [x if batch_first else x.transpose(0, 1).contiguous() for x in (query, key, value)]
+        check(attention, *inputs)
+
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("average", [True, False])
+    @pytest.mark.parametrize("per_head", [True, False])
+    @pytest.mark.parametrize("as_numbers", [True, False])
+    def test_masks(self, need_weights: bool, average: bool, per_head: bool, as_numbers: bool) -> None:
+        x = rand(3, 5, 8)
+        mask = torch.triu(torch.ones(5, 5, dtype=torch.bool), diagonal=1)
+        mask = mask.expand(6, 5, 5).clone() if per_head else mask
+        padding = torch.zeros(3, 5, dtype=torch.bool)
+        padding[1, 3:] = True
+        if as_numbers:
+            mask, padding = (torch.zeros(m.shape).double().masked_fill(m, -3.0) for m in (mask, padding))
+        arguments = (x, x, x, padding, need_weights, mask, average)
+        attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
+        sharded = snn.SpectralShardedMultiheadAttention.from_dense(copy.deepcopy(attention), (8, 8, 8))
+        for ours, theirs in zip(sharded(*arguments), attention(*arguments), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+    def test_a_causal_hint_without_its_mask_is_refused(self) -> None:
+        sharded = snn.SpectralShardedMultiheadAttention.from_dense(nn.MultiheadAttention(8, 2), (8, 8, 8))
+        with pytest.raises(ValueError, match="give the mask too"):
+            sharded(*[torch.zeros(5, 8)] * 3, is_causal=True)
+
+    def test_dropout_drops_in_training_alone(self) -> None:
+        sharded = snn.SpectralShardedMultiheadAttention.from_dense(nn.MultiheadAttention(8, 2, dropout=0.5), (8, 8, 8))
+        x = torch.ones(5, 1, 8)
+        for need_weights in (True, False):
+            torch.manual_seed(0)
+            outputs = [sharded(x, x, x, need_weights=need_weights)[0] for _ in range(2)]
+            assert not torch.equal(*outputs)
+        sharded.eval()
+        assert torch.equal(sharded(x, x, x)[0], sharded(x, x, x)[0])
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")  # dense
+    @pytest.mark.parametrize("grad", [True, False])
+    @pytest.mark.parametrize("padded", [True, False])
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_encoders_fast_path_does_not_bypass_it(self, training: bool, padded: bool, grad: bool) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+        encoder = nn.TransformerEncoder(layer, 2).train(training)
+        x = rand(3, 5, 8)
+        padding = torch.zeros(3, 5, dtype=torch.bool)
+        padding[1, 3:] = padded
+        mask = padding if padded else None
+        full = snn.replace_layers(encoder, 1.0, keep_first_and_last_dense=False)
+        halved = snn.replace_layers(encoder, 0.5, keep_first_and_last_dense=False)
+        with torch.set_grad_enabled(grad):
+            expected = encoder(x, src_key_padding_mask=mask)[~padding]
+            close = full(x, src_key_padding_mask=mask)[~padding]
+            torch.testing.assert_close(close, expected, rtol=1e-9, atol=1e-9)
+            seen = []
+            for block in snn.sharded_layers(halved).values():  # changed terms must change the output
+                before = halved(x, src_key_padding_mask=mask)[~padding]
+                with torch.no_grad():
+                    block.omega.mul_(2)
+                seen.append(not torch.equal(before, halved(x, src_key_padding_mask=mask)[~padding]))
+            assert all(seen)
+
+
+RECURRENT: list[dict[str, Any]] = [
+    {},
+    {"batch_first": True, "bias": False},
+    {"num_layers": 2, "bidirectional": True},
+    {"num_layers": 2, "batch_first": True},
+]
+
+
+class TestRecurrent:
+    @pytest.mark.parametrize("options", RECURRENT, ids=str)
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+    def test_layers_and_directions(self, kind: Any, options: dict[str, Any]) -> None:
+        check(kind(3, 4, **options), rand(5, 2, 3))
+
+    def test_projection_and_initial_state(self) -> None:
+        dense = nn.LSTM(3, 5, num_layers=2, proj_size=2).double()
+        check(dense, rand(4, 2, 3))
+        full = [block.num_singular for block in snn.SpectralShardedLSTM.blocks_of(dense)]
+        sharded = snn.SpectralShardedLSTM.from_dense(dense, full)
+        state = rand(2, 2, 2), rand(2, 2, 5)
+        torch.testing.assert_close(sharded(rand(4, 2, 3), state), dense(rand(4, 2, 3), state), rtol=1e-10, atol=1e-10)
+
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+    def test_packed_sequences(self, kind: Any) -> None:
+        dense = kind(3, 4, bidirectional=True).double()
+        sharded_kind = sharded_type(dense)
+        assert sharded_kind is not None
+        sharded: Any = sharded_kind.from_dense(dense, [b.num_singular for b in sharded_kind.blocks_of(dense)])
+        packed = pack_padded_sequence(rand(5, 3, 3), torch.tensor([5, 3, 1]))
+        ours, theirs = (pad_packed_sequence(layer(packed)[0])[0] for layer in (sharded, dense))
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+    def test_copies_pickles_and_moves_keep_working(self, tmp_path: Any) -> None:
+        sharded = snn.SpectralShardedLSTM.from_dense(nn.LSTM(3, 4), [3] * 4 + [4] * 4)
+        x = torch.ones(2, 1, 3)
+        expected = sharded(x)[0]
+        torch.save(sharded, tmp_path / "layer.pt")
+        loaded = torch.load(tmp_path / "layer.pt", weights_only=False)
+        for twin in (copy.deepcopy(sharded), loaded, copy.deepcopy(sharded).double().float()):
+            torch.testing.assert_close(twin(x)[0], expected)
+        assert set(sharded.state_dict()) == set(loaded.state_dict())
+
+
+def test_making_a_layer_draws_no_random_number() -> None:
+    for kind, dense in [(snn.SpectralShardedLSTM, nn.LSTM(2, 2)), (snn.SpectralShardedLinear, nn.Linear(2, 2))]:
+        state = torch.get_rng_state()
+        kind.like(dense, [2] * len(kind.blocks_of(dense)))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dense", [nn.Linear(4, 6), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 1, groups=2)], ids=str)
+def test_the_input_has_the_name_that_torch_gives_it(dense: Any) -> None:
+    kind: Any = sharded_type(dense)
+    sharded = kind.from_dense(dense, [block.num_singular for block in kind.blocks_of(dense)])
+    x = torch.ones(2, 4, 4, 4)
+    assert torch.equal(sharded(input=x), sharded(x))
+
+
+def test_weight_is_differentiable_and_reaches_the_factors() -> None:
+    layer = SpectralShardedLinear.from_dense(nn.Linear(4, 3), num_terms=2)
+    layer.weight.sum().backward()
+    assert layer.u.grad is not None
+    assert layer.v.grad is not None
+
+
+@pytest.mark.parametrize(
+    "dense", [nn.Linear(4, 6), nn.Conv1d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Conv3d(4, 6, 2)], ids=str
+)
+def test_weight_has_the_dense_shape(dense: Any) -> None:
+    kind: Any = sharded_type(dense)
+    full = [block.num_singular for block in kind.blocks_of(dense)]
+    torch.testing.assert_close(kind.from_dense(dense, full).weight, dense.weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_terms", [0, 4])
+def test_number_of_terms_out_of_range_is_refused(num_terms: int) -> None:
+    with pytest.raises(ValueError, match=rf"`num_terms` must be in \[1, N=3\], got {num_terms}"):
+        SpectralShardedLinear(5, 3, num_terms)
+
+
+def test_a_grouped_convolution_needs_the_grouped_kind() -> None:
+    with pytest.raises(ValueError, match="one group, got a convolution with groups=2"):
+        snn.SpectralShardedConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), num_terms=2)
+    with pytest.raises(ValueError, match=r"as many terms as the others, got \(1, 2\)"):
+        snn.SpectralShardedGroupedConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), num_terms=(1, 2))
+
+
+def test_contract_check_finds_a_layer_that_forgets_its_multipliers() -> None:
+    class Forgetful(SpectralShardedLinear):
+        def matrix(self) -> torch.Tensor:
+            return self.u @ self.v
+
+    with pytest.raises(AssertionError, match="the loaded terms are not the weight"):
+        check_sharded_layer(Forgetful, nn.Linear(4, 3).double(), rand(2, 4))
+
+
+def test_contract_check_finds_a_layer_that_forgets_a_transposition() -> None:
+    class Transposed(SpectralShardedLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight.T, self.bias)
+
+    with pytest.raises(AssertionError, match="output differs"):
+        check_sharded_layer(Transposed, nn.Linear(4, 4).double(), rand(2, 4))

@@ -1,0 +1,244 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lightning_spectral.nn import SpectralShardedConv2d, SpectralShardedLinear, replace_layers, sharded_layers, validate
+from lightning_spectral.nn.plan.planner import plan_layers
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(24, 10), nn.Linear(10, 3)
+    )
+
+
+def reasons(module: nn.Module, **options: object) -> dict[str, str]:
+    return {layer.name: layer.reason for layer in plan_layers(module, **options).layers}  # type: ignore[arg-type]
+
+
+def test_every_layer_has_a_treatment_and_a_reason() -> None:
+    assert reasons(net()) == {
+        "0": "first layer",
+        "1": "not an affine layer",
+        "2": "affine",
+        "4": "affine",
+        "5": "last layer",
+    }
+
+
+def test_validate_prints_the_table_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    module = net()
+    before = copy.deepcopy(module.state_dict())
+    report = validate(module, exclude=["4"])
+    printed = capsys.readouterr().out
+    assert list(report.sharded) == ["2"]
+    assert "2      Conv2d       6x4x3x3  6   ?           sharded    affine" in printed
+    assert "excluded by name" in printed
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_replaced_copy_holds_the_largest_terms_and_the_original_is_untouched() -> None:
+    module = net()
+    sharded = replace_layers(module, keep_ratio=0.5)
+    assert isinstance(sharded[2], SpectralShardedConv2d)
+    assert isinstance(sharded[4], SpectralShardedLinear)
+    assert (sharded[2].num_terms, sharded[4].num_terms) == (3, 5)
+    assert type(module[2]) is nn.Conv2d
+    x = torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    everything = replace_layers(module, keep_ratio=1.0, keep_first_and_last_dense=False)
+    assert len(sharded_layers(everything)) == 4
+    torch.testing.assert_close(everything.eval()(x), module.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_replaced_layers_keep_the_mode_they_were_in() -> None:
+    module = net().eval()
+    module[2].train()
+    sharded = replace_layers(module, keep_ratio=0.5)
+    assert (sharded[2].training, sharded[4].training) == (True, False)
+
+
+def test_a_module_registered_twice_is_replaced_in_both_places() -> None:
+    shared = nn.Linear(4, 4)
+    module = nn.Sequential(nn.Linear(4, 4), shared, nn.ReLU(), shared, nn.Linear(4, 2))
+    sharded = replace_layers(module, keep_ratio=0.5)
+    assert isinstance(sharded[1], SpectralShardedLinear)
+    assert sharded[1] is sharded[3]
+
+
+def test_tied_weights_stay_dense_and_name_each_other() -> None:
+    module = nn.ModuleDict(
+        {"a": nn.Linear(4, 4), "embed": nn.Embedding(5, 4), "b": nn.Linear(4, 4), "head": nn.Linear(4, 5, bias=False)}
+    )
+    module["head"].weight = module["embed"].weight
+    module["b"].weight = module["a"].weight
+    why = reasons(module, keep_first_and_last_dense=False, example_input=None)
+    assert why["head"] == "shares its weight with 'embed'"
+    assert (why["a"], why["b"]) == ("shares its weight with 'b'", "shares its weight with 'a'")
+
+
+def test_what_cannot_be_sharded_says_why() -> None:
+    class Special(nn.Linear):
+        pass
+
+    module = nn.ModuleDict(
+        {
+            "first": nn.Linear(4, 4),
+            "depthwise": nn.Conv2d(4, 4, 3, groups=4),
+            "special": Special(4, 4),
+            "up": nn.ConvTranspose1d(4, 4, 3),
+            "cell": nn.LSTMCell(4, 4),
+            "frozen": nn.Linear(4, 4).requires_grad_(False),
+            "single": nn.Linear(4, 1),
+            "computed": parametrizations.weight_norm(nn.Linear(4, 4)),
+            "attention": nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            "plain": nn.Linear(4, 4),
+            "last": nn.Linear(4, 4),
+        }
+    )
+    why = reasons(module)
+    assert why["depthwise"] == "depthwise: a single term in each group"
+    assert why["special"] == "Special is not supported"
+    assert why["up"] == "ConvTranspose1d is not supported"
+    assert why["cell"] == "LSTMCell is not supported"
+    assert why["frozen"] == "frozen"
+    assert why["single"] == "a single term"
+    assert why["computed"] == "its weight is parametrised"
+    assert why["attention"] == "`add_bias_kv` and `add_zero_attn` are not supported"
+    assert why["attention.out_proj"] == "affine"
+    assert why["plain"] == "affine"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_a_weight_that_a_hook_computes_stays_dense() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert reasons(module)["1"] == "its weight is computed, not a plain parameter"
+
+
+def problems(module: nn.Module, **options: object) -> str:
+    with pytest.raises(ValueError, match="cannot be sharded as asked") as caught:
+        plan_layers(module, **options).check()  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_nothing_to_shard_is_an_error_with_every_reason() -> None:
+    message = problems(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    assert "No layer of this module can be sharded" in message
+    assert "first layer" in message
+    assert "last layer" in message
+
+
+def test_all_problems_come_in_one_report(capsys: pytest.CaptureFixture[str]) -> None:
+    module = nn.Sequential(nn.Linear(4, 6), nn.LazyLinear(4), nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 2))
+    nn.init.zeros_(module[2].weight)
+    options: dict[str, Any] = {"exclude": ["fc"], "split": {"3": 2, "qkv": 3}}
+    validate(module, **options)
+    for text in (problems(module, **options), capsys.readouterr().out):
+        assert "Lazy layers have no weight yet: 1; run one forward pass" in text
+        assert "`exclude` pattern 'fc' matches no layer; the layers are: 0, 1, 2, 3, 4" in text
+        assert "`split` pattern 'qkv' matches no layer" in text
+        assert "`split` of '3': A weight of 5 rows cannot be split into 2 equal parts" in text
+        assert "weight is zero have no singular terms that could train: 2. Keep them dense" in text
+
+
+def test_a_string_of_patterns_and_a_split_into_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="is a sequence of patterns"):
+        plan_layers(net(), exclude="4")
+    with pytest.raises(ValueError, match="an integer of at least 2, got 1"):
+        plan_layers(net(), split={"4": 1})
+    assert "`split` is for linear layers; '2' is a Conv2d" in problems(net(), split={"2": 2})
+
+
+class Detour(nn.Module):
+    """Registers its layers in another order than it runs them, and one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.mid = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.unused = nn.Linear(4, 4)
+        self.stem = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        x = self.mid(self.stem(x))
+        return self.head(self.mid(x) if twice else x)
+
+
+def test_the_first_and_the_last_layer_are_those_that_run_first_and_last() -> None:
+    module = Detour()
+    state, mode = torch.get_rng_state(), copy.deepcopy(module.state_dict())
+    report = plan_layers(module, torch.zeros(1, 3))
+    assert [layer.name for layer in report.layers] == ["stem", "mid.0", "mid.1", "head", "unused"]
+    why = {layer.name: (layer.reason, layer.in_forward) for layer in report.layers}
+    assert why["stem"] == ("first layer", True)
+    assert why["head"] == ("last layer", True)
+    assert why["unused"] == ("not in the forward pass", False)
+    assert list(report.sharded) == ["mid.0"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(mode[name], value) for name, value in module.state_dict().items())
+    assert module.training
+    assert reasons(module)["head"] == "first layer"  # nothing traced: as registered
+
+
+def test_example_inputs_come_as_a_tensor_a_tuple_a_dictionary_or_with_the_module() -> None:
+    module, x = Detour(), torch.zeros(1, 3)
+    expected = plan_layers(module, x)
+    assert plan_layers(module, (x, True)) == expected
+    assert plan_layers(module, {"x": x, "twice": True}) == expected
+    module.example_input_array = x  # type: ignore[assignment]
+    assert plan_layers(module) == expected
+
+
+def test_an_embedding_before_the_first_affine_layer_is_the_first_layer() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    for example in (None, torch.zeros(1, 2, dtype=torch.long)):
+        why = {layer.name: layer.reason for layer in plan_layers(module, example).layers}
+        assert why == {"0": "not an affine layer", "1": "affine", "2": "affine", "3": "last layer"}
+
+
+def test_an_attentions_output_projection_runs_with_it() -> None:
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    report = plan_layers(encoder, torch.zeros(1, 3, 8))
+    assert list(report.sharded) == ["self_attn.out_proj", "linear1"]
+    assert all(layer.in_forward for layer in report.layers)
+
+
+def test_buffers_and_their_policies_are_in_the_report() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    module.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    module.register_buffer("cache", torch.zeros(1), persistent=False)
+    policies = {buffer.name: buffer.policy for buffer in plan_layers(module, keep_buffers=["*_var"]).buffers}
+    assert policies == {
+        "mask": "the server's: it has infinite entries",
+        "cache": "the server's: no checkpoint holds it",
+        "1.running_mean": "averaged",
+        "1.running_var": "the server's: as asked",
+        "1.num_batches_tracked": "the server's: not a floating-point number",
+    }
+
+
+@pytest.mark.parametrize("granularity", [1, 4])
+def test_packed_layers_recurrent_layers_and_groups_hold_terms_for_each_part(granularity: int) -> None:
+    module = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(5, 8),
+            "qkv": nn.Linear(8, 24),
+            "conv": nn.Conv1d(8, 16, 3, groups=2),
+            "lstm": nn.LSTM(8, 6),
+            "head": nn.Linear(8, 5),
+        }
+    )
+    sharded = replace_layers(module, 0.25, split={"qkv": 3}, term_granularity=granularity)
+    held = {name: block.num_terms for name, block in sharded_layers(sharded).items()}
+    gates = {f"lstm.blocks.weight_{kind}_l0_{gate}": 2 for kind in ("ih", "hh") for gate in "ifgo"}
+    parts = {f"qkv.blocks.{i}": 2 for i in range(3)} | {f"conv.blocks.{i}": 2 for i in range(2)}
+    assert held == {name: n if granularity == 1 else 4 for name, n in (parts | gates).items()}
+
+
+@pytest.mark.parametrize("keep_ratio", [0.0, -0.1, 1.5, float("nan")])
+def test_keep_ratio_out_of_range_is_refused(keep_ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"`keep_ratio` must be in \(0, 1\]"):
+        replace_layers(net(), keep_ratio)

@@ -1,0 +1,197 @@
+"""Two and three processes against one: the same bits, and errors in all of them. Processes talk over the loopback."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_spectral as ls
+from lightning_spectral.functional.factors import singular_terms
+
+SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
+SECONDS = 300  # for all runs; within them nobody waits for another longer than a minute
+
+
+def load_runs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("client_parallel_runs", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNS = load_runs()
+SAME = [name for name in RUNS.RUNS if "fails" not in name]
+CASES = [(name, n) for name in SAME for n in (2, 3) if n == 2 or name not in RUNS.ONLY_WITH_TWO]
+
+
+def run_in_several(folder: Path, ports: list[str]) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ls.__file__).parents[1])}
+    command = [sys.executable, str(SCRIPT), str(folder), *ports]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        said = process.communicate(timeout=SECONDS)[1]
+        assert process.returncode == 0, said[-3000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it forked are of its session
+
+
+@dataclass(frozen=True)
+class Results:
+    """What each process of each run had at the end."""
+
+    folder: Path
+    alone: dict[str, dict[str, Any]]
+
+    def __call__(self, name: str, num_processes: int) -> list[dict[str, Any]]:
+        if num_processes == 1:
+            return [self.alone[name]]
+        return [torch.load(self.folder / f"{name} {num_processes} {rank}.pt") for rank in range(num_processes)]
+
+    def checkpoint(self, name: str, num_processes: int) -> Path:
+        """After the first round."""
+        return self.folder / str(num_processes) / name / "0.ckpt"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, new_port: Any) -> Results:
+    folder = tmp_path_factory.mktemp("runs")
+    alone = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*num_workers")
+        warnings.simplefilter("ignore", ls.SpectralWarning)
+        for name, options in RUNS.RUNS.items():
+            alone[name] = RUNS.run(folder / "1" / name, **options)
+    run_in_several(folder, [str(new_port()) for _ in range(2)])
+    return Results(folder, alone)
+
+
+def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """To the last bit; NaN equals NaN."""
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, value in ours["weights"].items():
+        assert torch.equal(value, theirs["weights"][name]), name
+    for key in ("history", "ledger", "metrics", "global_step", "error", "tested"):
+        assert repr(ours[key]) == repr(theirs[key]), key
+
+
+@pytest.mark.parametrize(("name", "num_processes"), CASES)
+def test_every_process_ends_as_a_single_one(name: str, num_processes: int, results: Results) -> None:
+    (alone,) = results(name, 1)
+    assert alone["error"] is None
+    assert alone["global_step"] == 2
+    for one in results(name, num_processes):
+        assert_same_run(one, alone)
+
+
+def test_runs_are_what_they_are_called(results: Results) -> None:
+    """Or equality would show little: clients are left out, cohorts are cut, values of watchers are there."""
+    rows = {name: results(name, 1)[0]["history"][0] for name in SAME}
+    assert rows["clients left out"]["fl/clients_left_out"] > 0
+    assert rows["cut cohort"]["fl/clients"] == 4
+    rounds = results("errors, dropout and over-selection", 1)[0]["history"]
+    for reason in ("error", "dropped_out", "surplus"):
+        assert sum(row[f"fl/left_out_{reason}"] for row in rounds) > 0, reason
+    assert rows["coordinated, one client"]["fl/clients"] == 1
+    assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
+    assert len(results("dense", 1)[0]["ledger"]) == 14
+    assert results("dense", 1)[0]["tested"][0]["test_loss"] > 0
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_a_run_resumes_with_another_number_of_processes(num_processes: int, results: Results) -> None:
+    (whole,) = results(RUNS.RESUMED, 1)
+    for one in results("resumed", num_processes):
+        assert_same_run(one, whole)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_a_checkpoint_of_several_processes_resumes_in_one(num_processes: int, results: Results, tmp_path: Path) -> None:
+    ckpt = results.checkpoint(RUNS.RESUMED, num_processes)
+    assert_same_run(RUNS.run(tmp_path, ckpt=ckpt, **RUNS.RUNS[RUNS.RESUMED]), *results(RUNS.RESUMED, 1))
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_a_failing_client_ends_every_process_with_its_address(num_processes: int, results: Results) -> None:
+    words = "ClientError: Round 1, client 0, local training: FloatingPointError: example 0"
+    (alone,) = results("a client fails", 1)
+    assert alone["error"] == words
+    several = results("a client fails", num_processes)
+    assert len({one["error"] for one in several}) == 1
+    assert several[0]["error"].startswith(f"{words} (process ")
+    for one in several:  # the round before is whole
+        assert_same_run({**one, "error": None}, {**alone, "error": None})
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_a_failing_callback_names_the_client_too(num_processes: int, results: Results) -> None:
+    for one in results("a callback fails", num_processes):
+        assert one["error"].startswith("ClientError: Round 0, client ")
+        assert one["error"].endswith(f"KeyError: 'mine' (process {num_processes - 1})")
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, results: Results) -> None:
+    *others, last = results("hung up", num_processes)
+    assert last["error"] == "KeyError: 'mine alone'"
+    assert all(one["error"] is not None for one in others)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_of_different_runs_are_refused(num_processes: int, results: Results) -> None:
+    for one in results("other seeds", num_processes):
+        assert one["error"].startswith("ValueError: The processes are set up for different runs")
+        assert "seed: 0 in process 0, 1 in process 1" in one["error"]
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_work_is_shared_out_and_its_failures_are_everywhere(num_processes: int, results: Results) -> None:
+    for said in results("said", num_processes):
+        assert said["gathered"] == list(range(num_processes))
+        for n, terms in zip((7, 2, 5, 4, 9), said["terms"], strict=True):
+            slow = singular_terms(torch.randn(n, n + 3, generator=torch.Generator().manual_seed(n)))
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(terms, slow, strict=True))
+        assert said["error"] == "RoundError: ArithmeticError: too large (process 0)"
+        assert [float(total) for total in said["sums"]] == [
+            num_processes * (num_processes + 1) / 2,
+            num_processes / 2,
+            num_processes,
+        ]
+
+
+def test_only_federated_modules_are_trained(lit: Any, data: Any, quiet: Any) -> None:
+    strategy = ls.ClientParallelStrategy()
+    trainer = pl.Trainer(max_epochs=1, strategy=strategy, devices=1, **quiet)
+    strategy.connect(lit)
+    trainer.state.fn = "fit"  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="spreads clients, and LitMLP trains on batches; wrap it"):
+        strategy.setup(trainer)
+
+
+def test_batch_norm_over_processes_is_refused(lit: Any, quiet: Any) -> None:
+    trainer = pl.Trainer(max_epochs=1, strategy="client_parallel", devices=1, sync_batchnorm=True, **quiet)
+    trainer.strategy.connect(ls.FederatedModule(lit, clients_per_round=1))
+    with pytest.raises(ValueError, match="sync_batchnorm=True would mix the batches of different clients"):
+        trainer.strategy.setup(trainer)
+
+
+def test_the_strategy_goes_by_name() -> None:
+    ours = {name for name in StrategyRegistry if name.startswith("client_parallel")}
+    assert ours == {"client_parallel", "client_parallel_fork", "client_parallel_notebook", "client_parallel_spawn"}

@@ -1,0 +1,474 @@
+"""Lightning for real: hooks, checkpoints, loggers and callbacks of a real Trainer on a tiny federation."""
+
+import copy
+import csv
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
+
+import lightning_spectral as ls
+
+MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
+
+
+def federate(module: pl.LightningModule, **options: Any) -> ls.FederatedModule:
+    settings: dict[str, Any] = {"algorithm": MIXED, "clients_per_round": 4, **options}
+    return ls.FederatedModule(module, **settings)
+
+
+def momentum_server(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+
+
+def same_state(one: nn.Module, two: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Not in memory, and with noise."""
+
+    def __init__(self, inner: torch.utils.data.TensorDataset) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inner[index]
+        return x + 0.1 * torch.randn(x.shape), y
+
+
+def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, quiet: Any) -> None:
+    runs = []
+    for num_workers in (0, 2):
+        torch.manual_seed(0)
+        model = federate(lit_mlp(), clients_per_round=3)
+        data = ls.FederatedDataModule(Augmented(toy), ls.IIDPartitioner(12), batch_size=4, num_workers=num_workers)
+        pl.Trainer(max_epochs=2, **quiet).fit(model, data)
+        assert not multiprocessing.active_children()
+        runs.append(model)
+    assert same_state(*runs)
+
+
+class TestRounds:
+    def test_an_epoch_is_a_round_and_a_batch_a_client(self, lit: Any, data: Any, quiet: Any) -> None:
+        calls: list[str] = []
+
+        class Spy(ls.RoundCallback):
+            def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+                calls.append(f"round {trainer.current_epoch}")
+
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+                calls.append("client")
+
+            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+                calls.append(f"aggregated {summary.round_idx}")
+
+            def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+                calls.append(f"step {trainer.global_step}")
+
+            def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+                calls.append("validate")
+
+        trainer = pl.Trainer(max_epochs=2, callbacks=[Spy()], num_sanity_val_steps=0, **quiet)
+        trainer.fit(federate(lit, clients_per_round=2), data)
+        assert calls == [
+            *("round 0", "client", "step 0", "client", "aggregated 0", "step 1", "validate"),
+            *("round 1", "client", "step 1", "client", "aggregated 1", "step 2", "validate"),
+        ]
+        assert trainer.global_step == 2
+
+    def test_a_round_takes_each_client_once_and_rounds_differ(self, lit: Any, data: Any, quiet: Any) -> None:
+        ledger = ls.CommunicationLedger()
+        pl.Trainer(max_epochs=4, callbacks=[ledger], **quiet).fit(federate(lit, clients_per_round=5), data)
+        cohorts = [tuple(row.client_id for row in ledger.rows if row.round_idx == r) for r in range(4)]
+        assert all(len(set(cohort)) == 5 for cohort in cohorts)
+        assert len(set(cohorts)) == 4
+
+    def test_the_model_learns(self, lit: Any, data: Any, quiet: Any) -> None:
+        history = ls.RoundHistory()
+        trainer = pl.Trainer(max_epochs=12, callbacks=[history], **quiet)
+        trainer.fit(federate(lit, clients_per_round=6, local_epochs=2), data)
+        losses = history.column("val_loss")
+        assert losses[-1] < 0.7 * losses[0]
+        assert history.column("val_acc")[-1] > 0.75  # a third of the examples is in the largest class
+
+    def test_own_boundary_callbacks_replace_ours(self, lit: Any, data: Any, quiet: Any) -> None:
+        class Counting(ls.SVDRefresh):
+            count = 0
+
+            def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+                Counting.count += 1
+                super().on_train_epoch_start(trainer, pl_module)
+
+        trainer = pl.Trainer(max_epochs=2, callbacks=[Counting(), ls.Aggregation()], **quiet)
+        trainer.fit(federate(lit), data)
+        kinds = [type(callback) for callback in trainer.callbacks]
+        assert Counting.count == 2
+        assert ls.SVDRefresh not in kinds
+        assert kinds.count(ls.Aggregation) == kinds.count(ls.SubmodelSampling) == 1
+
+
+class TestResume:
+    def run(self, lit_mlp: Any, data: Any, tmp_path: Path, rounds: int, ckpt: str | None = None) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module = lit_mlp()
+        history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+        checkpoint = ModelCheckpoint(
+            tmp_path / "ckpt", "{epoch}", save_top_k=-1, enable_version_counter=False, auto_insert_metric_name=False
+        )
+        trainer = pl.Trainer(
+            max_epochs=rounds,
+            accelerator="cpu",
+            logger=CSVLogger(tmp_path, version=f"{rounds}-{ckpt and Path(ckpt).stem}"),
+            callbacks=[history, ledger, checkpoint],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(federate(module, server_optimizer=momentum_server), data, ckpt_path=ckpt)
+        return module, history, ledger, trainer
+
+    @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+    @pytest.mark.parametrize("stop_after", [1, 3, 4])
+    def test_resumed_run_equals_the_uninterrupted_one(
+        self, stop_after: int, lit_mlp: Any, data: Any, tmp_path: Path
+    ) -> None:
+        module, history, ledger, _ = self.run(lit_mlp, data, tmp_path / "whole", 5)
+        self.run(lit_mlp, data, tmp_path / "parts", stop_after)
+        ckpt = str(tmp_path / "parts" / "ckpt" / f"{stop_after - 1}.ckpt")
+        resumed, later, entries, trainer = self.run(lit_mlp, data, tmp_path / "parts", 5, ckpt)
+        assert same_state(module, resumed)
+        assert ledger.rows == entries.rows
+        assert trainer.global_step == 5
+        for ours, theirs in zip(history.rows, later.rows, strict=True):
+            assert {k: v for k, v in ours.items() if "seconds" not in k} == {
+                k: v for k, v in theirs.items() if "seconds" not in k
+            }
+
+    def test_there_is_a_checkpoint_for_each_round(self, lit_mlp: Any, data: Any, tmp_path: Path) -> None:
+        self.run(lit_mlp, data, tmp_path, 3)
+        assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["0.ckpt", "1.ckpt", "2.ckpt"]
+
+    def test_checkpoint_loads_into_the_users_plain_module(self, lit_mlp: Any, data: Any, tmp_path: Path) -> None:
+        module, *_ = self.run(lit_mlp, data, tmp_path, 2)
+        state = torch.load(tmp_path / "ckpt" / "1.ckpt", weights_only=False)["state_dict"]
+        plain = lit_mlp()
+        plain.load_state_dict({name.removeprefix("module."): value for name, value in state.items()}, strict=True)
+        assert same_state(plain, module)
+
+    def test_a_run_stopped_within_a_round_begins_that_round_again(
+        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 3)
+
+        class StopWithin(ls.RoundCallback):
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+                if task.round_idx == 1 and not trainer.is_last_batch:
+                    trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            interrupted = lit_mlp()
+        trainer = pl.Trainer(max_epochs=2, callbacks=[StopWithin()], **quiet)
+        trainer.fit(federate(interrupted, server_optimizer=momentum_server), data)
+        resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / "resumed", 3, str(tmp_path / "within.ckpt"))
+        assert trainer.global_step == 3
+        assert same_state(module, resumed)
+
+    @pytest.mark.filterwarnings(
+        "ignore:Be aware that when using `ckpt_path`, callbacks",
+        "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
+    )
+    def test_a_checkpoint_at_the_end_of_the_last_batch_resumes_with_the_next_round(
+        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            stopped = lit_mlp()
+        every_step = ModelCheckpoint(tmp_path / "steps", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = pl.Trainer(max_epochs=2, **{**quiet, "callbacks": [every_step], "enable_checkpointing": True})
+        trainer.fit(federate(stopped, server_optimizer=momentum_server), data)
+        assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
+        for step in (1, 2):
+            ckpt = str(tmp_path / "steps" / f"step={step}.ckpt")
+            resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / f"resumed{step}", 4, ckpt)
+            assert trainer.global_step == trainer.current_epoch == 4
+            assert same_state(module, resumed)
+
+    def test_a_wish_to_stop_within_a_round_waits_for_its_end(
+        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
+
+        class StopEarly(ls.RoundCallback):
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+                trainer.should_stop |= task.round_idx == 1
+
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            stopped = lit_mlp()
+        trainer = pl.Trainer(max_epochs=4, callbacks=[StopEarly()], **quiet)
+        trainer.fit(federate(stopped, server_optimizer=momentum_server), data)
+        assert trainer.global_step == 2
+        trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+        resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / "resumed", 4, str(tmp_path / "stopped.ckpt"))
+        assert trainer.global_step == 4
+        assert same_state(module, resumed)
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"seed": 1}, "seed: 0 in the checkpoint, 1 now"),
+            ({"local_epochs": 3}, "local_epochs: 1 in the checkpoint, 3 now"),
+            ({"algorithm": ls.FedAvg()}, "algorithm: .SpectralSharding"),
+            ({"clients_per_round": 2}, "participation: .*clients_per_round=4"),
+        ],
+    )
+    def test_checkpoint_of_another_configuration_is_refused(
+        self, change: dict[str, Any], named: str, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        self.run(lit_mlp, data, tmp_path, 1)
+        with pytest.raises(ValueError, match=f"(?s)another configuration.*{named}"):
+            pl.Trainer(max_epochs=2, **quiet).fit(
+                federate(lit_mlp(), **change), data, ckpt_path=str(tmp_path / "ckpt" / "0.ckpt")
+            )
+
+    def test_checkpoint_of_another_split_is_refused(
+        self, lit_mlp: Any, toy: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        self.run(lit_mlp, data, tmp_path, 1)
+        other = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), val=toy, batch_size=4, seed=1)
+        with pytest.raises(ValueError, match="partition: "):
+            pl.Trainer(max_epochs=2, **quiet).fit(
+                federate(lit_mlp()), other, ckpt_path=str(tmp_path / "ckpt" / "0.ckpt")
+            )
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+    def test_checkpoint_evaluates_whatever_the_configuration(
+        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    ) -> None:
+        self.run(lit_mlp, data, tmp_path, 1)
+        model = federate(lit_mlp(), seed=9)
+        (scores,) = pl.Trainer(**quiet).validate(
+            model, data, ckpt_path=str(tmp_path / "ckpt" / "0.ckpt"), verbose=False
+        )
+        assert "val_acc" in scores
+
+
+class TestTrainerOptions:
+    def test_early_stopping_on_a_round_metric(self, lit: Any, data: Any, quiet: Any) -> None:
+        stop = EarlyStopping("fl/loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
+        trainer = pl.Trainer(max_epochs=20, callbacks=[stop], **quiet)
+        trainer.fit(federate(lit), data)
+        assert trainer.current_epoch == 2
+
+    def test_early_stopping_on_what_clients_log(self, lit: Any, data: Any, quiet: Any) -> None:
+        stop = EarlyStopping("train_loss", patience=0, min_delta=1e9, check_on_train_epoch_end=True)
+        trainer = pl.Trainer(max_epochs=20, callbacks=[stop], **quiet)
+        trainer.fit(federate(lit), data)
+        assert trainer.current_epoch == 2
+
+    @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true", "32-true"])
+    def test_precision(self, precision: Any, lit: Any, data: Any, quiet: Any) -> None:
+        seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+        lit.net[0].register_forward_hook(lambda module, args, output: seen[module.training].add(output.dtype))
+        pl.Trainer(max_epochs=2, precision=precision, **quiet).fit(federate(lit), data)
+        expected = {"bf16": torch.bfloat16, "64": torch.float64, "32": torch.float32}
+        assert seen[True] == seen[False] == {expected[precision.split("-")[0]]}  # clients train, the server evaluates
+
+    @pytest.mark.parametrize("fast", [True, 2])
+    def test_fast_dev_run(self, fast: Any, lit: Any, data: Any, tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.chdir(tmp_path)
+        trainer = pl.Trainer(fast_dev_run=fast, accelerator="cpu", enable_progress_bar=False)
+        trainer.fit(federate(lit), data)
+        assert trainer.global_step == 1
+        assert list(tmp_path.iterdir()) == []
+
+    def test_limited_cohort_is_what_strategies_are_told(self, lit: Any, data: Any, quiet: Any) -> None:
+        sizes: list[float] = []
+
+        class Spy(ls.Collective):
+            def __call__(self, singular_values: Any, num_terms: int, cohort_size: float) -> Any:
+                sizes.append(cohort_size)
+                return super().__call__(singular_values, num_terms, cohort_size)
+
+        model = federate(lit, algorithm=ls.SpectralSharding(Spy(), 0.3), clients_per_round=6)
+        pl.Trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=1, **quiet).fit(model, data)
+        assert sizes[-1] == 3
+
+    def test_pseudo_gradients_do_not_stay(self, lit: Any, data: Any, quiet: Any) -> None:
+        pl.Trainer(max_epochs=1, **quiet).fit(federate(lit), data)
+        assert all(parameter.grad is None for parameter in lit.parameters())
+
+    def test_trainer_gets_its_settings_back(self, lit: Any, data: Any, quiet: Any) -> None:
+        data.val = None
+        trainer = pl.Trainer(max_epochs=1, **quiet)
+        before = trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches
+        trainer.fit(federate(lit), data)
+        assert (trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches) == before
+
+    def test_trainer_gets_its_settings_back_after_an_error(self, lit: Any, data: Any, quiet: Any) -> None:
+        class Fails(ls.RoundCallback):
+            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+                raise RuntimeError("enough")
+
+        trainer = pl.Trainer(max_epochs=1, callbacks=[fails := Fails()], **quiet)
+        with pytest.raises(RuntimeError, match="enough"):
+            trainer.fit(federate(lit), data)
+        assert trainer.accumulate_grad_batches == 1
+        trainer.callbacks.remove(fails)
+        trainer.fit(federate(lit), data)
+
+    def test_timer_stops_between_whole_rounds(self, lit: Any, data: Any, quiet: Any) -> None:
+        before = copy.deepcopy(lit.state_dict())
+        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"seconds": 0}, interval="epoch")], **quiet)
+        trainer.fit(federate(lit), data)
+        assert trainer.global_step == 0
+        assert all(torch.equal(before[name], value) for name, value in lit.state_dict().items())
+        history = ls.RoundHistory()
+        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"milliseconds": 30}), history], **quiet)
+        trainer.fit(federate(lit), data)
+        assert trainer.global_step == len(history.rows) >= 1
+        assert {row["fl/clients"] for row in history.rows} == {4.0}
+
+    def test_test_and_predict_run_the_aggregated_model(self, lit: Any, data: Any, toy: Any, quiet: Any) -> None:
+        model = federate(lit)
+        trainer = pl.Trainer(max_epochs=1, **quiet)
+        trainer.fit(model, data)
+        (scores,) = trainer.test(model, data, verbose=False)
+        x, y = toy.tensors
+        with torch.no_grad():
+            expected = nn.functional.cross_entropy(lit.eval()(x), y)
+        assert scores["test_loss"] == pytest.approx(float(expected), rel=1e-5)
+        torch.testing.assert_close(model(x), lit(x))
+
+    def test_two_fits_of_one_module_go_on_from_its_weights(self, lit: Any, data: Any, quiet: Any) -> None:
+        model = federate(lit)
+        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+        middle = copy.deepcopy(lit.state_dict())
+        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+        assert not torch.equal(middle["net.2.weight"], lit.net[2].weight)
+
+
+class TestLoggers:
+    def test_x_axis_counts_rounds(self, lit: Any, data: Any, tmp_path: Path) -> None:
+        trainer = pl.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            logger=[CSVLogger(tmp_path, name="csv", version=0), TensorBoardLogger(tmp_path, name="tb", version=0)],
+            callbacks=[LearningRateMonitor()],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(federate(lit, local_epochs=2), data)
+        with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        for name in ("fl/loss", "fl/bytes_up", "fl/terms_visited", "train_loss", "train_acc", "val_acc", "lr-SGD"):
+            assert [row["step"] for row in rows if row.get(name)] == ["0", "1", "2"], name
+        for row in rows:
+            assert not row["fl/round"] or float(row["fl/round"]) == float(row["step"])
+        lrs = [float(row["fl/lr"]) for row in rows if row["fl/lr"]]
+        assert lrs[0] == pytest.approx(0.1)
+        assert lrs[0] > lrs[1] > lrs[2]
+
+    def test_logged_values_are_what_clients_saw(self, lit: Any, data: Any, quiet: Any) -> None:
+        history = ls.RoundHistory()
+        pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(federate(lit), data)
+        (row,) = history.rows
+        assert row["train_loss"] == pytest.approx(row["fl/loss"], rel=1e-6)
+        assert row["fl/examples"] == 40
+        assert row["fl/clients"] == 4
+        assert 0 < row["fl/terms_visited"] <= 1
+        assert 0 < row["fl/inclusion_entropy"] <= 1
+        assert row["fl/largest_multiplier"] >= 1
+
+    def test_ledger_counts_what_travels(self, lit: Any, data: Any, quiet: Any) -> None:
+        ledger, history = ls.CommunicationLedger(), ls.RoundHistory()
+        trainer = pl.Trainer(max_epochs=2, callbacks=[ledger, history], **quiet)
+        trainer.fit(federate(lit), data)
+        dense = 6 * 12 + 12 + 12 + 12 * 3 + 3
+        for ratio, (down, up) in ledger.bytes_per_client().items():
+            n = {0.3: 4, 0.6: 8}[ratio]
+            assert up == 4 * (dense + n * 24)
+            assert down == up + 4 * n
+        assert sum(row.uplink_bytes for row in ledger.rows if row.round_idx == 0) == history.rows[0]["fl/bytes_up"]
+        assert ledger.total_bytes == sum(row["fl/bytes_up"] + row["fl/bytes_down"] for row in history.rows)
+
+    def test_history_draws_a_picture(self, lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
+        history = ls.RoundHistory()
+        pl.Trainer(max_epochs=2, callbacks=[history], **quiet).fit(federate(lit), data)
+        history.plot("val_acc", tmp_path / "acc.png")
+        assert (tmp_path / "acc.png").read_bytes().startswith(b"\x89PNG")
+
+
+QUIET_RUN = """
+    import warnings
+    warnings.filterwarnings("ignore", message=".*LeafSpec")
+    import sys
+    sys.path.insert(0, {tests!r})
+    import lightning.pytorch as pl, torch
+    from torch.utils.data import TensorDataset
+    import lightning_spectral as ls
+    from conftest import LitMLP
+    x = torch.randn(120, 6)
+    toy = TensorDataset(x, x[:, :3].argmax(1))
+    data = ls.FederatedDataModule(toy, ls.DirichletPartitioner(12, alpha=1.0), val=toy, batch_size=4)
+    sharding = ls.SpectralSharding(keep_ratio={{0.3: 0.5, 0.6: 0.5}})
+    model = ls.FederatedModule(LitMLP(), algorithm=sharding, clients_per_round=4)
+    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False)
+    print("---", flush=True); print("---", file=sys.stderr, flush=True)
+    trainer.fit(model, data)
+    print("---", flush=True); print("---", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_run_says_nothing_of_its_own_and_leaves_no_file(tmp_path: Path) -> None:
+    script = textwrap.dedent(QUIET_RUN).format(tests=str(Path(__file__).parents[1]))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for text in (done.stdout, done.stderr) for line in text.split("---")[1].splitlines() if line.strip()]
+    lightning_says = (
+        "weights_only",
+        "GPU available",
+        "TPU available",
+        "HPU available",
+        "`Trainer.fit` stopped",
+        "Tip:",
+        "💡",
+    )
+    assert [line for line in said if not any(words in line for words in lightning_says)] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_changes_nothing_in_the_process(tmp_path: Path) -> None:
+    script = (
+        "import lightning.pytorch, torchmetrics, scipy.optimize, sys, random, torch, warnings\n"
+        "known = set(lightning.pytorch.strategies.StrategyRegistry)\n"
+        "before = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
+        "heavy = {'wandb', 'matplotlib', 'mlxtend'} - sys.modules.keys()\n"
+        "import lightning_spectral\n"
+        "after = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
+        "assert before == after\n"
+        "names = lightning.pytorch.strategies.StrategyRegistry  # the one table that importing adds to\n"
+        "assert all(name.startswith('client_parallel') for name in names.keys() - known)\n"
+        "assert heavy.isdisjoint(sys.modules), heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

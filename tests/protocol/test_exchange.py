@@ -1,0 +1,61 @@
+import copy
+import math
+
+import torch
+from torch import nn
+
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    load_tensors,
+    select_tensors,
+    travelling_tensors,
+)
+
+
+def net() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    module.register_buffer("cache", torch.zeros(2), persistent=False)
+    module[2].bias.requires_grad_(False)
+    return module
+
+
+def test_what_travels_is_what_a_copy_needs() -> None:
+    server, client = net(), net()
+    load_tensors(client, travelling_tensors(server))
+    assert all(
+        torch.equal(a, b) for a, b in zip(server.state_dict().values(), client.state_dict().values(), strict=True)
+    )
+    assert "cache" in travelling_tensors(server)  # not in a state_dict, but clients must not hand it on to each other
+
+
+def test_what_is_averaged_can_be_averaged() -> None:
+    names = averaged_tensors(net()).keys()
+    assert {"0.weight", "1.running_mean", "1.running_var"} <= names
+    assert names.isdisjoint({"2.bias", "mask", "1.num_batches_tracked", "cache"})
+    assert "0.weight" not in averaged_tensors(net(), without={"0.weight"})
+
+
+def test_selected_tensors_are_views_of_the_module() -> None:
+    module = net()
+    selected = select_tensors(module, ["0.weight"])
+    assert selected["0.weight"].data_ptr() == module[0].weight.data_ptr()
+    assert not selected["0.weight"].requires_grad
+
+
+def test_tied_parameters_travel_once() -> None:
+    module = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    module["head"].weight = module["embed"].weight
+    assert list(travelling_tensors(module)) == ["embed.weight"]
+
+
+def test_change_becomes_a_pseudo_gradient_and_moves_buffers() -> None:
+    server = net()
+    before = copy.deepcopy(server.state_dict())
+    changes = {"0.bias": torch.full((4,), 0.5).double(), "1.running_mean": torch.full((4,), 2.0).double()}
+    apply_mean_change(server, changes)
+    torch.optim.SGD(server.parameters(), lr=1.0).step()
+    torch.testing.assert_close(server[0].bias, before["0.bias"] + 0.5)
+    torch.testing.assert_close(server[1].running_mean, before["1.running_mean"] + 2.0)
+    assert torch.equal(server[0].weight, before["0.weight"])

@@ -1,0 +1,261 @@
+"""For every reason and every answer: the round does what the policy says, and the others do not notice."""
+
+import math
+import warnings
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.partition import Partition
+from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.simulation import Conditions
+
+FAST = ls.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
+SLOW = ls.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
+REASONS: tuple[Reason, ...] = get_args(Reason)
+POLICIES = tuple(reason for reason in REASONS if reason != "surplus")  # which is no fault, and has no policy
+ALGORITHMS = [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
+BAD, NUM_CLIENTS = 2, 6  # the client with the fault
+EXPECTED = {"dropped_out", "late", "no_data", "surplus"}  # counted, but no reason to warn
+
+
+class LitFragile(pl.LightningModule):
+    """What its batches hold decides what goes wrong; before it fails it leaves a mess behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
+        self.register_buffer("step_count", torch.zeros((), dtype=torch.long))
+        self.metric = torchmetrics.MeanMetric(nan_strategy="ignore")
+        self.scale = 1.0
+
+    def training_step(self, batch: Any) -> Any:
+        (x,) = batch
+        if bool(torch.isinf(x).any()):
+            self.mess_up(x)
+            raise RuntimeError("the sensor is broken")
+        if bool((x == -1.0).any()):
+            return None
+        self.step_count += 1
+        loss = self.net(x).square().mean() * self.scale
+        self.metric(loss)
+        self.log("seen", self.metric)
+        self.log("plain", loss)
+        return loss
+
+    def mess_up(self, x: torch.Tensor) -> None:
+        self.scale = 7.0
+        self.metric(torch.tensor(1e6))
+        self.log("plain", torch.tensor(1e6))
+        self.net(torch.full_like(x, 3.0)).sum().backward()  # gradients, and running statistics
+        with torch.no_grad():
+            for tensor in [*self.parameters(), self.step_count]:
+                tensor.fill_(9)
+        self.net[0].register_forward_hook(lambda module, args, output: output + 1)
+        self.requires_grad_(False)
+        self.eval()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class ByClient(ls.Partitioner):
+    """Four examples for each client, none for those named."""
+
+    def __init__(self, without: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.num_clients, self.without = NUM_CLIENTS, without
+
+    def split(self, num_examples: int, labels: Any, generator: Any) -> Partition:
+        everyone = range(NUM_CLIENTS)
+        return Partition.from_lists([[] if c in self.without else list(range(4 * c, 4 * c + 4)) for c in everyone])
+
+
+def federation(reason: Reason | None, bad: set[int]) -> tuple[ls.FederatedDataModule, dict[str, Any]]:
+    """Data and conditions under which exactly the clients of ``bad`` meet with ``reason``."""
+    x = torch.linspace(0.5, 2.0, 4 * NUM_CLIENTS)[:, None].repeat(1, 2)
+    value = {"error": math.inf, "not_finite": math.nan, "no_update": -1.0}.get(reason or "")
+    if value is not None:
+        for client_id in bad:
+            x[4 * client_id : 4 * client_id + 4] = value
+    data = ls.FederatedDataModule(TensorDataset(x), ByClient(bad if reason == "no_data" else set()), batch_size=2)
+    profiles = [SLOW if c in bad else FAST for c in range(NUM_CLIENTS)]
+    options: dict[str, Any] = {
+        "dropped_out": lambda: {"dropout": ls.ClientDropout([float(c in bad) for c in range(NUM_CLIENTS)])},
+        "late": lambda: {"clock": ls.VirtualClock(profiles, deadline=10.0)},
+        "surplus": lambda: {"clock": ls.VirtualClock(profiles, keep_first=NUM_CLIENTS - len(bad))},
+    }
+    return data, options.get(reason or "", dict)()
+
+
+def run(
+    quiet: Any, reason: Reason | None, bad: set[int], max_epochs: int = 2, algorithm: Any = None, **settings: Any
+) -> tuple[torch.Tensor, ls.RoundHistory, ls.CommunicationLedger]:
+    module, history, ledger = LitFragile(), ls.RoundHistory(), ls.CommunicationLedger()
+    data, conditions = federation(reason, bad)
+    model = ls.FederatedModule(
+        module, clients_per_round=NUM_CLIENTS, algorithm=algorithm or ls.FedAvg(), **{**conditions, **settings}
+    )
+    pl.Trainer(max_epochs=max_epochs, callbacks=[history, ledger], **quiet).fit(model, data)
+    state = torch.cat([value.flatten().double() for value in module.state_dict().values()])
+    return state, history, ledger
+
+
+def leave_out(reason: Reason, max_share: float = 0.5) -> ls.Faults:
+    return ls.Faults() if reason == "surplus" else ls.Faults(**{f"on_{reason}": ls.LeaveOut(max_share)})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["FedAvg", "spectral", "mixed"])
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(reason: Reason, algorithm: Any, quiet: Any) -> None:
+    """The oracle is a client that does not train: it drops out. All reasons come to the same weights, bit by bit."""
+    dropped, reference, _ = run(quiet, "dropped_out", {BAD}, algorithm=algorithm)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ls.SpectralWarning)
+        state, history, ledger = run(quiet, reason, {BAD}, algorithm=algorithm, faults=leave_out(reason))
+    assert torch.equal(state, dropped)
+    for row, other in zip(history.rows, reference.rows, strict=True):
+        assert row[f"fl/left_out_{reason}"] == row["fl/clients_left_out"] == 1.0
+        assert row["fl/clients"] == NUM_CLIENTS - 1
+        same = ("fl/loss", "fl/examples", "fl/lr", "seen", "plain")
+        assert [row[name] for name in same] == [other[name] for name in same]
+    assert {(row.client_id, row.left_out) for row in ledger.rows if row.left_out} == {(BAD, reason)}
+    told = [f"Round {r}: client {BAD} is left out of the average: {WHAT_HAPPENED[reason]}" for r in (0, 1)]
+    assert len(said) == (0 if reason in EXPECTED else 2)
+    assert all(str(warning.message).startswith(text) for warning, text in zip(said, told, strict=False))
+
+
+@pytest.mark.parametrize("reason", POLICIES)
+def test_raise_ends_the_run_and_names_the_client(reason: Reason, quiet: Any) -> None:
+    kind: Any = ValueError if reason == "no_data" else ls.ClientError
+    with pytest.raises(kind, match=rf"(Round 0, )?client\w* {BAD}.*"):
+        run(quiet, reason, {BAD}, faults=ls.Faults(**{f"on_{reason}": ls.Raise()}))
+
+
+@pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+@pytest.mark.parametrize("reason", POLICIES)
+def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(reason: Reason, quiet: Any) -> None:
+    module = LitFragile()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    bad = {1, 2, 4}
+    data, conditions = federation(reason, bad)
+    named = f"3 of 6 clients are left out .*; of each: {WHAT_HAPPENED[reason]}.*of 0.49 that `Faults.on_{reason}`"
+    settings = {"clients_per_round": NUM_CLIENTS, **conditions}
+    with pytest.raises(ls.RoundError, match=named):
+        pl.Trainer(max_epochs=1, **quiet).fit(
+            ls.FederatedModule(module, faults=leave_out(reason, 0.49), **settings), data
+        )
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    run(quiet, reason, bad, max_epochs=1, faults=leave_out(reason, 0.5))  # exactly the share is allowed
+
+
+def momentum(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:2], ids=["FedAvg", "spectral"])
+@pytest.mark.parametrize("reason", POLICIES)
+@pytest.mark.filterwarnings("ignore:Round . client . is left out:lightning_spectral.SpectralWarning")
+@pytest.mark.filterwarnings("ignore:Round .. client . is left out:lightning_spectral.SpectralWarning")
+def test_a_round_that_nobody_survives_changes_nothing_and_says_so(reason: Reason, algorithm: Any, quiet: Any) -> None:
+    module, history = LitFragile(), ls.RoundHistory()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    everyone = set(range(NUM_CLIENTS))
+    data, conditions = federation(reason, everyone)
+    model = ls.FederatedModule(
+        module,
+        algorithm=algorithm,
+        clients_per_round=NUM_CLIENTS,
+        server_optimizer=momentum,
+        faults=leave_out(reason, 1.0),
+        **conditions,
+    )
+    trainer = pl.Trainer(max_epochs=2, callbacks=[history, ls.UpdateAlignment(1)], **quiet)
+    with pytest.warns(
+        ls.SpectralWarning, match=rf"Round \d: no client is left to average \(6 {reason}\); the server's"
+    ):
+        trainer.fit(model, data)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert trainer.global_step == 2  # rounds are counted all the same
+    assert [(row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) for row in history.rows] == [
+        (0.0, 6.0, 0.0)
+    ] * 2
+    assert all(math.isnan(row["fl/loss"]) for row in history.rows)
+    assert not model.optimizers()[0].state  # type: ignore[union-attr,index]
+
+
+def test_what_a_failing_client_left_behind_does_not_reach_the_next_round(quiet: Any) -> None:
+    """Five of six clients fail in every round; the oracle is a federation in which those five have no data."""
+    with pytest.warns(ls.SpectralWarning, match="RuntimeError: the sensor is broken"):
+        failing, *_ = run(quiet, "error", {1, 2, 3, 4, 5}, max_epochs=3, faults=leave_out("error", 1.0))
+    absent, *_ = run(quiet, "no_data", {1, 2, 3, 4, 5}, max_epochs=3, faults=leave_out("no_data", 1.0))
+    assert torch.equal(failing, absent)
+
+
+def test_only_bytes_that_travelled_are_counted(quiet: Any) -> None:
+    whole = run(quiet, None, set())[2].rows[0]
+    for reason in REASONS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ls.SpectralWarning)
+            rows = run(quiet, reason, {BAD}, max_epochs=1, faults=leave_out(reason))[2].rows
+        (row,) = [row for row in rows if row.client_id == BAD]
+        assert row.downlink_bytes == (0 if reason == "no_data" else whole.downlink_bytes)
+        assert row.uplink_bytes == (whole.uplink_bytes if reason == "not_finite" else 0)
+
+
+def test_the_servers_own_failures_are_never_left_out(quiet: Any) -> None:
+    class Broken(ls.FedAvg):
+        def load(self, client: Any, download: Any) -> None:
+            raise RuntimeError("cannot load")
+
+    with pytest.raises(ls.ClientError, match=r"Round 0, client ., loading: RuntimeError: cannot load"):
+        run(quiet, None, set(), algorithm=Broken(), faults=ls.Faults(on_error=ls.LeaveOut(1.0)))
+
+
+def test_no_local_epochs_is_no_fault(quiet: Any) -> None:
+    _, history, _ = run(quiet, None, set(), local_epochs=0)
+    assert [row["fl/clients"] for row in history.rows] == [6.0, 6.0]
+
+
+def test_metrics_name_the_reasons_that_this_run_allows() -> None:
+    faults = ls.Faults(on_error=ls.LeaveOut(), on_late=ls.Raise())
+    clock = ls.VirtualClock(FAST, deadline=1.0, keep_first=1)
+    assert ls.Faults().reasons(Conditions()) == ("not_finite", "no_update")
+    assert faults.reasons(Conditions(ls.ClientDropout(0.1), clock)) == (
+        *("error", "not_finite", "no_update"),
+        *("dropped_out", "surplus"),
+    )
+
+
+def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None:
+    def configuration(**settings: Any) -> Any:
+        return ls.FederatedModule(LitFragile(), clients_per_round=1, **settings).configuration()
+
+    assert configuration() == configuration(faults=ls.Faults(on_error=ls.LeaveOut()))
+    assert configuration() != configuration(dropout=ls.ClientDropout(0.1))
+    clock = ls.VirtualClock(FAST, macs=lambda keep_ratio: 1.0)
+    assert configuration() != configuration(clock=clock)
+    assert " at 0x" not in str(configuration(clock=clock))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.LeaveOut(1.5), r"`max_share` must be in \[0, 1\], got 1\.5"),
+        (lambda: ls.LeaveOut(math.nan), r"`max_share` must be in \[0, 1\], got nan"),
+        (lambda: ls.Faults(on_error="leave out"), "`on_error` must be an instance of LeaveOut"),  # type: ignore[arg-type]
+        (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, faults=ls.LeaveOut()), "`faults` must be an"),  # type: ignore[arg-type]
+        (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, dropout=0.1), "`dropout` must be an instance"),  # type: ignore[arg-type]
+        (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, clock=FAST), "`clock` must be an instance of"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_cannot_be_meant(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

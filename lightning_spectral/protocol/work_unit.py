@@ -1,0 +1,36 @@
+"""Who trains what: the unit in which rounds are planned, drawn, counted and summed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class WorkUnit(NamedTuple):
+    """One client that trains one model in one round.
+
+    A named tuple, because Lightning rebuilds what travels as a batch and cannot rebuild frozen dataclasses.
+
+    Attributes:
+        client_id: Which client, from 0.
+        model: Which model; ``""`` where there is one.
+        coefficient: Its weight in the average, any non-negative number. Under uniform participation its number of
+            examples D; the average divides by the sum over those who reported.
+
+    Example:
+        >>> WorkUnit(7, coefficient=80).ids, WorkUnit(7, "words").ids
+        ((7,), (7, 'words'))
+    """
+
+    client_id: int
+    model: str = ""
+    coefficient: float = 1.0
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Client and model: one unit of a round has it, whatever its coefficient."""
+        return self.client_id, self.model
+
+    @property
+    def ids(self) -> tuple[int | str, ...]:
+        """What its random draws are derived from; a single model has no name in them."""
+        return self.key if self.model else (self.client_id,)

@@ -60,6 +60,7 @@ class ProximalTerm(LocalHook):
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.zeros_(model.weight)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         >>> before_step = ProximalTerm(mu=0.5).start_client(model, optimizer)
         >>> model.weight.grad = torch.zeros(1, 1)

@@ -1,4 +1,4 @@
-"""The contract of an algorithm: what a client holds, and how it goes down and comes back."""
+"""The server half of an algorithm: the contract."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.client.local_optimizer import LocalOptimizer
-from lightning_spectral.protocol.records import Cohort, Download, Upload
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
 
 
 class Algorithm(ABC, Generic[RoundT]):
-    """What travels, as methods that hold no state of their own.
+    """What the server sends, and what it makes of the answers. Its other half, `ClientSide`, runs on devices.
 
     An algorithm is a choice the user makes: immutable, and free to be used in several runs at once. What belongs to
-    one round lives in the value that `refresh` returns and the other methods receive.
+    one round lives in the value that `open` returns and other methods receive. What is to last from one round to the
+    next lives in the module that `start` returns.
     """
 
     def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
@@ -45,57 +48,64 @@ class Algorithm(ABC, Generic[RoundT]):
         return None
 
     @abstractmethod
-    def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
-        """A sub-model of ``server`` of one keep ratio; its values arrive later by `load`."""
+    def client_side(self, server: nn.Module) -> ClientSide:
+        """What devices have to know: built once, sent to each of them once."""
+
+    def start(self, server: nn.Module, seed: int) -> nn.Module | None:
+        """What the algorithm owns between rounds, as a module; ``None``, as here, for nothing.
+
+        The ``FederatedModule`` registers it as ``state``. So Lightning saves, moves and resumes it, and the server
+        optimizer steps those of its parameters that have a gradient after `close`.
+
+        Args:
+            server: The server's module.
+            seed: The run's seed, for what is drawn.
+        """
+        return None
 
     @abstractmethod
-    def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer ``template``, over ``server``, rebuilt over a sub-model, with the hooks it needs."""
-
-    def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
-        """For each layer that must take part in training, by name, one parameter. Here: none, nothing is sharded."""
-        return {}
-
-    @abstractmethod
-    def refresh(self, server: nn.Module, cohort: Cohort) -> RoundT:
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> RoundT:
         """Open a round: look at the server's weights once.
 
         Args:
             server: The server's module.
+            state: What `start` returned.
             cohort: Who takes part.
         """
 
     @abstractmethod
-    def sample(self, round_state: RoundT, keep_ratio: float, key: tuple[Any, ...]) -> Download:
-        """Draw what one client gets. ``key`` is (seed, round_idx, client_id): all that the draw depends on."""
+    def send(self, opened: RoundT, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """What one unit gets, and the note that the server keeps of it.
+
+        Draws depend on the run's seed, the round and ``unit.ids`` alone.
+        """
 
     @abstractmethod
-    def load(self, client: nn.Module, download: Download) -> None:
-        """Overwrite a sub-model's values with what one client gets."""
+    def add(self, opened: RoundT, receipt: Receipt, upload: Upload) -> None:
+        """Add one unit's update to the round's running sums."""
 
-    @abstractmethod
-    def collect(self, round_state: RoundT, client: nn.Module, num_examples: int) -> Upload:
-        """What comes back from a trained sub-model."""
-
-    @abstractmethod
-    def add(self, round_state: RoundT, download: Download, upload: Upload) -> None:
-        """Add one client's update to the round's running sums."""
-
-    def running_means(self, round_state: RoundT) -> Sequence[RunningMean]:
-        """The round's running sums, which several processes add up before `apply`.
+    def running_means(self, opened: RoundT) -> Sequence[RunningMean]:
+        """The round's running sums, which several processes add up before `close`.
 
         Raises:
             NotImplementedError: Here. An algorithm without it trains in a single process.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} runs in one process; define `running_means(round_state)`, which returns the "
+            f"{type(self).__name__} runs in one process; define `running_means(opened)`, which returns the "
             "`MeanChange` and `MeanTermChange` objects of the round, to let several processes add them up."
         )
 
     @abstractmethod
-    def apply(self, server: nn.Module, round_state: RoundT) -> None:
-        """Finish the average: pseudo-gradients into ``server``'s parameters, averaged buffers in place."""
+    def close(self, server: nn.Module, state: nn.Module | None, opened: RoundT) -> None:
+        """Finish the average: pseudo-gradients into ``server``'s or ``state``'s parameters, buffers in place."""
 
-    def diagnostics(self, round_state: RoundT) -> Mapping[str, float]:
+    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
+        """Write what follows from the state into ``server``, after the server optimizer stepped. Here: nothing does.
+
+        Evaluation and checkpoints see the weights that are in ``server`` afterwards.
+        """
+        return None
+
+    def diagnostics(self, opened: RoundT) -> Mapping[str, float]:
         """Figures of a round to log, by name. Here: none."""
         return {}

@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.client.local_optimizer import LocalOptimizer, rebuild_optimizer
+from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
+    AVERAGED,
     apply_mean_change,
     averaged_tensors,
+    buffer_policies,
+    copy_module,
     load_tensors,
     select_tensors,
     travelling_tensors,
 )
-from lightning_spectral.protocol.records import Cohort, Download, Upload
+from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+
+@dataclass(frozen=True)
+class DenseSide(ClientSide):
+    """The device half of federated averaging.
+
+    Attributes:
+        returned: Names of the tensors that travel back.
+    """
+
+    returned: tuple[str, ...]
+
+    def build(self, module: nn.Module, capacity: float) -> nn.Module:
+        """A copy of the user's module."""
+        client: nn.Module = copy_module(module)
+        return client
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Copy the server's values."""
+        load_tensors(client, download.tensors)
+
+    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
+        """The user's optimizer, group by group."""
+        return rebuild_optimizer(recipe, client)
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        """The trained values."""
+        return Upload(download.unit, select_tensors(client, self.returned))
 
 
 @dataclass(frozen=True)
@@ -47,46 +79,40 @@ class FedAvg(Algorithm[DenseRound]):
         McMahan et al. (2017), Algorithm 1.
 
     Example:
-        >>> FedAvg().build(nn.Linear(3, 2), keep_ratio=1.0)
-        Linear(in_features=3, out_features=2, bias=True)
+        >>> FedAvg().client_side(nn.Linear(3, 2))
+        DenseSide(returned=('weight', 'bias'))
     """
+
+    side: ClassVar[type[DenseSide]] = DenseSide
 
     keep_buffers: Sequence[str] = ()
 
-    def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
-        """A copy of the server's module."""
-        return copy.deepcopy(server)
+    def prepare(self, server: nn.Module) -> FedAvg:
+        """This algorithm with the buffers that keep the server's value decided, once for all rounds."""
+        kept = [name for name, _, policy in buffer_policies(server, self.keep_buffers) if policy != AVERAGED]
+        return replace(self, keep_buffers=tuple(kept))
 
-    def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, group by group."""
-        return rebuild_optimizer(template, server, client)
+    def client_side(self, server: nn.Module) -> ClientSide:
+        """The device half: trainable parameters and averaged buffers travel back."""
+        return type(self).side(tuple(averaged_tensors(server, keep_buffers=self.keep_buffers)))
 
-    def refresh(self, server: nn.Module, cohort: Cohort) -> DenseRound:
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> DenseRound:
         """Note where every client starts."""
-        return DenseRound(
-            travelling_tensors(server), MeanChange(averaged_tensors(server, keep_buffers=self.keep_buffers))
-        )
+        before = averaged_tensors(server, keep_buffers=self.keep_buffers)
+        return DenseRound(travelling_tensors(server), MeanChange(before))
 
-    def sample(self, round_state: DenseRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
+    def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Everything; nothing is drawn."""
-        return Download(keep_ratio, round_state.tensors)
+        return Download(unit, 1.0, opened.tensors), Receipt(unit, 1.0)
 
-    def load(self, client: nn.Module, download: Download) -> None:
-        """Copy the server's values."""
-        load_tensors(client, download.tensors)
+    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change, weighted by its coefficient."""
+        opened.mean.add(upload.tensors, receipt.unit.coefficient)
 
-    def collect(self, round_state: DenseRound, client: nn.Module, num_examples: int) -> Upload:
-        """The trained values."""
-        return Upload(select_tensors(client, round_state.mean.names), num_examples)
-
-    def add(self, round_state: DenseRound, download: Download, upload: Upload) -> None:
-        """Add the client's change, weighted by its number of examples."""
-        round_state.mean.add(upload.tensors, upload.num_examples)
-
-    def running_means(self, round_state: DenseRound) -> Sequence[RunningMean]:
+    def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
         """One sum over whole tensors."""
-        return [round_state.mean]
+        return [opened.mean]
 
-    def apply(self, server: nn.Module, round_state: DenseRound) -> None:
+    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
         """Pseudo-gradient: minus the mean change."""
-        apply_mean_change(server, round_state.mean.finish())
+        apply_mean_change(server, opened.mean.finish())

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, AdamW, Optimizer
+from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
-from lightning_spectral.client.local_optimizer import LocalOptimizer, rebuild_optimizer
+from lightning_spectral.algorithms.spectral_side import SpectralSide
+from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.factors import check_granularity, singular_terms
 from lightning_spectral.functional.local_training import check_tau
-from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, assemble, by_parameter
-from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.layers.blocks import as_rows, assemble, by_parameter
 from lightning_spectral.nn.plan.planner import check_undecided, plan_layers
 from lightning_spectral.nn.plan.report import LayerReport
-from lightning_spectral.nn.plan.swap import sharded_layers, swap_layers
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    load_tensors,
-    select_tensors,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import KeepRatio, assign_keep_ratios, check_keep_ratios
-from lightning_spectral.protocol.records import Cohort, Download, Upload
+from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 
@@ -158,96 +151,66 @@ class SpectralSharding(Algorithm[SpectralRound]):
                 stacklevel=2,
             )
 
-    def build(self, server: nn.Module, keep_ratio: float) -> nn.Module:
-        """A copy of ``server`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
+    def client_side(self, server: nn.Module) -> ClientSide:
+        """The device half: sub-models, and optimizers that decay and clip their factors."""
         report = self.report(server)
-        # The dense weights that are about to be replaced are not worth copying: they stand for themselves in the copy.
-        weights = [server.get_parameter(name) for name in report.sharded_weights]
-        client = copy.deepcopy(server, {id(weight): weight for weight in weights})
-        swap_layers(client, report, lambda kind, dense, n: kind.like(dense, n), keep_ratio, self.term_granularity)
-        return client
+        dense = tuple(averaged_tensors(server, report.sharded_weights, self._kept_buffers(report)))
+        return SpectralSide(report, dense, self.clip_tau, self.frobenius_decay, self.term_granularity)
 
-    def local_optimizer(self, template: Optimizer, server: nn.Module, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer with factors in groups without weight decay, Frobenius decay, then clipping."""
-        blocks = self.report(server).blocks
-        factors = {f"{name}.{factor}": block.parameter for name, block in blocks.items() for factor in ("u", "v")}
-        local = rebuild_optimizer(
-            template,
-            server,
-            client,
-            origin=lambda name: factors.get(name, name),
-            overrides=lambda name: {"weight_decay": 0.0} if name in factors else {},
-        )
-        decoupled = isinstance(template, AdamW) or any(g.get("decoupled_weight_decay") for g in template.param_groups)
-        FrobeniusDecay(self._decays(template, server, blocks), decoupled).register(local.optimizer, client)
-        EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
-        return local
+    def _kept_buffers(self, report: LayerReport) -> list[str]:
+        return [*self.keep_buffers, *report.kept_buffers]
 
-    def _decays(self, template: Optimizer, server: nn.Module, blocks: Mapping[str, WeightBlock]) -> dict[str, float]:
-        decay_of = {id(p): g.get("weight_decay", 0.0) for g in template.param_groups for p in g["params"]}
-        weights = {name: id(server.get_parameter(block.parameter)) for name, block in blocks.items()}
-        return {name: self.frobenius_decay + decay_of[key] for name, key in weights.items() if key in decay_of}
-
-    def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
-        """The left factor of every sharded matrix."""
-        return {name: layer.u for name, layer in sharded_layers(client).items()}
-
-    def refresh(self, server: nn.Module, cohort: Cohort) -> SpectralRound:
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> SpectralRound:
         """Factorise every sharded matrix once; inclusion probabilities and multipliers for each keep ratio."""
         report = self.report(server)
         matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in report.blocks.items()]
-        terms = cohort.processes.share_out(matrices, _singular_terms, _decomposition_cost)
+        terms = cohort.workers.share_out(matrices, _singular_terms, _decomposition_cost)
         layers = {name: self._open(name, found, cohort) for (name, _), found in zip(matrices, terms, strict=True)}
-        averaged = averaged_tensors(server, report.sharded_weights, [*self.keep_buffers, *report.kept_buffers])
-        return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
+        averaged = averaged_tensors(server, report.sharded_weights, self._kept_buffers(report))
+        return SpectralRound(cohort, layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
 
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
         sizes = {
-            keep_ratio: cohort.effective_size(clients) if self.weigh_clients else float(len(clients))
-            for keep_ratio, clients in cohort.groups.items()
+            keep_ratio: cohort.effective_size(units) if self.weigh_clients else float(len(units))
+            for keep_ratio, units in cohort.groups.items()
         }
         with _blamed(name):
             return open_layer(name, terms, self.strategy, self.design, cohort, sizes, granularity=self.term_granularity)
 
-    def sample(self, round_state: SpectralRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
-        """Draw the client's terms of every layer, independently."""
-        tensors, terms = dict(round_state.tensors), {}
-        for name, layer in round_state.layers.items():
-            terms[name], parts = layer.draw(keep_ratio, key)
+    def send(self, opened: SpectralRound, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Draw the unit's terms of every layer, independently."""
+        keep_ratio = opened.cohort.keep_ratio_of(unit)
+        tensors, terms = dict(opened.tensors), {}
+        for name, layer in opened.layers.items():
+            terms[name], parts = layer.draw(opened.cohort, unit)
             tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
-        return Download(keep_ratio, tensors, terms)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
-    def load(self, client: nn.Module, download: Download) -> None:
-        """Overwrite terms, multipliers and dense tensors in place."""
-        load_tensors(client, download.tensors)
-
-    def collect(self, round_state: SpectralRound, client: nn.Module, num_examples: int) -> Upload:
-        """The trained factors and dense tensors; multipliers stay."""
-        factors = [f"{name}.{factor}" for name in round_state.layers for factor in ("u", "v")]
-        return Upload(select_tensors(client, [*round_state.mean.names, *factors]), num_examples)
-
-    def add(self, round_state: SpectralRound, download: Download, upload: Upload) -> None:
+    def add(self, opened: SpectralRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change: dense tensors whole, sharded layers term by term."""
-        round_state.mean.add(upload.tensors, upload.num_examples)
-        for name, layer in round_state.layers.items():
-            u, v = (upload.tensors[part] - download.tensors[part] for part in (f"{name}.u", f"{name}.v"))
-            layer.mean.add(download.terms[name], u, v, upload.num_examples)
+        weight = receipt.unit.coefficient
+        opened.mean.add(upload.tensors, weight)
+        for name, layer in opened.layers.items():
+            terms = receipt.drawn[name]
+            u_change = upload.tensors[f"{name}.u"] - layer.u[:, terms]
+            v_change = upload.tensors[f"{name}.v"] - layer.v[terms]
+            layer.mean.add(terms, u_change, v_change, weight)
 
-    def running_means(self, round_state: SpectralRound) -> Sequence[RunningMean]:
+    def running_means(self, opened: SpectralRound) -> Sequence[RunningMean]:
         """One sum over the dense tensors, and one for each layer's terms."""
-        return [round_state.mean, *(layer.mean for layer in round_state.layers.values())]
+        return [opened.mean, *(layer.mean for layer in opened.layers.values())]
 
-    def apply(self, server: nn.Module, round_state: SpectralRound) -> None:
+    def close(self, server: nn.Module, state: nn.Module | None, opened: SpectralRound) -> None:
         """Pseudo-gradients of the dense tensors, and of each sharded weight from the mean change of its terms."""
-        apply_mean_change(server, round_state.mean.finish())
+        apply_mean_change(server, opened.mean.finish())
         for name, blocks in by_parameter(list(self.report(server).blocks.values())):
             weight = server.get_parameter(name)
-            changes = [round_state.layers[block.name].weight_change().to(weight.dtype) for block in blocks]
+            changes = [opened.layers[block.name].weight_change().to(weight.dtype) for block in blocks]
             weight.grad = -assemble(blocks, changes, weight)
 
-    def diagnostics(self, round_state: SpectralRound) -> Mapping[str, float]:
+    def diagnostics(self, opened: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""
-        return round_state.diagnostics()
+        return opened.diagnostics()
 
 
 def _singular_terms(named_matrix: tuple[str, Tensor]) -> tuple[Tensor, ...]:

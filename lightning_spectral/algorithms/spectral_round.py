@@ -11,9 +11,10 @@ from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.figures.entropy import marginal_entropy
-from lightning_spectral.protocol.records import Cohort
+from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
 
 
@@ -26,14 +27,14 @@ class GroupPlan:
         multipliers: Shape ``(N,)``, float64, on the CPU.
         design: Fitted once; every client's draw comes from it.
         num_clients: Number of clients of the group.
-        dealt: For a design that deals to the whole group at once, what each client gets, by id.
+        dealt: For a design that deals to the whole group at once, what each unit gets, by its key.
     """
 
     inclusion_probs: Tensor
     multipliers: Tensor
     design: FittedDesign
     num_clients: int
-    dealt: Mapping[int, Tensor] | None = None
+    dealt: Mapping[tuple[int, str], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,14 @@ class LayerRound:
     mean: MeanTermChange
     strategy: ShardingStrategy
 
-    def draw(self, keep_ratio: float, key: tuple[int, int, int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """One client's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``.
-
-        Args:
-            keep_ratio: The client's keep ratio.
-            key: (seed, round_idx, client_id).
-        """
-        plan, (seed, round_idx, client_id) = self.groups[keep_ratio], key
+    def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
+        """One unit's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``."""
+        plan = self.groups[cohort.keep_ratio_of(unit)]
         if plan.dealt is None:
-            drawn = plan.design.draw(1, derived_generator(seed, "terms", round_idx, client_id, self.name))[0]
+            generator = derived_generator(cohort.seed, "terms", cohort.round_idx, *unit.ids, self.name)
+            drawn = plan.design.draw(1, generator)[0]
         else:
-            drawn = plan.dealt[client_id]
+            drawn = plan.dealt[unit.key]
         omega = self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn)
         terms = drawn.to(self.u.device)
         return terms, {"u": self.u[:, terms], "v": self.v[terms], "omega": omega.to(self.u)}
@@ -85,11 +82,13 @@ class SpectralRound:
     """One open round.
 
     Attributes:
+        cohort: Who takes part.
         layers: The sharded layers by dotted name.
         tensors: What travels whole, by name.
         mean: Running sum of what comes back of it.
     """
 
+    cohort: Cohort
     layers: Mapping[str, LayerRound]
     tensors: Mapping[str, Tensor]
     mean: MeanChange
@@ -140,9 +139,9 @@ def open_layer(
 
 def _plan(answer: tuple[Tensor, Tensor], design: Design, cohort: Cohort, keep_ratio: float, name: str) -> GroupPlan:
     probs, multipliers = answer
-    clients, fitted = cohort.groups[keep_ratio], design.fit(probs)
+    units, fitted = cohort.groups[keep_ratio], design.fit(probs)
     dealt = None
     if design.draws_cohort:
         generator = derived_generator(cohort.seed, "terms of a group", cohort.round_idx, str(keep_ratio), name)
-        dealt = dict(zip(clients, fitted.draw(len(clients), generator), strict=True))
-    return GroupPlan(probs, design.multipliers(probs, multipliers, len(clients)), fitted, len(clients), dealt)
+        dealt = dict(zip((unit.key for unit in units), fitted.draw(len(units), generator), strict=True))
+    return GroupPlan(probs, design.multipliers(probs, multipliers, len(units)), fitted, len(units), dealt)

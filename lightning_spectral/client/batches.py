@@ -45,18 +45,18 @@ class BatchSource:
     def _worker_batches(self) -> WorkerBatches:
         return WorkerBatches(self.dataset, self.collate_fn, self.num_workers)
 
-    def batches(self, index_batches: Sequence[Tensor], key: tuple[int, ...] = (0,)) -> Iterator[Any]:
+    def batches(self, index_batches: Sequence[Tensor], seed: int = 0, ids: tuple[int | str, ...] = ()) -> Iterator[Any]:
         """Yield one batch for each tensor of example indices.
 
         Args:
             index_batches: Which examples, in order.
-            key: The run's seed, and whose batches these are: all that the draws of examples depend on.
+            seed: The run's seed.
+            ids: Whose batches these are: with the seed, all that the draws of examples depend on.
         """
         if self._tensors is not None:
             tensors, subset = self._tensors
             chosen = index_batches if subset is None else [subset[indices] for indices in index_batches]
             return ([tensor[indices] for tensor in tensors] for indices in chosen)
-        seed, *ids = key
         seeds = (derived_seed(seed, "examples", *ids, batch_idx) for batch_idx in range(len(index_batches)))
         return self._worker_batches.load(list(zip(seeds, (one.tolist() for one in index_batches), strict=True)))
 
@@ -80,28 +80,30 @@ def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None
 class ClientData:
     """The training data of one client in one round.
 
-    A plain class, because Lightning converts the tensors of dataclasses that travel as batches.
-
     Args:
         source: Where examples come from.
         indices: The client's examples, shape ``(num_examples,)``.
         batch_size: Examples per local step; the last batch of an epoch may be smaller.
-        key: ``(seed, round_idx, client_id)``: all that the order depends on.
+        seed: The run's seed.
+        ids: The round and the unit: with the seed, all that the order depends on.
     """
 
-    def __init__(self, source: BatchSource, indices: Tensor, batch_size: int, key: tuple[int, int, int]) -> None:
+    def __init__(
+        self, source: BatchSource, indices: Tensor, batch_size: int, seed: int, ids: tuple[int | str, ...]
+    ) -> None:
         self.source = source
         self.indices = indices
         self.batch_size = batch_size
-        self.key = key
+        self.seed = seed
+        self.ids = ids
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
         """One shuffled pass over the client's examples: pairs of (batch, number of examples in it)."""
-        seed, round_idx, client_id = self.key
-        generator = derived_generator(seed, "data order", round_idx, client_id, local_epoch)
+        ids = (*self.ids, local_epoch)
+        generator = derived_generator(self.seed, "data order", *ids)
         order = self.indices[torch.randperm(len(self.indices), generator=generator)]
         index_batches = torch.split(order, self.batch_size)
-        batches = self.source.batches(index_batches, (*self.key, local_epoch))
+        batches = self.source.batches(index_batches, self.seed, ids)
         return zip(batches, map(len, index_batches), strict=True)
 
 

@@ -3,14 +3,70 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_spectral.protocol.records import Options
+
 Origin = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """All that is needed to rebuild an optimizer elsewhere: picklable, and without parameters.
+
+    Attributes:
+        optimizer_class: The user's.
+        defaults: Arguments of its constructor.
+        groups: For each parameter group, the names of the server's parameters in it.
+        options: For each parameter group, its options when the recipe was written.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> recipe_of(torch.optim.SGD(line.parameters(), lr=0.5), line).groups
+        (('weight', 'bias'),)
+    """
+
+    optimizer_class: type[Optimizer]
+    defaults: Options
+    groups: tuple[tuple[str, ...], ...]
+    options: tuple[Options, ...]
+
+    @property
+    def group_of(self) -> dict[str, int]:
+        """From a parameter's name to the index of its group."""
+        return {name: index for index, names in enumerate(self.groups) for name in names}
+
+
+def recipe_of(template: Optimizer, server: nn.Module) -> OptimizerRecipe:
+    """Describe the optimizer that the user's ``configure_optimizers`` returned.
+
+    Args:
+        template: The user's optimizer, over ``server``'s parameters.
+        server: The user's module.
+
+    Raises:
+        ValueError: If it needs a closure, or has step hooks.
+    """
+    check_optimizer(template)
+    names = {id(parameter): name for name, parameter in server.named_parameters()}
+    accepted = inspect.signature(type(template)).parameters
+    return OptimizerRecipe(
+        type(template),
+        {name: value for name, value in template.defaults.items() if name in accepted},
+        tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in template.param_groups),
+        options_of(template),
+    )
+
+
+def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
+    """For each parameter group everything but its parameters: what a `Download` carries every round."""
+    return tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True)
@@ -19,53 +75,47 @@ class LocalOptimizer:
 
     Attributes:
         optimizer: Steps the sub-model's parameters.
-        template: The user's own optimizer over the server's parameters; its options, the learning rate of the round
-            among them, hold for every client.
-        template_groups: For each parameter group of ``optimizer``, the group of ``template`` that it follows.
-        overrides: For each parameter group of ``optimizer``, options that do not follow, e.g. ``{"weight_decay": 0}``.
+        followed: For each of its parameter groups, the index of the recipe's group whose options it takes.
+        overrides: For each of its parameter groups, options that it does not take, e.g. ``{"weight_decay": 0}``.
     """
 
     optimizer: Optimizer
-    template: Optimizer
-    template_groups: tuple[int, ...]
-    overrides: tuple[dict[str, Any], ...] = field(default=())
+    followed: tuple[int, ...]
+    overrides: tuple[Options, ...] = field(default=())
 
-    def start_client(self) -> None:
-        """Forget the last client's momentum and take over the round's learning rate."""
+    def start_client(self, options: Sequence[Options]) -> None:
+        """Forget the last client's momentum and take the round's options, its learning rate among them."""
         self.optimizer.state.clear()
-        groups = zip(self.optimizer.param_groups, self.template_groups, self.overrides, strict=True)
+        groups = zip(self.optimizer.param_groups, self.followed, self.overrides, strict=True)
         for group, index, override in groups:
-            group.update({k: v for k, v in self.template.param_groups[index].items() if k != "params"}, **override)
+            group.update({**options[index], **override})
 
 
 def rebuild_optimizer(
-    template: Optimizer,
-    server: nn.Module,
+    recipe: OptimizerRecipe,
     client: nn.Module,
     origin: Origin = lambda name: name,
-    overrides: Callable[[str], dict[str, Any]] = lambda name: {},
+    overrides: Callable[[str], Mapping[str, Any]] = lambda name: {},
 ) -> LocalOptimizer:
     """Rebuild the user's optimizer, group by group, over a client's parameters.
 
     Args:
-        template: The optimizer that the user's ``configure_optimizers`` returned, over ``server``'s parameters.
-        server: The user's module.
-        client: A sub-model of it.
-        origin: From the name of a client's parameter to the server's parameter that it stands for.
+        recipe: Of the user's optimizer.
+        client: A sub-model.
+        origin: From the name of a client's parameter to that of the server's parameter that it stands for.
         overrides: From the name of a client's parameter to options in which it departs from its group.
 
     Raises:
-        ValueError: If the optimizer needs arguments that its parameter groups do not hold, or a closure.
+        ValueError: If the optimizer needs arguments that its parameter groups do not hold.
 
     Example:
         >>> import copy, torch
         >>> server = nn.Linear(2, 2)
-        >>> template = torch.optim.SGD(server.parameters(), lr=0.5, momentum=0.9)
-        >>> rebuild_optimizer(template, server, copy.deepcopy(server)).optimizer.param_groups[0]["momentum"]
+        >>> recipe = recipe_of(torch.optim.SGD(server.parameters(), lr=0.5, momentum=0.9), server)
+        >>> rebuild_optimizer(recipe, copy.deepcopy(server)).optimizer.param_groups[0]["momentum"]
         0.9
     """
-    check_optimizer(template)
-    group_of = _group_of_parameter(template, server)
+    group_of = recipe.group_of
     groups: list[dict[str, Any]] = []
     keys: list[tuple[int, tuple[tuple[str, Any], ...]]] = []
     for name, parameter in client.named_parameters():
@@ -74,13 +124,12 @@ def rebuild_optimizer(
         key = (index, tuple(overrides(name).items()))
         if key not in keys:
             keys.append(key)
-            options = {k: v for k, v in template.param_groups[index].items() if k != "params"}
-            groups.append({**options, **overrides(name), "params": []})
+            groups.append({**recipe.options[index], **overrides(name), "params": []})
         groups[keys.index(key)]["params"].append(parameter)
     order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # as the user wrote them
-    optimizer = _construct(template, [groups[i] for i in order])
+    optimizer = _construct(recipe, [groups[i] for i in order])
     followed, departures = zip(*(keys[i] for i in order), strict=True)
-    return LocalOptimizer(optimizer, template, followed, tuple(map(dict, departures)))
+    return LocalOptimizer(optimizer, followed, tuple(map(dict, departures)))
 
 
 def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
@@ -105,19 +154,11 @@ def check_optimizer(template: Optimizer) -> None:
         )
 
 
-def _group_of_parameter(template: Optimizer, server: nn.Module) -> dict[str, int]:
-    names = {id(parameter): name for name, parameter in server.named_parameters()}
-    return {names[id(p)]: i for i, group in enumerate(template.param_groups) for p in group["params"] if id(p) in names}
-
-
-def _construct(template: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    kind = type(template)
-    accepted = inspect.signature(kind).parameters
-    options = {name: value for name, value in template.defaults.items() if name in accepted}
+def _construct(recipe: OptimizerRecipe, groups: Sequence[dict[str, Any]]) -> Optimizer:
     try:
-        return kind(list(groups), **options)
+        return recipe.optimizer_class(list(groups), **recipe.defaults)
     except TypeError as error:
         raise ValueError(
-            f"{kind.__name__} cannot be rebuilt over a client's parameters from its parameter groups ({error}); "
-            "give its constructor's arguments defaults, or use an optimizer of torch.optim."
+            f"{recipe.optimizer_class.__name__} cannot be rebuilt over a client's parameters from its parameter groups "
+            f"({error}); give its constructor's arguments defaults, or use an optimizer of torch.optim."
         ) from error

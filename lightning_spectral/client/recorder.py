@@ -1,4 +1,4 @@
-"""What a client's own ``self.log`` calls come to: one example-weighted mean per name."""
+"""What a client logs with ``self.log``, as one example-weighted mean per name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ class Recorder:
 
     Nothing is written while a client trains: values stay tensors, so the device is not waited for. ``torchmetrics``
     objects are computed once, when the client is done.
+
+    Args:
+        module: The client's module; its metrics are looked up once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
         self.num_examples = 1
+        self._own_metrics = [] if module is None else [m for m in module.modules() if isinstance(m, Metric)]
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
 
@@ -59,13 +63,12 @@ class Recorder:
         for name, value in dictionary.items():
             self.log(name, value, *args, **options)
 
-    def start_client(self, module: nn.Module) -> None:
+    def start_client(self) -> None:
         """Forget what the last client logged, and what the module's metrics have seen."""
         self._client.clear()
         self._metrics.clear()
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.reset()
+        for metric in self._own_metrics:
+            metric.reset()
 
     def finish_client(self) -> dict[str, LoggedValue]:
         """The means over the client's turn, by name."""
@@ -78,18 +81,18 @@ def isolate_metrics(module: nn.Module) -> Callable[[], None]:
     """Keep a module's ``torchmetrics`` from syncing over processes, which hold other clients, or the same data.
 
     Returns:
-        What gives them back their own way.
+        A function that restores their own way to sync.
     """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     own = [metric.distributed_available_fn for metric in metrics]
 
-    def give_back() -> None:
+    def restore() -> None:
         for metric, is_available in zip(metrics, own, strict=True):
             metric.distributed_available_fn = is_available
 
     for metric in metrics:
         metric.distributed_available_fn = _never
-    return give_back
+    return restore
 
 
 def _never() -> bool:

@@ -1,4 +1,4 @@
-"""Calling what a user wrote, with as much as it takes."""
+"""A user's ``training_step`` and the hooks around it, as far as the user wrote them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,44 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+
+Defines = Callable[[Any, str], bool]
+
+
+def defines_all(module: Any, hook: str) -> bool:
+    """Whether a module has a hook of its own, where nobody can tell: then every hook is called."""
+    return True
+
+
+class UserStep:
+    """The hooks of one sub-model, looked up once. Those that the user did not write do nothing and cost nothing.
+
+    Args:
+        module: A copy of the user's LightningModule.
+        defines: Whether the module has a hook of its own.
+    """
+
+    def __init__(self, module: Any, defines: Defines = defines_all) -> None:
+        def hook(name: str, otherwise: Callable[..., Any] = _nothing) -> Callable[..., Any]:
+            return getattr(module, name) if defines(module, name) else otherwise
+
+        self.module = module
+        self.num_arguments = num_accepted(module.training_step, 2)
+        self.on_train_epoch_start = hook("on_train_epoch_start")
+        self.on_train_epoch_end = hook("on_train_epoch_end")
+        self.on_train_batch_start = hook("on_train_batch_start")
+        self.on_train_batch_end = hook("on_train_batch_end", otherwise=_nothing)
+        self.takes_outputs = self.on_train_batch_end is not _nothing
+        self.on_before_batch_transfer = hook("on_before_batch_transfer", otherwise=_unchanged)
+        self.on_after_batch_transfer = hook("on_after_batch_transfer", otherwise=_unchanged)
+        self.on_before_zero_grad = hook("on_before_zero_grad")
+        self.on_before_backward = hook("on_before_backward")
+        self.on_after_backward = hook("on_after_backward")
+        self.on_before_optimizer_step = hook("on_before_optimizer_step")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Call the user's step with as many arguments as it takes."""
+        return self.module.training_step(*(batch, batch_idx)[: self.num_arguments])
 
 
 def num_accepted(method: Callable[..., Any], num_offered: int) -> int:
@@ -58,3 +96,11 @@ def batch_outputs(output: Any, loss: Tensor | None) -> dict[str, Any]:
         return {}
     extra = dict(output) if isinstance(output, Mapping) else {}
     return {**extra, "loss": loss.detach()}
+
+
+def _nothing(*args: Any) -> None:
+    """Stand in for a hook that the user did not write."""
+
+
+def _unchanged(batch: Any, dataloader_idx: int) -> Any:
+    return batch

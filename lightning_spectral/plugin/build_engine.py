@@ -1,32 +1,73 @@
-"""From a FederatedModule and its Trainer to an engine, and to the sub-models that clients train."""
+"""From a FederatedModule and its Trainer to an engine, and to the device on which its clients train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
+import torch
+from torch import nn
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.client.local_loop import Placement
-from lightning_spectral.client.local_trainer import LocalLoop, LocalTrainer
-from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_loop import LocalLoop
+from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
 from lightning_spectral.plugin.client_trainer import ClientTrainer
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.schedules import RoundScheduler
 from lightning_spectral.plugin.stages import stage_profile
-from lightning_spectral.plugin.user_hooks import is_overridden
-from lightning_spectral.server.round import Engine, SubModel
+from lightning_spectral.plugin.user_hooks import defines, is_overridden
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.records import Options
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.run import Run
 from lightning_spectral.simulation import Conditions
 
-if TYPE_CHECKING:
-    from lightning_spectral.plugin.module import FederatedModule
+
+class Owner(Host, Protocol):
+    """What a `FederatedModule` says of a run."""
+
+    local_epochs: int
+    client_engine: Literal["loop", "trainer"]
+    local_hooks: tuple[LocalHook, ...]
+    faults: Faults
+    schedulers: list[RoundScheduler]
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer that fits it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module of the run."""
+
+    @property
+    def processes(self) -> Processes:
+        """Who trains the clients of a round."""
+
+    def make_executor(self, run: Run) -> Executor:
+        """Who runs the device half of a run's rounds."""
 
 
-def make_engine(
-    owner: FederatedModule,
+def build_engine(
+    owner: Owner,
     server: pl.LightningModule,
     algorithm: Algorithm[Any],
+    state: nn.Module | None = None,
     conditions: Conditions | None = None,
+    store: ClientStore | None = None,
 ) -> Engine:
     """An engine with the clients, the seed and the settings of a run.
 
@@ -34,59 +75,66 @@ def make_engine(
         owner: The module that a Trainer fits.
         server: The module whose weights are the server's; the user's own, or a copy.
         algorithm: What travels.
-        conditions: Under which clients work; ``None`` if all deliver.
+        state: What it owns between rounds.
+        conditions: Under which clients work; ``None`` if all report back.
+        store: What the server remembers of clients; ``None`` to begin with nothing.
     """
-    algorithm, local_trainer = algorithm.prepare(server), _local_trainer(owner)
-    return Engine(
+    algorithm = algorithm.prepare(server)
+    run = Run(
         server,
         algorithm,
-        keep_ratios=algorithm.keep_ratios(owner.data.num_clients, owner.seed),
-        make_sub_model=partial(_make_sub_model, owner, algorithm, local_trainer),
-        local_trainer=local_trainer,
-        local_epochs=owner.local_epochs,
-        placement=_placement(owner),
+        state,
+        algorithm.keep_ratios(owner.data.num_clients, owner.seed),
         seed=owner.seed,
-        local_hooks=owner.local_hooks,
-        profile=partial(stage_profile, owner.trainer),
-        processes=owner.processes,
+        local_epochs=owner.local_epochs,
+        options=partial(_options, owner),
         faults=owner.faults,
-        conditions=conditions,
+        conditions=Conditions() if conditions is None else conditions,
+        processes=owner.processes,
+        store=ClientStore() if store is None else store,
+        profile=partial(stage_profile, owner.trainer),
     )
+    return Engine(run, partial(owner.make_executor, run))
 
 
-def copy_detached(owner: FederatedModule, make_copy: Callable[[pl.LightningModule], Any]) -> Any:
-    """A copy of the user's module; the Trainer is shared, not copied."""
-    owner.module.trainer = None
-    copied = make_copy(owner.module)
-    owner.module.trainer = copied.trainer = owner.trainer
-    return copied
+def _options(owner: Owner) -> tuple[tuple[Options, ...], ...]:
+    return tuple(options_of(template) for template in owner.templates())
 
 
-def _placement(owner: FederatedModule) -> Placement:
+def sequential_executor(owner: Owner, run: Run) -> SequentialExecutor:
+    """Clients one after another, on a device in this process.
+
+    Args:
+        owner: The module that a Trainer fits.
+        run: What its rounds have in common.
+    """
+    device = Device(
+        run.server,
+        run.algorithm.client_side(run.server),
+        # looked up in the user's module: a copy of it has parameters of the same names
+        [recipe_of(template, owner.module) for template in owner.templates()],
+        owner.data.client_data,
+        LocalSettings(_placement(owner), owner.local_hooks, defines),
+        _local_trainer(owner),
+        attach=partial(_attach, owner.trainer),
+        profile=run.profile,
+    )
+    return SequentialExecutor(device)
+
+
+def _attach(trainer: pl.Trainer, client: Any) -> None:
+    client.trainer = trainer
+
+
+def _placement(owner: Owner) -> Placement:
     precision = owner.trainer.precision_plugin
     moves = owner.device.type != "cpu" or is_overridden(owner.module, "transfer_batch_to_device")
     scaler = getattr(precision, "scaler", None)
     return Placement(owner.device, precision.convert_input, precision.train_step_context, moves, scaler)
 
 
-def _local_trainer(owner: FederatedModule) -> LocalTrainer:
+def _local_trainer(owner: Owner) -> LocalTrainer:
     if owner.client_engine == "loop":
-        return LocalLoop()
-    return ClientTrainer(owner.trainer, [schedule.scheduler for schedule in owner.schedules])
-
-
-def _make_sub_model(
-    owner: FederatedModule,
-    algorithm: Algorithm[Any],
-    local_trainer: LocalTrainer,
-    keep_ratio: float,
-    recorder: Recorder,
-) -> SubModel:
-    """A copy of the user's module for clients of one keep ratio."""
-    client = copy_detached(owner, lambda module: algorithm.build(module, keep_ratio))
-    client.log, client.log_dict = recorder.log, recorder.log_dict
-    isolate_metrics(client)
-    templates = owner.optimizers(use_pl_optimizer=False)[1:]  # type: ignore[index]
-    local = tuple(algorithm.local_optimizer(template, owner.module, client) for template in templates)
-    local_trainer.adopt(client, [one.optimizer for one in local])
-    return SubModel(client, local)
+        return LocalLoop
+    schedulers: Sequence[Any] = [scheduler.scheduler for scheduler in owner.schedulers]
+    return ClientTrainer(owner.trainer, schedulers).prepare

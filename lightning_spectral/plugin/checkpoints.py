@@ -46,10 +46,10 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
         counts.update(ready=finished, started=finished, processed=finished, completed=max(finished - 1, 0))
 
 
-def fit_turns(checkpoint: dict[str, Any], num_turns: int) -> None:
-    """Make a finished round of one number of processes a finished round of another, whose rounds have other turns."""
+def fit_slots(checkpoint: dict[str, Any], num_slots: int) -> None:
+    """Make a finished round of one number of processes a finished round of another, with another number of slots."""
     if "loops" not in checkpoint:
         return  # weights alone: Lightning says what is missing
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-    if current["completed"] == checkpoint.get("federation_turns"):
-        current.update(ready=num_turns, started=num_turns, processed=num_turns, completed=num_turns)
+    if current["completed"] == checkpoint.get("federation_slots"):
+        current.update(ready=num_slots, started=num_slots, processed=num_slots, completed=num_slots)

@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from lightning_spectral.client.recorder import isolate_metrics
 from lightning_spectral.errors import ClientError, RoundError
+from lightning_spectral.plugin.host import is_host
 from lightning_spectral.server.processes import Processes
 
 
@@ -74,7 +75,7 @@ class ClientParallelStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Refuse what is no federated fit; from here to the end, metrics of the server's module do not sync."""
         module = self.lightning_module
-        if trainer.state.fn == "fit" and not hasattr(module, "cohort"):
+        if trainer.state.fn == "fit" and not is_host(module):
             raise TypeError(
                 f"strategy='client_parallel' spreads clients, and {type(module).__name__} trains on batches; wrap it: "
                 "FederatedModule(module, clients_per_round=...), or use strategy='ddp'."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,15 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.local_hooks import BeforeStep, start_hooks
-from lightning_spectral.client.local_loop import LocalResult
-from lightning_spectral.client.local_trainer import LocalSettings
+from lightning_spectral.client.local_hooks import BeforeStep
+from lightning_spectral.client.local_task import LocalResult, LocalSettings, LocalTask, Placement, Train
 from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.plugin.precision import scaled_by
 from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.plugin.user_hooks import RUN_HOOKS, is_overridden
-from lightning_spectral.protocol.records import ClientTask
 
 
 class ClientTrainer:
@@ -40,13 +39,14 @@ class ClientTrainer:
         self.federation = federation
         self.schedulers = [_StepsOncePerRound(scheduler) for scheduler in schedulers]
         self._trainer: pl.Trainer | None = None
-        self._turn = _Turn()
+        self._watch = _LocalEpochs()
         self._before_step: WeakKeyDictionary[Optimizer, list[BeforeStep]] = WeakKeyDictionary()
 
-    def adopt(self, module: Any, optimizers: Sequence[Optimizer]) -> None:
-        """Hand the module its optimizers; hooks of the run, not of a client, become Lightning's own, which do nothing.
+    def prepare(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> Train:
+        """Hand a new sub-model its optimizers; what is returned trains it for one client after another.
 
-        Not just functions that do nothing: where ``prepare_data`` is overridden all processes have to meet.
+        Hooks of the run, not of a client, become Lightning's own. Not just functions that do nothing: where
+        ``prepare_data`` is overridden all processes have to meet.
         """
         for hook in RUN_HOOKS:
             setattr(module, hook, getattr(pl.LightningModule, hook).__get__(module))
@@ -55,31 +55,32 @@ class ClientTrainer:
         for optimizer in optimizers:
             self._before_step[optimizer] = []
             _step_after_closure(optimizer, self._before_step[optimizer])
+        return partial(self._train, module, optimizers, settings.placement)
 
-    def train(
-        self, module: Any, optimizers: Sequence[Optimizer], task: ClientTask, settings: LocalSettings
+    def _train(
+        self, module: Any, optimizers: Sequence[Optimizer], placement: Placement, task: LocalTask
     ) -> LocalResult:
         """Run one client's local epochs with ``Trainer.fit``."""
-        local_epochs, recorder, placement = settings.local_epochs, settings.recorder, settings.placement
-        batches = _Batches(task.data, recorder, first_epoch=task.round_idx * local_epochs)
+        local_epochs, recorder = task.download.local_epochs, task.recorder
+        batches = _Batches(task.data, recorder, first_epoch=task.download.round_idx * local_epochs)
         if local_epochs == 0 or len(batches) == 0:
             return LocalResult(0, float("nan"))
         trainer, self._trainer = self._trainer or self._new_trainer(), None
         batches.trainer = trainer
         rounds = num_rounds(self.federation)
         _rewind(trainer, batches.first_epoch, -1 if rounds is None else rounds * local_epochs)
-        self._turn.begin(recorder, batches.first_epoch + local_epochs - 1, placement.device)
-        for optimizer in optimizers:
-            self._before_step[optimizer][:] = start_hooks(settings.local_hooks, module, optimizer)
+        self._watch.begin(task, batches.first_epoch + local_epochs - 1, placement.device)
+        for optimizer, before_step in zip(optimizers, task.before_step, strict=True):
+            self._before_step[optimizer][:] = before_step
         scaler = copy.deepcopy(placement.scaler)  # no client inherits a scale from another
         with silence(), scaled_by(scaler, self.federation.precision_plugin):
             # an empty list where there is a step to validate with: without a word about missing data
             trainer.fit(module, batches, [] if is_overridden(module, "validation_step") else None)
         self._trainer = trainer  # only now: one that failed is not used again
-        return self._turn.result(trainer.global_step, is_automatic=module.automatic_optimization)
+        return self._watch.result(trainer.global_step, is_automatic=module.automatic_optimization)
 
     def _new_trainer(self) -> pl.Trainer:
-        return quiet_trainer(self.federation, callbacks=[self._turn], limit_val_batches=0)
+        return quiet_trainer(self.federation, callbacks=[self._watch], limit_val_batches=0)
 
 
 class _Batches:
@@ -102,15 +103,23 @@ class _Batches:
             yield batch
 
 
-class _Turn(pl.Callback):
+class _LocalEpochs(pl.Callback):
     """Ends the fit after the client's last local epoch, and sums its losses as the plain loop does."""
 
-    def begin(self, recorder: Recorder, last_epoch: int, device: torch.device) -> None:
-        """A client's turn begins."""
-        self.recorder = recorder
+    def begin(self, task: LocalTask, last_epoch: int, device: torch.device) -> None:
+        """Forget the client before."""
+        self.recorder = task.recorder
+        self.before_forward = task.before_forward
         self.last_epoch = last_epoch
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.num_losses = self.num_examples = 0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Let the algorithm act before the forward pass."""
+        if self.before_forward is not None:
+            self.before_forward()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -128,7 +137,7 @@ class _Turn(pl.Callback):
             trainer.should_stop = True
 
     def result(self, global_step: int, *, is_automatic: bool) -> LocalResult:
-        """What the turn came to; Lightning also counts steps that a ``training_step`` skipped."""
+        """Steps and mean loss; Lightning also counts steps that a ``training_step`` skipped."""
         mean = float(self.total) / self.num_examples if self.num_examples else float("nan")
         return LocalResult(self.num_losses if is_automatic else global_step, mean)
 

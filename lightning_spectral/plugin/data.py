@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -13,29 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
 from lightning_spectral.client.worker_batches import Collate
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
-from lightning_spectral.protocol.records import ClientTask, IdleTask
+from lightning_spectral.plugin.host import Host, Slot, is_host
+from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
 
 EvaluationData = Dataset[Any] | Iterable[Any] | Sequence[Any] | None
-
-
-class RoundPlan(Protocol):
-    """What a loader of clients needs to know: which round it is and who takes part."""
-
-    @property
-    def current_epoch(self) -> int:
-        """The round, from 0."""
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-
-    @property
-    def num_turns(self) -> int:
-        """Turns that this process takes in every round."""
-
-    def turns(self, round_idx: int) -> list[int | None]:
-        """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -133,21 +115,20 @@ class FederatedDataModule(pl.LightningDataModule):
         """End the workers."""
         self._source.close()
 
-    def client_task(self, client_id: int, round_idx: int, seed: int) -> ClientTask:
-        """One client's turn in one round."""
-        indices = self.partition[client_id]
-        data = ClientData(self._source, indices, self.batch_size, (seed, round_idx, client_id))
-        return ClientTask(round_idx, client_id, len(indices), data)
+    def client_data(self, download: Download) -> ClientData:
+        """The batches of the client that was sent something, in an order that belongs to this round."""
+        indices = self.partition[download.unit.client_id]
+        return ClientData(self._source, indices, self.batch_size, download.seed, download.ids)
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""
-        plan = self.trainer.lightning_module if self.trainer is not None else None
-        if not hasattr(plan, "cohort"):
+        host = self.trainer.lightning_module if self.trainer is not None else None
+        if not is_host(host):
             raise TypeError(
-                f"FederatedDataModule feeds clients, not batches, and {type(plan).__name__} trains on batches; "
+                f"FederatedDataModule feeds clients, not batches, and {type(host).__name__} trains on batches; "
                 "wrap it: FederatedModule(module, clients_per_round=...)."
             )
-        return RoundLoader(self, plan)  # type: ignore[arg-type]
+        return RoundLoader(host)
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
@@ -172,28 +153,21 @@ class FederatedDataModule(pl.LightningDataModule):
 
 
 class RoundLoader:
-    """What Lightning iterates over in one epoch: the clients of one round that this process trains.
+    """What Lightning iterates over in one epoch: this process's schedule of one round.
 
     Args:
-        data: Where clients' examples come from.
-        plan: Which round it is and who takes part. Looked up when the first client is fetched, because Lightning
-            asks for an iterator before it knows which epoch a resumed run is in.
+        host: Says which round it is and who takes part. Asked when the first client is fetched, because Lightning
+            wants an iterator before it knows which epoch a resumed run is in.
     """
 
-    def __init__(self, data: FederatedDataModule, plan: RoundPlan) -> None:
-        self.data = data
-        self.plan = plan
+    def __init__(self, host: Host) -> None:
+        self.host = host
 
     def __len__(self) -> int:
-        return self.plan.num_turns
+        return self.host.num_slots
 
-    def __iter__(self) -> Iterator[ClientTask | IdleTask]:
-        round_idx = self.plan.current_epoch
-        for client_id in self.plan.turns(round_idx):
-            if client_id is None:
-                yield IdleTask(round_idx)
-            else:
-                yield self.data.client_task(client_id, round_idx, self.plan.seed)
+    def __iter__(self) -> Iterator[Slot]:
+        yield from self.host.schedule(self.host.current_epoch)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -16,11 +16,10 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_optimizer import check_optimizer, trainable_parameters
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import UniformParticipation
-from lightning_spectral.plugin.build_engine import make_engine
-from lightning_spectral.plugin.callbacks import Aggregation, RoundsAsSteps, SubmodelSampling, SVDRefresh, WandbRounds
-from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.build_engine import build_engine, sequential_executor
+from lightning_spectral.plugin.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.plugin.checkpoint_files import write_whole_files
-from lightning_spectral.plugin.checkpoints import check_checkpoint, fit_turns, settle_progress
+from lightning_spectral.plugin.checkpoints import check_checkpoint, fit_slots, settle_progress
 from lightning_spectral.plugin.checks import (
     check_clipping,
     check_module,
@@ -31,25 +30,29 @@ from lightning_spectral.plugin.checks import (
 )
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
-from lightning_spectral.plugin.precision import full_precision, scaled_by
-from lightning_spectral.plugin.schedules import Schedule, read_optimizers
-from lightning_spectral.plugin.server_hooks import ServerHooks
+from lightning_spectral.plugin.host import Host, Slot
+from lightning_spectral.plugin.round_counting import RoundsAsSteps
+from lightning_spectral.plugin.round_hooks import RoundHooks
+from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
 from lightning_spectral.plugin.stages import RoundStages, stage_profile
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
+from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.exact_sum import MOST_TERMS
-from lightning_spectral.protocol.records import ClientTask, Download, IdleTask, RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
-from lightning_spectral.server.metrics import round_metrics
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.round import Engine
+from lightning_spectral.server.run import Run
 from lightning_spectral.server.scheduling import num_turns, predicted_work, turns
+from lightning_spectral.server.turn import Turn
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class FederatedModule(ServerHooks):
+class FederatedModule(RoundHooks, Host):
     """Trains your LightningModule on clients; one Trainer epoch is one communication round, one batch one client.
 
     Your ``training_step``, ``configure_optimizers``, ``self.log`` and metrics run on each client's sub-model; your
@@ -145,9 +148,11 @@ class FederatedModule(ServerHooks):
         self.faults = Faults() if faults is None else faults
         check_is("faults", self.faults, Faults)
         self.conditions = Conditions(dropout, clock)
-        self.schedules: list[Schedule] = []
+        self.schedulers: list[RoundScheduler] = []
+        self.state = self.algorithm.start(module, seed)
+        self._store = ClientStore()
         self._engine: Engine | None = None
-        self._download: Download | None = None
+        self._turn: Turn | None = None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round = -1
         self._stop_after_round = False
@@ -173,22 +178,6 @@ class FederatedModule(ServerHooks):
         return cast(FederatedDataModule, datamodule)
 
     @property
-    def engine(self) -> Engine:
-        """What runs the rounds; exists while fitting."""
-        assert self._engine is not None, "the engine exists from `on_fit_start` on"
-        return self._engine
-
-    @property
-    def download(self) -> Download:
-        """What the client whose turn it is was sent."""
-        assert self._download is not None, "SubmodelSampling sends before a client trains"
-        return self._download
-
-    @download.setter
-    def download(self, download: Download) -> None:
-        self._download = download
-
-    @property
     def processes(self) -> Processes:
         """Who trains the clients of a round: several processes with ``strategy="client_parallel"``."""
         strategy = self.trainer.strategy
@@ -201,25 +190,41 @@ class FederatedModule(ServerHooks):
         if limit and not self._cohort_size:
             raise ValueError(f"limit_train_batches={limit} of {size} clients trains none; raise it.")
 
-    def cohort(self, round_idx: int) -> list[int]:
-        """Clients of a round: a pure function of the seed and the round."""
+    def cohort(self, round_idx: int) -> list[WorkUnit]:
+        """Who takes part in a round: a pure function of the seed and the round."""
         with stage_profile(self.trainer, "plan"):
             generator = derived_generator(self.seed, "participation", round_idx)
-            ids: list[int] = self.participation.cohort(self.data.num_clients, generator).tolist()
-        return ids[: self._cohort_size]
+            ids = self.participation.cohort(self.data.num_clients, generator).tolist()[: self._cohort_size]
+            sizes = self.data.partition.sizes_of(ids)
+        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, sizes, strict=True)]
 
     @property
-    def num_turns(self) -> int:
-        """Turns of every process in a round: one for each client in a single process, with idle ones in several."""
+    def num_slots(self) -> int:
+        """Positions in every process's schedule of a round: one for each client in a single process."""
         return num_turns(self._cohort_size, self.processes.size)
 
-    def turns(self, round_idx: int) -> list[int | None]:
-        """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
-        client_ids = self.cohort(round_idx)
-        sizes = self.data.partition.sizes_of(client_ids)
-        ratios = self.engine.keep_ratios[client_ids].tolist()
-        work = [predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
-        return turns(client_ids, work, self.processes.size)[self.processes.rank]
+    def schedule(self, round_idx: int) -> list[Slot]:
+        """Whom this process trains in a round, in order, and where it idles."""
+        units = self.cohort(round_idx)
+        work = [predicted_work(int(unit.coefficient), self.engine.run.keep_ratio_of(unit)) for unit in units]
+        places = turns(list(range(len(units))), work, self.processes.size)[self.processes.rank]
+        return [Slot(round_idx, None if place is None else units[place]) for place in places]
+
+    def templates(self) -> list[Optimizer]:
+        """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""
+        _, *templates = cast(list[Optimizer], self.optimizers(use_pl_optimizer=False))
+        return templates
+
+    def make_executor(self, run: Run) -> Executor:
+        """Who runs the device half of the rounds: here clients train one after another, in this process.
+
+        Override it to run them elsewhere: an `Executor` gets downloads and gives uploads.
+        """
+        return sequential_executor(self, run)
+
+    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+        """Another engine with the clients, the seed and the settings of the run; everybody reports back to it."""
+        return build_engine(self, server, algorithm)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
@@ -255,14 +260,14 @@ class FederatedModule(ServerHooks):
 
     def teardown(self, stage: str) -> None:
         """The user's hook."""
-        self._engine = self._download = None
+        self._engine = self._turn = None
         self.module.teardown(stage)
 
     def configure_optimizers(self) -> Any:
         """The server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
         several = self.client_engine == "trainer" and not self.module.automatic_optimization
         configured = self.module.configure_optimizers()
-        templates, self.schedules = read_optimizers(configured, type(self.module).__name__, several=several)
+        templates, self.schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
         for template in templates:
             check_optimizer(template)
             self.algorithm.check_optimizer(template)
@@ -271,89 +276,18 @@ class FederatedModule(ServerHooks):
             raise ValueError(
                 f"{type(self.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
             )
+        if self.state is not None:
+            parameters += [p for p in self.state.parameters() if p.requires_grad]
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
-        return [server, *templates], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedules]
+        return [server, *templates], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedulers]
 
     def on_fit_start(self) -> None:
         """The user's hook; then the engine, on the device."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
-        self.module.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
-        self._engine = make_engine(self, self.module, self.algorithm, self.conditions)
-
-    def training_step(self, batch: ClientTask | IdleTask, batch_idx: int) -> None:
-        """One client's local epochs, then `Aggregation`."""
-        with full_precision(self.device, self._default_dtype):
-            if self.engine.expects(batch):
-                with self.engine.client_turn(batch):
-                    self._train_client(batch)
-            if self.trainer.is_last_batch:
-                for callback in self._round_callbacks():
-                    callback.on_cohort_end(self.trainer, self, batch.round_idx)
-
-    def _train_client(self, task: ClientTask) -> None:
-        result = self.engine.train(task, self.download)
-        for callback in self._round_callbacks():
-            callback.on_client_end(self.trainer, self, task, result)
-
-    def start_round(self, round_idx: int, num_examples: Mapping[int, int]) -> None:
-        """Open the round and tell those who listen."""
-        self.engine.open_round(round_idx, num_examples)
-        for callback in self._round_callbacks():
-            callback.on_round_start(self.trainer, self, self.engine.round_state)
-
-    def finish_round(self, summary: RoundSummary) -> None:
-        """Step the server on the round's pseudo-gradient, move the schedules on, and report."""
-        optimizers: Any = self.optimizers()
-        server, local, *_ = optimizers
-        with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
-            server.step()
-        self.engine.server_moves = False
-        self.module.zero_grad()  # of every parameter, also those that no optimizer has
-        self._finished_round = summary.round_idx
-        summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
-        self._log_round(summary)
-        for schedule in self.schedules:
-            if not schedule.waits_for_metric:
-                schedule.step(summary.round_idx)
-        # last, so that a checkpoint that one of them writes, or that its failure leaves, holds all of the round
-        for callback in self._round_callbacks():
-            callback.on_round_end(self.trainer, self, summary)
-
-    def _round_callbacks(self) -> list[RoundCallback]:
-        return [callback for callback in self._trainer_callbacks() if isinstance(callback, RoundCallback)]
-
-    def _log_round(self, summary: RoundSummary) -> None:
-        metrics = round_metrics(summary)
-        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
-        for name, entry in summary.logged.items():
-            logger = None if entry.logger else False  # True would warn where there is no logger
-            self.log(name, entry.value, entry.prog_bar, logger, on_step=False, on_epoch=True, batch_size=1)
-
-    def on_train_batch_end(self, outputs: Any, batch: ClientTask | IdleTask, batch_idx: int) -> None:
-        """A round once begun is finished: whoever wants to stop within it waits for its last client.
-
-        Processes stop together: one that wants to is enough. Told to end by a signal, they end after any turn.
-        """
-        if isinstance(self.trainer.strategy, ClientParallelStrategy):
-            self.trainer.strategy.end_if_told()
-        if self.trainer.is_last_batch:
-            stop = self.trainer.should_stop or self._stop_after_round
-            self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)
-        elif self.trainer.should_stop:
-            self.trainer.should_stop, self._stop_after_round = False, True
-
-    def on_train_epoch_end(self) -> None:
-        """Schedules that wait for a metric have it now.
-
-        Not in a run resumed from a checkpoint that validation wrote: metrics are not in checkpoints, and Lightning's
-        own plateau schedulers skip that round too.
-        """
-        for schedule in self.schedules:
-            if schedule.waits_for_metric and self._finished_round == self.current_epoch:
-                schedule.step_on(self.trainer.callback_metrics, self.current_epoch)
+        self.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
+        self._engine = build_engine(self, self.module, self.algorithm, self.state, self.conditions, self._store)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The user's hook; note the configuration, and let the progress count whole rounds.
@@ -365,7 +299,9 @@ class FederatedModule(ServerHooks):
             self._engine.check_server_rests()
         self.module.on_save_checkpoint(checkpoint)
         checkpoint["federation"] = self._full_configuration()
-        checkpoint["federation_turns"] = self.num_turns
+        checkpoint["federation_slots"] = self.num_slots
+        if len(self._store):
+            checkpoint["federation_clients"] = self._store.state_dict()
         if self._engine is not None:
             settle_progress(checkpoint, round_is_open=self._engine.round_is_open)
 
@@ -377,7 +313,8 @@ class FederatedModule(ServerHooks):
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_checkpoint(checkpoint, self._full_configuration())
-            fit_turns(checkpoint, self.num_turns)
+            fit_slots(checkpoint, self.num_slots)
+            self._store.load_state_dict(checkpoint.get("federation_clients", {}))
         self.module.on_load_checkpoint(checkpoint)
 
     def _full_configuration(self) -> dict[str, str | int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 
-if TYPE_CHECKING:
-    from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.host import Host
 
 
 def num_rounds(trainer: pl.Trainer) -> int | None:
@@ -37,12 +36,12 @@ class RoundsAsSteps(pl.Callback):
     def __init__(self) -> None:
         self._own: dict[str, Any] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: FederatedModule, stage: str) -> None:  # type: ignore[override]
+    def setup(self, trainer: pl.Trainer, pl_module: Host, stage: str) -> None:  # type: ignore[override]
         """Lend."""
         if stage != "fit":
             return
         pl_module.cut_cohort(trainer.limit_train_batches)
-        lent: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_turns, "log_every_n_steps": 1}
+        lent: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_slots, "log_every_n_steps": 1}
         if trainer.limit_train_batches != 0:  # which trains nothing, and says so
             lent["limit_train_batches"] = 1.0
         if getattr(trainer.datamodule, "val", True) is None:  # type: ignore[attr-defined]

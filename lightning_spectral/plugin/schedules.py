@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RoundScheduler:
     """One learning-rate scheduler over rounds; ``interval="step"`` and ``"epoch"`` both mean a round.
 
     Attributes:
@@ -59,7 +59,9 @@ class Schedule:
             )
 
 
-def read_optimizers(configured: Any, owner: str, *, several: bool = False) -> tuple[list[Optimizer], list[Schedule]]:
+def read_optimizers(
+    configured: Any, owner: str, *, several: bool = False
+) -> tuple[list[Optimizer], list[RoundScheduler]]:
     """What a user's ``configure_optimizers`` returned, in any of its forms.
 
     Args:
@@ -107,10 +109,10 @@ def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
     return list(configured), []
 
 
-def _schedule(scheduler: Any, monitor: str | None) -> Schedule:
+def _schedule(scheduler: Any, monitor: str | None) -> RoundScheduler:
     if not isinstance(scheduler, Mapping):
-        return Schedule(scheduler, monitor=monitor)
-    return Schedule(
+        return RoundScheduler(scheduler, monitor=monitor)
+    return RoundScheduler(
         scheduler["scheduler"],
         scheduler.get("name"),
         scheduler.get("frequency", 1),

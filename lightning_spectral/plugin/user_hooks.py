@@ -10,9 +10,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.protocol.records import ClientTask, IdleTask
+from lightning_spectral.plugin.host import Slot
 
-# Hooks that belong to one client's local steps run on the client's copy: see `federated.local`. Those below cannot.
+# Hooks that belong to one client's local steps run on the client's copy: see `client.user_step`. Those below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     {
         "optimizer_step": "local steps are plain; use an optimizer that does what this hook does",
@@ -88,6 +88,11 @@ def is_overridden(module: pl.LightningModule, hook: str) -> bool:
     return getattr(type(module), hook, None) is not getattr(pl.LightningModule, hook, None)
 
 
+def defines(module: Any, hook: str) -> bool:
+    """Whether a module has a hook of its own, by its class or by an attribute of the instance."""
+    return hook in vars(module) or is_overridden(module, hook)
+
+
 @contextmanager
 def lent_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
     """Within the block ``module.log`` and ``module.log_dict`` are those of the module that Lightning trains."""
@@ -103,6 +108,6 @@ def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
     """A user's batch hook for evaluation batches; a client's turn passes, its own batches move while it trains."""
 
     def hook(batch: Any, *args: Any) -> Any:
-        return batch if isinstance(batch, ClientTask | IdleTask) else batch_hook(batch, *args)
+        return batch if isinstance(batch, Slot) else batch_hook(batch, *args)
 
     return hook

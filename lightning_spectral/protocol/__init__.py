@@ -1,5 +1,6 @@
-"""The parts of a round that know neither Lightning nor what an algorithm sends."""
+"""What travels between server and devices, and how it is summed."""
 
-from lightning_spectral.protocol.records import ClientOutcome, ClientTask, Download, RoundSummary, Upload
+from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
 
-__all__ = ["ClientOutcome", "ClientTask", "Download", "RoundSummary", "Upload"]
+__all__ = ["ClientOutcome", "Download", "Receipt", "RoundSummary", "Upload", "WorkUnit"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,18 @@ def averaged_tensors(
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy == AVERAGED}
     return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
+
+
+def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
+    """A deep copy of a module without the Trainer that it may be attached to.
+
+    Args:
+        module: Any module; it is only read.
+        shared: Tensors that stand for themselves in the copy, because they are about to be replaced there.
+    """
+    trainer = getattr(module, "_trainer", None)  # of a LightningModule in a fit
+    detached = {} if trainer is None else {id(trainer): None}
+    return copy.deepcopy(module, {**detached, **{id(tensor): tensor for tensor in shared}})
 
 
 @torch.no_grad()

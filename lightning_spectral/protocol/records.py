@@ -1,96 +1,53 @@
-"""What travels between the parts of a round, field by field."""
+"""What travels between server and devices, and what is noted of it, field by field."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from lightning_spectral.client.batches import ClientData
 from lightning_spectral.protocol.exact_sum import LARGEST, largest_magnitude
 from lightning_spectral.protocol.exclusion import Reason
-from lightning_spectral.server.processes import Processes
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 Tensors = Mapping[str, Tensor]
-
-
-class ClientTask(NamedTuple):
-    """One client's turn in one round: what Lightning sees as a batch.
-
-    A named tuple, because Lightning rebuilds dataclasses that travel as batches and cannot rebuild frozen ones.
-
-    Attributes:
-        round_idx: Communication round, from 0.
-        client_id: Which client, from 0.
-        num_examples: Number of the client's training examples; its weight in every average.
-        data: Where its batches come from.
-    """
-
-    round_idx: int
-    client_id: int
-    num_examples: int
-    data: ClientData
-
-
-class IdleTask(NamedTuple):
-    """A turn in which one of several processes waits for the others.
-
-    Attributes:
-        round_idx: Communication round, from 0.
-    """
-
-    round_idx: int
-
-
-@dataclass(frozen=True)
-class Cohort:
-    """Who takes part in one round.
-
-    Attributes:
-        seed: The run's seed.
-        round_idx: Communication round, from 0.
-        groups: For each distinct keep ratio, the ids of its clients, ascending.
-        num_examples: Number of training examples of each client, by id.
-        processes: Who trains them, and shares what is costly to prepare.
-    """
-
-    seed: int
-    round_idx: int
-    groups: Mapping[float, tuple[int, ...]]
-    num_examples: Mapping[int, int]
-    processes: Processes = field(default_factory=Processes)
-
-    def effective_size(self, client_ids: Sequence[int]) -> float:
-        r"""Kish's number of equally weighted clients that average as well, :math:`1/\sum_c a_c^2` with a = D / sum D.
-
-        Example:
-            >>> Cohort(0, 0, {}, {1: 30, 2: 10}).effective_size([1, 2])
-            1.6
-        """
-        sizes = [self.num_examples[client_id] for client_id in client_ids]
-        if not any(sizes):
-            return float(len(sizes))  # nobody has data: nobody counts more than another
-        return sum(sizes) ** 2 / sum(size**2 for size in sizes)
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Download:
-    """What the server sends to one client.
+    """What the server sends to one device: all that it must know to train.
+
+    An algorithm gives the first three fields; the server's round fills in the others, which are the same for any
+    algorithm.
 
     Attributes:
-        keep_ratio: The client's capacity, which decides the sub-model it trains.
+        unit: Who is to train what.
+        capacity: The keep ratio of the sub-model to train.
         tensors: Every parameter and buffer of the sub-model by name.
-        terms: For each sharded layer, the sorted indices of the sent terms, shape ``(n,)``. The server's own note of
-            what it drew: it does not travel.
+        round_idx: Communication round, from 0.
+        local_epochs: Passes over the client's data; 0 trains nothing.
+        options: For each of the user's optimizers, the options of each parameter group, its learning rate in this
+            round among them.
+        seed: The run's seed, from which the order of the data and every other draw on the device is derived.
     """
 
-    keep_ratio: float
+    unit: WorkUnit
+    capacity: float
     tensors: Tensors
-    terms: Tensors = field(default_factory=dict)
+    round_idx: int = 0
+    local_epochs: int = 1
+    options: tuple[tuple[Options, ...], ...] = ()
+    seed: int = 0
+
+    @property
+    def ids(self) -> tuple[int | str, ...]:
+        """What the device's random draws are derived from, beside the seed and their purpose."""
+        return self.round_idx, *self.unit.ids
 
     @property
     def num_bytes(self) -> int:
@@ -99,17 +56,66 @@ class Download:
 
 
 @dataclass(frozen=True)
-class Upload:
-    """What one client sends back.
+class Receipt:
+    """The server's own note of what it drew for one unit; it stays at the server until the upload is there.
 
     Attributes:
-        tensors: The trained parameters and the floating-point buffers, by the names under which they went down.
-            They are the sub-model's own tensors, to be read before the next client is loaded.
-        num_examples: The client's weight in the average.
+        unit: Who was sent something.
+        capacity: The keep ratio of its sub-model.
+        drawn: For each sharded layer, the sorted indices of the sent terms, shape ``(n,)``; or whatever else an
+            algorithm has to remember.
     """
 
+    unit: WorkUnit
+    capacity: float
+    drawn: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a device could not do what it was asked to do.
+
+    Attributes:
+        stage: What it was doing: ``"loading"``, ``"local training"`` or ``"collecting"``.
+        message: Type and text of the exception.
+        cause: The exception itself, where it was raised in this process; it does not travel.
+    """
+
+    stage: str
+    message: str
+    cause: Exception | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[type[Failure], tuple[str, str]]:
+        """Leave the exception behind: not every one can be pickled."""
+        return Failure, (self.stage, self.message)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one device sends back.
+
+    An algorithm's device half gives ``unit`` and ``tensors``; the device itself adds the rest.
+
+    Attributes:
+        unit: Who trained what.
+        tensors: Trained parameters and floating-point buffers by name. They may be the sub-model's own memory: read
+            them before the next upload is asked for, or copy them.
+        num_steps: Local optimizer steps; one that gradient scaling skips, because a gradient overflowed, counts too.
+        loss: Mean loss per example over all local epochs; NaN if no step was taken.
+        logged: Means of what the client's own ``self.log`` calls said.
+        left_out: Why there is nothing to average; ``None`` if there is.
+        failure: What went wrong on the device, where something did.
+        seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.
+    """
+
+    unit: WorkUnit
     tensors: Tensors
-    num_examples: int
+    num_steps: int = 0
+    loss: float = math.nan
+    logged: Mapping[str, LoggedValue] = field(default_factory=dict)
+    left_out: Reason | None = None
+    failure: Failure | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -123,18 +129,18 @@ class Upload:
 
     def can_be_averaged(self) -> bool:
         """Whether every value is finite, and small enough for an exact sum."""
-        return self.largest * self.num_examples <= LARGEST / 2
+        return self.largest * self.unit.coefficient <= LARGEST / 2
 
 
 @dataclass(frozen=True)
 class ClientOutcome:
-    """What a client's turn came to.
+    """The outcome of one client's turn.
 
     Attributes:
         round_idx: Communication round, from 0.
-        client_id: Which client.
+        unit: Who trained what.
         keep_ratio: Share of singular terms it held.
-        num_examples: Its weight in the average.
+        num_examples: Number of its training examples.
         num_steps: Local optimizer steps taken.
         loss: Mean training loss per example over its local epochs; NaN if it took no step.
         downlink_bytes: Bytes sent to it.
@@ -145,7 +151,7 @@ class ClientOutcome:
     """
 
     round_idx: int
-    client_id: int
+    unit: WorkUnit
     keep_ratio: float
     num_examples: int
     num_steps: int
@@ -156,10 +162,15 @@ class ClientOutcome:
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
 
+    @property
+    def client_id(self) -> int:
+        """Which client."""
+        return self.unit.client_id
+
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """What a finished round came to.
+    """The outcome of a finished round.
 
     Attributes:
         round_idx: Communication round, from 0.
@@ -167,7 +178,7 @@ class RoundSummary:
         seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply; of several processes the
             longest.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
-        logged: What the clients' own ``self.log`` calls came to: example-weighted means over the round.
+        logged: Example-weighted means over the round of what clients logged.
         left_out: For each reason for which this run may leave clients out, for how many it did.
     """
 

@@ -7,14 +7,12 @@ from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
 from lightning_spectral.plugin.callbacks.progress import RoundProgressBar
 from lightning_spectral.plugin.callbacks.wandb import WandbRounds
-from lightning_spectral.plugin.round_counting import RoundsAsSteps
 
 __all__ = [
     "Aggregation",
     "CommunicationLedger",
     "RoundHistory",
     "RoundProgressBar",
-    "RoundsAsSteps",
     "SVDRefresh",
     "SpectralDiagnostics",
     "SubmodelSampling",

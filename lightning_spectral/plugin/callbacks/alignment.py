@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.fed_avg import FedAvg
-from lightning_spectral.plugin.build_engine import copy_detached, make_engine
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.host import Host
+from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.records import RoundSummary
-
-if TYPE_CHECKING:
-    from lightning_spectral.plugin.module import FederatedModule
-
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.turn import play
 
 Options = dict[str, Any]
 
@@ -47,38 +46,36 @@ class UpdateAlignment(RoundCallback):
         self._before: dict[str, Tensor] | None = None
         self._options: list[list[Options]] = []
 
-    def on_round_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, round_state: Any
-    ) -> None:
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Host, opened: Any) -> None:  # type: ignore[override]
         """Remember where the server starts, and at which learning rates clients train."""
         wanted = trainer.current_epoch % self.every_n_rounds == 0
         self._before = copy.deepcopy(pl_module.module.state_dict()) if wanted else None
-        self._options = [[options_of(group) for group in template.param_groups] for template in _templates(pl_module)]
+        self._options = [[options_of(group) for group in template.param_groups] for template in pl_module.templates()]
 
     def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, summary: RoundSummary
+        self, trainer: pl.Trainer, pl_module: Host, summary: RoundSummary
     ) -> None:
         """Train the same clients densely from there, and compare."""
         if self._before is None:
             return
-        client_ids = [client.client_id for client in summary.clients if not client.left_out]
-        if not client_ids:
+        sizes = {client.unit: client.num_examples for client in summary.clients if not client.left_out}
+        if not sizes:
             return
         ours = update(pl_module.module, self._before)
-        with options_lent(_templates(pl_module), self._options):  # schedules have moved on to the next round
-            theirs = dense_update(pl_module, self._before, summary.round_idx, client_ids)
+        with temporary_options(pl_module.templates(), self._options):  # schedules have moved on to the next round
+            theirs = dense_update(pl_module, self._before, summary.round_idx, sizes)
         cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
         self._before = None
 
 
 @contextmanager
-def options_lent(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
-    """Give the parameter groups of some optimizers other options, such as a past learning rate, for a while."""
+def temporary_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
+    """Give the parameter groups of some optimizers other options within a block, such as a past learning rate."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     now = [options_of(group) for group in groups]
-    for group, lent in zip(groups, [lent for groups in options for lent in groups], strict=True):
-        group.update(lent)
+    for group, other in zip(groups, [other for groups in options for other in groups], strict=True):
+        group.update(other)
     try:
         yield
     finally:
@@ -91,27 +88,17 @@ def options_of(group: Options) -> Options:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _templates(pl_module: FederatedModule) -> list[Optimizer]:
-    """The user's optimizers, whose options clients' own follow."""
-    optimizers: Any = pl_module.optimizers(use_pl_optimizer=False)
-    return list(optimizers[1:])
-
-
 def dense_update(
-    pl_module: FederatedModule, before: dict[str, Tensor], round_idx: int, client_ids: Sequence[int]
+    pl_module: Host, before: dict[str, Tensor], round_idx: int, num_examples: Mapping[WorkUnit, int]
 ) -> Tensor:
     """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
-    server = copy_detached(pl_module, copy.deepcopy)
+    server = copy_module(pl_module.module)
+    server.trainer = pl_module.module.trainer
     server.load_state_dict(before)
-    engine = make_engine(pl_module, server, FedAvg())
-    tasks = [pl_module.data.client_task(client_id, round_idx, pl_module.seed) for client_id in client_ids]
-    engine.open_round(round_idx, {task.client_id: task.num_examples for task in tasks})
-    for task in tasks[engine.processes.rank :: engine.processes.size]:
-        if engine.expects(task):
-            with engine.client_turn(task):
-                download = engine.send(task)
-                engine.receive(task, download, engine.train(task, download))
-    engine.close_round(round_idx)
+    engine = pl_module.build_engine(server, FedAvg())
+    opened = engine.open_round(round_idx, num_examples)
+    play(opened, list(num_examples)[engine.run.processes.rank :: engine.run.processes.size])
+    engine.close_round()
     return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import lightning.pytorch as pl
 
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-
-if TYPE_CHECKING:
-    from lightning_spectral.client.local_loop import LocalResult
-    from lightning_spectral.plugin.module import FederatedModule
-    from lightning_spectral.protocol.records import ClientTask, IdleTask
+from lightning_spectral.plugin.host import Host, Slot
+from lightning_spectral.server.turn import Turn
 
 
 class SVDRefresh(pl.Callback):
@@ -21,41 +16,33 @@ class SVDRefresh(pl.Callback):
     the fitted design of each keep ratio. `FederatedModule` installs it; an instance of your own replaces that one.
     """
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Host) -> None:  # type: ignore[override]
         """Open the round for its cohort."""
-        client_ids = pl_module.cohort(trainer.current_epoch)
-        sizes = pl_module.data.partition.sizes_of(client_ids)
-        pl_module.start_round(trainer.current_epoch, dict(zip(client_ids, sizes, strict=True)))
+        pl_module.start_round(trainer.current_epoch)
 
 
 class SubmodelSampling(pl.Callback):
-    """Before a client trains: draw its terms and load them into the sub-model of its keep ratio."""
+    """Before a client trains: draw its terms and send them."""
 
     def on_train_batch_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, batch: ClientTask | IdleTask, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: Host, batch: Slot, batch_idx: int
     ) -> None:
         """Send the client its sub-model."""
-        engine = pl_module.engine
-        if engine.expects(batch):
-            with engine.client_turn(batch):
-                pl_module.download = engine.send(batch)
+        pl_module.send(batch)
 
 
 class Aggregation(RoundCallback):
     """After a client trained: add its update to the running sums. After the last one: one server step.
 
     This happens inside Lightning's training step, where an optimizer's step counts: ``global_step`` is the number of
-    finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``.
+    finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. Wherever it
+    stands in the Trainer's list, it acts after all other round callbacks.
     """
 
-    def on_client_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, task: ClientTask, result: LocalResult
-    ) -> None:
+    def on_client_end(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]
         """Receive the client's update."""
-        pl_module.engine.receive(task, pl_module.download, result)
+        turn.receive()
 
-    def on_cohort_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: FederatedModule, round_idx: int
-    ) -> None:
+    def on_cohort_end(self, trainer: pl.Trainer, pl_module: Host, round_idx: int) -> None:  # type: ignore[override]
         """Finish the round."""
-        pl_module.finish_round(pl_module.engine.close_round(round_idx))
+        pl_module.finish_round()

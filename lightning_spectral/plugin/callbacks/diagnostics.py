@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_spectral.algorithms.spectral_round import GroupPlan, LayerRound, SpectralRound
 from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
     coordinated_discrepancy,
@@ -16,9 +17,6 @@ from lightning_spectral.functional.figures.discrepancy import (
 )
 from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-
-if TYPE_CHECKING:
-    from lightning_spectral.algorithms.spectral_round import GroupPlan, LayerRound, SpectralRound
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -43,17 +41,16 @@ class SpectralDiagnostics(RoundCallback):
             raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
         self.every_n_rounds = every_n_rounds
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_state: Any) -> None:
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         """Compute and log."""
-        layers = getattr(round_state, "layers", {})
-        if layers and trainer.current_epoch % self.every_n_rounds == 0:
-            values = {name: torch.tensor(value).double() for name, value in spectral_figures(round_state).items()}
+        if isinstance(opened, SpectralRound) and trainer.current_epoch % self.every_n_rounds == 0:
+            values = {name: torch.tensor(value).double() for name, value in spectral_figures(opened).items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
 
-def spectral_figures(round_state: SpectralRound) -> dict[str, float]:
+def spectral_figures(opened: SpectralRound) -> dict[str, float]:
     """The figures of one open round, by the names under which they are logged."""
-    per_layer = [_layer_figures(layer) for layer in round_state.layers.values()]
+    per_layer = [_layer_figures(layer) for layer in opened.layers.values()]
     return {f"fl/{name}": fmean(figures[name] for figures in per_layer) for name in per_layer[0]}
 
 

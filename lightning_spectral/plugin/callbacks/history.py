@@ -1,4 +1,4 @@
-"""What each round came to, kept for a table or a picture at the end."""
+"""The metrics of every round, kept for a table or a picture at the end."""
 
 from __future__ import annotations
 

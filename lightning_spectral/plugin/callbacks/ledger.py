@@ -14,7 +14,7 @@ from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 
 
 class LedgerRow(NamedTuple):
-    """What one client's turn cost, and whether it was of use.
+    """What one client's turn cost, and why its update was not used, if so.
 
     Attributes:
         round_idx: Communication round, from 0.
@@ -24,6 +24,7 @@ class LedgerRow(NamedTuple):
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it was done, by the virtual clock; ``None`` without a clock, or if it never was.
+        model: Which model it trained; ``""`` where there is one.
     """
 
     round_idx: int
@@ -33,6 +34,7 @@ class LedgerRow(NamedTuple):
     uplink_bytes: int
     left_out: Reason | None = None
     virtual_seconds: float | None = None
+    model: str = ""
 
 
 class CommunicationLedger(RoundCallback):
@@ -76,7 +78,7 @@ class CommunicationLedger(RoundCallback):
 def _row(client: ClientOutcome) -> LedgerRow:
     seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
     turn = client.round_idx, client.client_id, client.keep_ratio
-    return LedgerRow(*turn, client.downlink_bytes, client.uplink_bytes, client.left_out, seconds)
+    return LedgerRow(*turn, client.downlink_bytes, client.uplink_bytes, client.left_out, seconds, client.unit.model)
 
 
 def _mean_bytes(rows: list[LedgerRow]) -> tuple[float, float]:

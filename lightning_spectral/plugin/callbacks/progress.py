@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_spectral.client.local_loop import LocalResult
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.round_counting import num_rounds
-from lightning_spectral.protocol.records import ClientTask, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import round_metrics
+from lightning_spectral.server.turn import Turn
 
 
 class RoundProgressBar(TQDMProgressBar, RoundCallback):
@@ -70,13 +70,11 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self._loss_sum, self._num_examples, self._start = 0.0, 0.0, time.perf_counter()
         self._describe(trainer)
 
-    def on_client_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, task: ClientTask, result: LocalResult
-    ) -> None:
-        """A client's loss is known."""
-        if result.num_steps > 0:
-            self._loss_sum += result.loss * task.num_examples
-            self._num_examples += task.num_examples
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
+        """Show the loss of the clients so far."""
+        if turn.upload is not None and turn.upload.num_steps > 0:
+            self._loss_sum += turn.upload.loss * turn.num_examples
+            self._num_examples += turn.num_examples
             self._progress["loss"] = self._loss_sum / self._num_examples
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:

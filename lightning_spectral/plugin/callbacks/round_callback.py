@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.client.local_loop import LocalResult
-from lightning_spectral.protocol.records import ClientTask, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.turn import Turn
 
 
 class RoundCallback(pl.Callback):
@@ -19,13 +19,14 @@ class RoundCallback(pl.Callback):
         ...         print(summary.round_idx, len(summary.clients))
     """
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_state: Any) -> None:
-        """Called once the server's weights were looked at; ``round_state`` is what the algorithm made of them."""
+    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
+        """Called once the server's weights were looked at; ``opened`` is what the algorithm made of them."""
 
-    def on_client_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, task: ClientTask, result: LocalResult
-    ) -> None:
-        """Called after a client's local epochs, before the next client is loaded; in the process that trained it."""
+    def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
+        """Called after a client's local epochs, before its update is received; in the process that trained it.
+
+        ``turn.unit`` says whose turn it was, ``turn.upload`` what came back.
+        """
 
     def on_cohort_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_idx: int) -> None:
         """Called once per round, within the last turn, when this process's clients are done."""

@@ -1,0 +1,88 @@
+"""The device half of spectral sharding: sub-models of singular terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+from torch.optim import AdamW
+
+from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.plan.swap import sharded_layers, swap_layers
+from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
+from lightning_spectral.protocol.records import Download, Upload
+
+
+@dataclass(frozen=True)
+class SpectralSide(ClientSide):
+    """Sub-models whose sharded layers hold the terms that were sent.
+
+    Attributes:
+        plan: What happens to each layer.
+        dense: Names of the tensors that travel back whole.
+        clip_tau: Bound on a term's effective learning rate.
+        frobenius_decay: Coefficient of the penalty on sharded layers, beside the optimizer's own weight decay.
+        term_granularity: Numbers of terms are rounded up to a multiple of it.
+    """
+
+    plan: LayerReport
+    dense: tuple[str, ...]
+    clip_tau: float
+    frobenius_decay: float
+    term_granularity: int = 1
+
+    @cached_property
+    def weight_of(self) -> dict[str, str]:
+        """From the name of a factor to that of the dense weight that it stands for."""
+        return {
+            f"{name}.{factor}": block.parameter for name, block in self.plan.blocks.items() for factor in ("u", "v")
+        }
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """Names of the tensors that travel back; multipliers stay."""
+        return (*self.dense, *self.weight_of)
+
+    def build(self, module: nn.Module, capacity: float) -> nn.Module:
+        """A copy of ``module`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
+        # The dense weights that are about to be replaced are not worth copying.
+        client: nn.Module = copy_module(module, [module.get_parameter(name) for name in self.plan.sharded_weights])
+        swap_layers(client, self.plan, lambda kind, dense, n: kind.like(dense, n), capacity, self.term_granularity)
+        return client
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Overwrite terms, multipliers and dense tensors in place."""
+        load_tensors(client, download.tensors)
+
+    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
+        """The user's optimizer with factors in groups without weight decay, Frobenius decay, then clipping."""
+        local = rebuild_optimizer(
+            recipe,
+            client,
+            origin=lambda name: self.weight_of.get(name, name),
+            overrides=lambda name: {"weight_decay": 0.0} if name in self.weight_of else {},
+        )
+        decoupled = issubclass(recipe.optimizer_class, AdamW) or any(
+            options.get("decoupled_weight_decay") for options in recipe.options
+        )
+        FrobeniusDecay(self._decays(recipe), decoupled).register(local.optimizer, client)
+        EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
+        return local
+
+    def _decays(self, recipe: OptimizerRecipe) -> dict[str, float]:
+        """For each block of a weight that this optimizer steps, the coefficient of its penalty."""
+        decay_of = {name: recipe.options[i].get("weight_decay", 0.0) for name, i in recipe.group_of.items()}
+        blocks = self.plan.blocks.items()
+        return {n: self.frobenius_decay + decay_of[b.parameter] for n, b in blocks if b.parameter in decay_of}
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        """The trained factors and dense tensors."""
+        return Upload(download.unit, select_tensors(client, self.returned))
+
+    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
+        """The left factor of every sharded matrix."""
+        return {name: layer.u for name, layer in sharded_layers(client).items()}

@@ -1,0 +1,160 @@
+"""A device: what runs the client half of an algorithm, one download after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.gradient_watch import GradientWatch
+from lightning_spectral.client.local_hooks import BeforeStep, start_hooks
+from lightning_spectral.client.local_loop import LocalLoop
+from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe
+from lightning_spectral.client.local_task import LocalSettings, LocalTask, LocalTrainer, Train
+from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.protocol.records import Download, Failure, Upload
+from lightning_spectral.protocol.rng import derived_seed, isolated_rng
+from lightning_spectral.protocol.stage_clock import Profile, StageClock
+
+
+@dataclass(frozen=True, eq=False)
+class SubModel:
+    """The module of one keep ratio; every client of that ratio trains it in turn.
+
+    Attributes:
+        module: A copy of the user's module whose ``log`` is the recorder's.
+        optimizers: The user's optimizers over it; one, but for modules that optimise manually.
+        recorder: Takes what it logs.
+        train: Runs a client's local epochs on it.
+    """
+
+    module: Any
+    optimizers: tuple[LocalOptimizer, ...]
+    recorder: Recorder
+    train: Train
+
+
+class Device:
+    """Turns a `Download` into an `Upload`. It sees neither server nor round.
+
+    Args:
+        module: The user's module, which sub-models are built from.
+        side: The device half of the algorithm.
+        recipes: Of the user's optimizers.
+        data: From a download to the data of the client that it is for.
+        settings: What the local training of all clients has in common.
+        local_trainer: Runs a client's local epochs.
+        attach: Called with each new sub-model, e.g. to show it the Trainer.
+        profile: Entered around each stage, by its name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        side: ClientSide,
+        recipes: Sequence[OptimizerRecipe],
+        data: Callable[[Download], ClientData],
+        settings: LocalSettings,
+        local_trainer: LocalTrainer = LocalLoop,
+        attach: Callable[[Any], None] = lambda client: None,
+        profile: Profile = nullcontext,
+    ) -> None:
+        self.module = module
+        self.side = side
+        self.recipes = tuple(recipes)
+        self.data = data
+        self.settings = settings
+        self.local_trainer = local_trainer
+        self._attach = attach
+        self._profile = profile
+        self._sub_models: dict[float, SubModel] = {}
+        self._gradients_checked = False
+
+    def run(self, download: Download) -> Upload:
+        """Train for one client. What fails on the way is part of what comes back.
+
+        Raises:
+            ValueError: If the first client's turn shows a sharded layer that takes no part in training, or gradients
+                that reach the original module's own weights.
+        """
+        clock = StageClock(self._profile)
+        try:
+            with clock.measure("load"), _doing("loading"):
+                sub_model = self.sub_model(download.capacity)
+                self.side.load(sub_model.module, download)
+            upload = self._train(sub_model, download, clock)
+        except _Failed as failed:
+            # whatever the failure left behind, in modules, hooks or attributes, goes with the sub-model
+            self._sub_models.pop(download.capacity, None)
+            upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
+        return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
+
+    def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
+        watch = None if self._gradients_checked else GradientWatch(self.side.watched(sub_model.module))
+        with clock.measure("train"), _doing("local training"), self._isolated_rng(download):
+            result = sub_model.train(self._start(sub_model, download))
+        if watch is not None and result.num_steps > 0:
+            watch.check(self.module)
+            self._gradients_checked = True
+        if result.num_steps == 0 and download.local_epochs > 0:
+            return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
+        with _doing("collecting"):
+            upload = self.side.collect(sub_model.module, download)
+            logged = sub_model.recorder.finish_client()
+        return replace(upload, num_steps=result.num_steps, loss=result.loss, logged=logged)
+
+    def _start(self, sub_model: SubModel, download: Download) -> LocalTask:
+        """Let everything forget the client before."""
+        for local, options in zip(sub_model.optimizers, download.options, strict=True):
+            local.start_client(options)
+        sub_model.recorder.start_client()
+        actions = self.side.start(sub_model.module, download) or StepActions()
+        before_step = [self._before_step(sub_model.module, local, actions) for local in sub_model.optimizers]
+        return LocalTask(download, self.data(download), sub_model.recorder, actions.before_forward, before_step)
+
+    def _before_step(self, module: nn.Module, local: LocalOptimizer, actions: StepActions) -> list[BeforeStep]:
+        """The user's local hooks as listed, then the algorithm's own action."""
+        hooks = start_hooks(self.settings.local_hooks, module, local.optimizer)
+        return hooks if actions.before_step is None else [*hooks, partial(actions.before_step, local.optimizer)]
+
+    def sub_model(self, capacity: float) -> SubModel:
+        """The sub-model of one keep ratio, built when its first client comes."""
+        if capacity not in self._sub_models:
+            self._sub_models[capacity] = self._build(capacity)
+        return self._sub_models[capacity]
+
+    def _build(self, capacity: float) -> SubModel:
+        client: Any = self.side.build(self.module, capacity)
+        recorder = Recorder(client)
+        client.log, client.log_dict = recorder.log, recorder.log_dict
+        isolate_metrics(client)
+        self._attach(client)
+        optimizers = tuple(self.side.local_optimizer(recipe, client) for recipe in self.recipes)
+        train = self.local_trainer(client, [local.optimizer for local in optimizers], self.settings)
+        return SubModel(client, optimizers, recorder, train)
+
+    def _isolated_rng(self, download: Download) -> Any:
+        """Dropout and augmentation draw from the global generators: seeded per client, restored afterwards."""
+        seed = derived_seed(download.seed, "local training", *download.ids)
+        return isolated_rng(seed, [self.settings.placement.device])
+
+
+class _Failed(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@contextmanager
+def _doing(stage: str) -> Iterator[None]:
+    """Note what the device was doing when something failed."""
+    try:
+        yield
+    except Exception as error:
+        raise _Failed(Failure(stage, f"{type(error).__name__}: {error}", error)) from error

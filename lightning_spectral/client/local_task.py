@@ -1,0 +1,92 @@
+"""Who runs a client's local epochs, on what, and with which settings: the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.local_hooks import BeforeStep, LocalHook
+from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.client.user_step import Defines, defines_all
+from lightning_spectral.protocol.records import Download
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in which precision local steps run.
+
+    Attributes:
+        device: Device of the sub-models.
+        convert_batch: Applied to each batch before it moves, e.g. to the precision of the weights.
+        forward_context: Entered around each forward pass, e.g. autocast.
+        moves_batches: Whether batches go through ``transfer_batch_to_device``; data on the CPU for a module on the CPU
+            need not, unless the user has a hook of their own.
+        scaler: Every client scales its loss with a copy of it, so that half-precision gradients do not vanish; ``None``
+            where they do not have to be scaled.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    convert_batch: Callable[[Any], Any] = lambda batch: batch
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    moves_batches: bool = True
+    scaler: GradScaler | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LocalSettings:
+    """What the local training of all clients has in common.
+
+    Attributes:
+        placement: Device and precision.
+        local_hooks: What acts on the gradients of each optimizer before it steps, in this order.
+        defines: Whether a module has a hook of its own; those that it has not are not called.
+    """
+
+    placement: Placement = field(default_factory=Placement)
+    local_hooks: tuple[LocalHook, ...] = ()
+    defines: Defines = defines_all
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTask:
+    """One client's local training.
+
+    Attributes:
+        download: What the client was sent; the sub-model is loaded with it.
+        data: The client's data.
+        recorder: Told the size of each batch, so that it can weight what the module logs.
+        before_forward: Called before each ``training_step``; ``None`` for nothing.
+        before_step: For each optimizer, what to call one after another before each of its steps.
+    """
+
+    download: Download
+    data: ClientData
+    recorder: Recorder
+    before_forward: Callable[[], None] | None = None
+    before_step: Sequence[Sequence[BeforeStep]] = ((),)
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """The outcome of local training.
+
+    Attributes:
+        num_steps: Optimizer steps; one that gradient scaling skips, because a gradient overflowed, counts too.
+        loss: Mean loss per example over all local epochs; NaN if no step was taken.
+    """
+
+    num_steps: int
+    loss: float
+
+
+Train = Callable[[LocalTask], LocalResult]
+# From a new sub-model, its optimizers and the settings to what trains it, for one client after another. Afterwards the
+# module's own `self.optimizers()` are these.
+LocalTrainer = Callable[[Any, Sequence[Optimizer], LocalSettings], Train]

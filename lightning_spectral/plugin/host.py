@@ -1,0 +1,79 @@
+"""What the rooms of this package see of a `FederatedModule`, and what its batches are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.engine import Engine
+
+
+class Slot(NamedTuple):
+    """One position in a process's schedule of a round: what Lightning sees as a batch.
+
+    A named tuple, because Lightning rebuilds dataclasses that travel as batches and cannot rebuild frozen ones.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        unit: Whose turn it is; ``None`` where one of several processes waits for the others.
+    """
+
+    round_idx: int
+    unit: WorkUnit | None
+
+
+class Host(Protocol):
+    """What callbacks and the data module may ask of the module that a Trainer fits."""
+
+    module: pl.LightningModule
+    seed: int
+
+    @property
+    def current_epoch(self) -> int:
+        """The round, from 0."""
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the rounds."""
+
+    @property
+    def num_slots(self) -> int:
+        """Positions in this process's schedule of every round."""
+
+    def schedule(self, round_idx: int) -> list[Slot]:
+        """Whom this process trains in a round, in order."""
+
+    def cut_cohort(self, limit: int | float) -> None:
+        """Let only so many clients of each cohort train, or such a share of it."""
+
+    def start_round(self, round_idx: int) -> None:
+        """Open a round for its cohort."""
+
+    def send(self, slot: Slot) -> None:
+        """Begin a client's turn: send it its sub-model."""
+
+    def finish_round(self) -> None:
+        """Close the round and step the server."""
+
+    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+        """Another engine with the clients, the seed and the settings of the run."""
+
+    def templates(self) -> list[Optimizer]:
+        """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log one value, as any LightningModule does."""
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Log several values."""
+
+
+def is_host(module: nn.Module | None) -> TypeGuard[Host]:
+    """Whether a module says of itself that it is a `Host`: by its bases, not by the names of its methods."""
+    return Host in type(module).__mro__

@@ -1,0 +1,135 @@
+"""One round in Lightning's hooks: a client's turn is a training step, the last one closes the round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spectral.plugin.callbacks.boundaries import Aggregation
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.precision import full_precision, scaled_by
+from lightning_spectral.plugin.round_log import log_round
+from lightning_spectral.plugin.schedules import RoundScheduler
+from lightning_spectral.plugin.server_hooks import ServerHooks
+from lightning_spectral.plugin.stages import stage_profile
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.turn import Turn
+
+
+class RoundHooks(ServerHooks):
+    """The training half of a `FederatedModule`: what happens between the start of a round and its end."""
+
+    seed: int
+    schedulers: list[RoundScheduler]
+    _engine: Engine | None
+    _turn: Turn | None
+    _default_dtype: torch.dtype
+    _finished_round: int
+    _stop_after_round: bool
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the rounds; exists while fitting."""
+        assert self._engine is not None, "the engine exists from `on_fit_start` on"
+        return self._engine
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data module of the run."""
+        raise NotImplementedError
+
+    def cohort(self, round_idx: int) -> list[WorkUnit]:
+        """Who takes part in a round."""
+        raise NotImplementedError
+
+    def start_round(self, round_idx: int) -> None:
+        """Open the round for its cohort and tell those who listen."""
+        units = self.cohort(round_idx)
+        sizes = self.data.partition.sizes_of([unit.client_id for unit in units])
+        opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
+        for callback in self._round_callbacks():
+            callback.on_round_start(self.trainer, self, opened.opened)
+
+    def send(self, slot: Slot) -> None:
+        """Begin a client's turn: draw what it gets and send it. Nothing to do in an idle slot, or after a failure."""
+        opened, self._turn = self.engine.round, None
+        if slot.unit is not None and opened.failure is None:
+            with opened.containing_failures(slot.unit):
+                turn = Turn(opened, slot.unit)
+                turn.send()
+                self._turn = turn
+
+    def training_step(self, batch: Slot, batch_idx: int) -> None:
+        """One client's local epochs, then `Aggregation`; after the last client the end of the round."""
+        with full_precision(self.device, self._default_dtype):
+            if self._turn is not None:
+                with self.engine.round.containing_failures(self._turn.unit):
+                    self._train(self._turn)
+            if self.trainer.is_last_batch:
+                for callback in self._round_callbacks():
+                    callback.on_cohort_end(self.trainer, self, batch.round_idx)
+
+    def _train(self, turn: Turn) -> None:
+        turn.train()
+        for callback in self._round_callbacks():
+            callback.on_client_end(self.trainer, self, turn)
+
+    def finish_round(self) -> None:
+        """Close the round, step the server on its pseudo-gradient, move the schedules on, and report."""
+        summary = self.engine.close_round()
+        server, local, *_ = self._optimizers()
+        with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
+            server.step()
+        self.engine.settle()
+        self.zero_grad()  # of every parameter, also those that no optimizer has
+        self._finished_round = summary.round_idx
+        summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
+        log_round(self.trainer, summary)
+        for scheduler in self.schedulers:
+            if not scheduler.waits_for_metric:
+                scheduler.step(summary.round_idx)
+        # last, so that a checkpoint that one of them writes, or that its failure leaves, holds all of the round
+        for callback in self._round_callbacks():
+            callback.on_round_end(self.trainer, self, summary)
+
+    def _optimizers(self) -> Sequence[Any]:
+        optimizers: Any = self.optimizers()
+        return list(optimizers)
+
+    def _round_callbacks(self) -> list[RoundCallback]:
+        """Those who listen, as the Trainer lists them, then `Aggregation`: it ends what the others watch."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        listening = [callback for callback in callbacks if isinstance(callback, RoundCallback)]
+        return sorted(listening, key=lambda callback: isinstance(callback, Aggregation))
+
+    def on_train_batch_end(self, outputs: Any, batch: Slot, batch_idx: int) -> None:
+        """A round once begun is finished: whoever wants to stop within it waits for its last client.
+
+        Processes stop together: one that wants to is enough. Told to end by a signal, they end after any turn.
+        """
+        self._turn = None
+        if isinstance(self.trainer.strategy, ClientParallelStrategy):
+            self.trainer.strategy.end_if_told()
+        if self.trainer.is_last_batch:
+            stop = self.trainer.should_stop or self._stop_after_round
+            self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)
+        elif self.trainer.should_stop:
+            self.trainer.should_stop, self._stop_after_round = False, True
+
+    def on_train_epoch_end(self) -> None:
+        """Schedules that wait for a metric have it now.
+
+        Not in a run resumed from a checkpoint that validation wrote: metrics are not in checkpoints, and Lightning's
+        own plateau schedulers skip that round too.
+        """
+        for scheduler in self.schedulers:
+            if scheduler.waits_for_metric and self._finished_round == self.current_epoch:
+                scheduler.step_on(self.trainer.callback_metrics, self.current_epoch)

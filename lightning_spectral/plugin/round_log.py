@@ -1,0 +1,32 @@
+"""The metrics of a finished round, handed to callbacks, progress bar and loggers in one go."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.metrics import round_metrics
+
+
+def log_round(trainer: pl.Trainer, summary: RoundSummary) -> None:
+    """Log a round's own metrics and the means of what its clients logged.
+
+    ``LightningModule.log`` would keep an object for each metric and look at all of them after every client. A round's
+    values are complete when it ends, so they go where `log` would bring them: into ``callback_metrics`` for
+    checkpoints, early stopping and schedulers, and as one row to each logger.
+
+    Args:
+        trainer: The Trainer of the run.
+        summary: The round.
+    """
+    own, clients = round_metrics(summary), summary.logged
+    values = {**own, **{name: entry.value for name, entry in clients.items()}}
+    logged = {name: value for name, value in values.items() if name in own or clients[name].logger}
+    tensors = dict(zip(values, torch.tensor(list(values.values()), dtype=torch.float64).unbind(), strict=True))
+    trainer.callback_metrics.update(tensors)
+    trainer.logged_metrics.update({name: tensors[name] for name in logged})
+    trainer.progress_bar_metrics.update({name: entry.value for name, entry in clients.items() if entry.prog_bar})
+    for logger in trainer.loggers:
+        logger.log_metrics({**logged, "epoch": summary.round_idx}, step=summary.round_idx)
+        logger.save()

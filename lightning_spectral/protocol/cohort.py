@@ -1,0 +1,89 @@
+"""Who takes part in one round, and what an algorithm may use to prepare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import fsum
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+T = TypeVar("T")
+
+
+class SharesWork(Protocol):
+    """Several processes that prepare a round together, or one."""
+
+    def share_out(
+        self, pieces: Sequence[T], do: Callable[[T], tuple[Tensor, ...]], cost: Callable[[T], float]
+    ) -> list[tuple[Tensor, ...]]:
+        """Do each piece of work in one process and hand its tensors to all.
+
+        Args:
+            pieces: The work, the same list in every process.
+            do: From a piece to its tensors.
+            cost: Predicted time of a piece, any unit.
+        """
+
+
+class Alone:
+    """A single process: it does all of the work."""
+
+    def share_out(
+        self, pieces: Sequence[T], do: Callable[[T], tuple[Tensor, ...]], cost: Callable[[T], float]
+    ) -> list[tuple[Tensor, ...]]:
+        """Do each piece of work, one after another."""
+        return [do(piece) for piece in pieces]
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Who takes part in one round.
+
+    Attributes:
+        seed: The run's seed.
+        round_idx: Communication round, from 0.
+        groups: For each distinct keep ratio, its units by ascending client id.
+        workers: Who shares what is costly to prepare.
+        store: What the server keeps of single clients from round to round.
+        absolute: Whether coefficients are weights as they are, those of an unbiased sampler, which the average does
+            not divide by their sum.
+    """
+
+    seed: int
+    round_idx: int
+    groups: Mapping[float, tuple[WorkUnit, ...]]
+    workers: SharesWork = field(default_factory=Alone)
+    store: ClientStore = field(default_factory=ClientStore)
+    absolute: bool = False
+
+    @cached_property
+    def total(self) -> float:
+        """Sum of the coefficients of all units, whether or not they report back."""
+        return fsum(unit.coefficient for units in self.groups.values() for unit in units)
+
+    @cached_property
+    def _keep_ratios(self) -> Mapping[tuple[int, str], float]:
+        return {unit.key: keep_ratio for keep_ratio, units in self.groups.items() for unit in units}
+
+    def keep_ratio_of(self, unit: WorkUnit) -> float:
+        """The share of singular terms that a unit holds."""
+        return self._keep_ratios[unit.key]
+
+    @staticmethod
+    def effective_size(units: Sequence[WorkUnit]) -> float:
+        r"""Kish's number of equally weighted clients that average as well, :math:`1/\sum_c a_c^2` with a = D / sum D.
+
+        Example:
+            >>> Cohort.effective_size([WorkUnit(1, coefficient=30), WorkUnit(2, coefficient=10)])
+            1.6
+        """
+        weights = [unit.coefficient for unit in units]
+        if not any(weights):
+            return float(len(weights))  # nobody has data: nobody counts more than another
+        return sum(weights) ** 2 / sum(weight**2 for weight in weights)

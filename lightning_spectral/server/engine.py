@@ -1,0 +1,81 @@
+"""One round after another: plain torch, told when by callbacks and what by an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lightning_spectral.errors import RoundError
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.round import OpenRound
+from lightning_spectral.server.run import Run
+
+
+class Engine:
+    """Opens and closes the rounds of a run.
+
+    Args:
+        run: What all rounds have in common.
+        make_executor: Called when the first round opens: who runs the device half.
+    """
+
+    def __init__(self, run: Run, make_executor: Callable[[], Executor]) -> None:
+        self.run = run
+        self.server_is_stepping = False
+        self._make_executor = make_executor
+        self._executor: Executor | None = None
+        self._round: OpenRound | None = None
+
+    @property
+    def round_is_open(self) -> bool:
+        """Whether clients have been, or are being, trained whose updates the server's weights do not have yet."""
+        return self._round is not None
+
+    @property
+    def round(self) -> OpenRound:
+        """The open round."""
+        assert self._round is not None, "SVDRefresh opens a round before its first client"
+        return self._round
+
+    def open_round(self, round_idx: int, num_examples: Mapping[WorkUnit, int]) -> OpenRound:
+        """Look at the server's weights once and prepare for this cohort.
+
+        Args:
+            round_idx: Communication round, from 0.
+            num_examples: Number of examples of each unit that takes part, in the cohort's order.
+        """
+        if self._executor is None:
+            self._executor = self._make_executor()
+        self._round = OpenRound(self.run, self._executor, round_idx, num_examples)
+        return self._round
+
+    def close_round(self) -> RoundSummary:
+        """Finish the average: afterwards parameters of the server, or of its state, carry the pseudo-gradient.
+
+        All processes call it together and end with the same. If no client is left, and `Faults` allows it, there is no
+        gradient, and the server's step changes nothing.
+
+        Raises:
+            ClientError: If a client failed in one of several processes.
+            RoundError: If more clients were left out than `Faults` allows; the server's weights are as before the
+                round.
+        """
+        outcomes = self.round.gather()
+        self.server_is_stepping = True
+        summary = self.round.apply(outcomes)
+        self._round = None
+        return summary
+
+    def settle(self) -> None:
+        """After the server optimizer stepped: write what follows from the algorithm's state into the server."""
+        self.run.algorithm.settle(self.run.server, self.run.state)
+        self.server_is_stepping = False
+
+    def check_server_rests(self) -> None:
+        """Raise ``RoundError`` if the server's step began and did not end: its weights are those of no round."""
+        if self.server_is_stepping:
+            raise RoundError(
+                "The server's step was interrupted: its weights belong to no round and are not saved. Resume from the "
+                "last checkpoint before."
+            )

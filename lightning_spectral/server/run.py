@@ -1,0 +1,63 @@
+"""What all rounds of a run have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.records import Options
+from lightning_spectral.protocol.stage_clock import Profile
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.sub_model_sizes import SubModelSizes
+from lightning_spectral.simulation import Conditions
+
+
+def _no_options() -> tuple[tuple[Options, ...], ...]:
+    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One federated run, as its rounds see it.
+
+    Attributes:
+        server: The user's module with dense weights.
+        algorithm: What travels, prepared for ``server``.
+        state: What the algorithm owns between rounds; ``None`` for nothing.
+        keep_ratios: Keep ratio of every client, shape ``(num_clients,)``.
+        seed: The run's seed.
+        local_epochs: Passes over a client's data in a round; 0 trains nothing.
+        options: Asked once a round: for each of the user's optimizers, the options of its parameter groups.
+        faults: What to do about clients that do not report back.
+        conditions: Who does not, in a simulation.
+        processes: Who trains the clients of a round; each has a run of its own, over the same server.
+        store: What the server remembers of single clients.
+        sizes: How large sub-models are, measured for a virtual clock.
+        profile: Entered around each stage, by its name.
+    """
+
+    server: nn.Module
+    algorithm: Algorithm[Any]
+    state: nn.Module | None
+    keep_ratios: Tensor
+    seed: int
+    local_epochs: int = 1
+    options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
+    faults: Faults = field(default_factory=Faults)
+    conditions: Conditions = field(default_factory=Conditions)
+    processes: Processes = field(default_factory=Processes)
+    store: ClientStore = field(default_factory=ClientStore)
+    sizes: SubModelSizes = field(default_factory=SubModelSizes)
+    profile: Profile = nullcontext
+
+    def keep_ratio_of(self, unit: WorkUnit) -> float:
+        """Share of the singular terms that a unit's client holds."""
+        return float(self.keep_ratios[unit.client_id])

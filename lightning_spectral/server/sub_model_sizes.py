@@ -1,0 +1,42 @@
+"""How large sub-models are, and what travels for them: what a virtual clock wants to know."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+
+class SubModelSize(NamedTuple):
+    """The size of the sub-models of one keep ratio, which all of its clients share.
+
+    Attributes:
+        num_parameters: Number of values in its parameters.
+        downlink_bytes: Bytes sent to a client.
+        uplink_bytes: Bytes that it sends back.
+    """
+
+    num_parameters: int = 0
+    downlink_bytes: int = 0
+    uplink_bytes: int = 0
+
+
+class SubModelSizes:
+    """Measures each keep ratio once, on a sub-model that is thrown away."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[float, SubModelSize] = {}
+
+    def of(self, algorithm: Algorithm[Any], server: nn.Module, opened: Any, unit: WorkUnit) -> SubModelSize:
+        """The size of a unit's sub-model, in a round that the algorithm has opened."""
+        download, receipt = algorithm.send(opened, unit)
+        if receipt.capacity not in self._sizes:
+            side = algorithm.client_side(server)
+            client = side.build(server, receipt.capacity)
+            num_parameters = sum(parameter.numel() for parameter in client.parameters())
+            uplink_bytes = side.collect(client, download).num_bytes
+            self._sizes[receipt.capacity] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
+        return self._sizes[receipt.capacity]

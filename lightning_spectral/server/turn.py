@@ -1,0 +1,151 @@
+"""One client's turn in a round: send, train, receive."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+
+from lightning_spectral.errors import ClientError, SpectralWarning
+from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.round import OpenRound, address, client_error, named
+
+
+class Turn:
+    """One unit's turn.
+
+    Args:
+        opened: The round.
+        unit: Whose turn it is.
+
+    Attributes:
+        num_examples: Number of the client's training examples.
+        download: What it was sent; ``None`` before `send`, and if it has no data.
+        upload: What it sent back; ``None`` before `train`.
+    """
+
+    def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
+        self.round = opened
+        self.unit = unit
+        self.num_examples = opened.num_examples[unit]
+        self.simulated = opened.simulated.of(unit.client_id)
+        self.download: Download | None = None
+        self.upload: Upload | None = None
+        self._receipt = Receipt(unit, opened.run.keep_ratio_of(unit))
+
+    @property
+    def round_idx(self) -> int:
+        """Communication round, from 0."""
+        return self.round.round_idx
+
+    def send(self) -> None:
+        """Draw what the client gets. One without data gets nothing: it reports that before anything is sent."""
+        if self.simulated.left_out != "no_data":
+            self.download, self._receipt = self.round.send(self.unit)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the client is going to train: whoever will not report back does not train in vain."""
+        return self.download is not None and self.simulated.left_out is None
+
+    def train(self) -> None:
+        """Have the client train, unless the round will go on without it.
+
+        Raises:
+            ClientError: If training fails and `Faults.on_error` says `Raise`.
+        """
+        if self.takes_part:
+            assert self.download is not None
+            self.answer(next(iter(self.round.executor.run([self.download]))))
+        else:
+            self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
+
+    def answer(self, upload: Upload) -> None:
+        """Take what the client's device sent back.
+
+        Raises:
+            ClientError: If the device failed, and `Faults` does not allow the round to go on without it.
+        """
+        self.round.clock.add(upload.seconds)
+        if upload.failure is not None:
+            self._check(upload.failure)
+        self.upload = upload
+
+    def _check(self, failure: Failure) -> None:
+        """A failure to load or to collect is the algorithm's own, which no policy excuses."""
+        if failure.stage != "local training" or self.round.run.faults.ends_run("error"):
+            raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
+
+    def receive(self) -> ClientOutcome:
+        """Add the client's update to the round's sums; what cannot be used is left out, with a warning.
+
+        Raises:
+            ClientError: If it cannot be used and `Faults` says `Raise`.
+        """
+        assert self.upload is not None, "a client trains before its update is received"
+        left_out, message = self.upload.left_out, ""
+        if self.upload.failure is not None:
+            message = self.upload.failure.message
+        if left_out is None:
+            with self.round.clock.measure("aggregate"), address(self.round_idx, self.unit, "aggregation"):
+                if self.upload.can_be_averaged():
+                    self.round.run.algorithm.add(self.round.opened, self._receipt, self.upload)
+                else:
+                    left_out, message = "not_finite", _too_large(self.upload)
+        if left_out is not None:
+            self._leave_out(left_out, message)
+        outcome = self._outcome(self.upload, left_out)
+        self.round.outcomes.append(outcome)
+        return outcome
+
+    def _outcome(self, upload: Upload, left_out: Reason | None) -> ClientOutcome:
+        return ClientOutcome(
+            round_idx=self.round_idx,
+            unit=self.unit,
+            keep_ratio=self._receipt.capacity,
+            num_examples=self.num_examples,
+            num_steps=upload.num_steps,
+            loss=upload.loss,
+            downlink_bytes=0 if self.download is None else self.download.num_bytes,
+            uplink_bytes=upload.num_bytes,
+            left_out=left_out,
+            logged=upload.logged if left_out is None else {},
+            virtual_seconds=self.simulated.seconds,
+        )
+
+    def _leave_out(self, reason: Reason, message: str) -> None:
+        """Go on without the client, with a warning unless that was to be expected."""
+        what = f"{WHAT_HAPPENED[reason]} ({message})" if message else WHAT_HAPPENED[reason]
+        if self.round.run.faults.ends_run(reason):
+            raise ClientError(
+                f"Round {self.round_idx}, {named(self.unit)}: {what}; to go on without such clients, write "
+                f"faults=Faults(on_{reason}=LeaveOut())."
+            )
+        if reason in ("error", "not_finite", "no_update"):
+            warnings.warn(
+                f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.",
+                SpectralWarning,
+                stacklevel=4,
+            )
+
+
+def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
+    """Send to some units, have the executor run all of them, and receive what comes back, in any order."""
+    turns = {unit.key: Turn(opened, unit) for unit in units}
+    for turn in turns.values():
+        turn.send()
+    downloads = [turn.download for turn in turns.values() if turn.takes_part and turn.download is not None]
+    for upload in opened.executor.run(downloads):
+        turns[upload.unit.key].answer(upload)
+        turns[upload.unit.key].receive()
+    for turn in turns.values():
+        if not turn.takes_part:
+            turn.train()
+            turn.receive()
+
+
+def _too_large(upload: Upload) -> str:
+    """What is wrong with an upload that is finite and cannot be summed; nothing to add if it is not finite."""
+    return f"it holds values up to {upload.largest:.0e}" if math.isfinite(upload.largest) else ""

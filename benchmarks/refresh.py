@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import lightning_spectral as ls
+from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
 from lightning_spectral.nn.plan.report import aligned
-from lightning_spectral.protocol.records import Cohort
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 COHORT, EXAMPLES, BATCH_SIZE, LOCAL_EPOCHS = 10, 500, 32, 2
 NUM_STEPS = COHORT * LOCAL_EPOCHS * -(-EXAMPLES // BATCH_SIZE)
@@ -74,30 +76,31 @@ def shapes_table(turns: int) -> list[list[str]]:
 def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[float]]) -> None:
     """One round, stage by stage as the engine goes; ``took`` collects the seconds of each."""
     template = torch.optim.SGD(server.parameters(), lr=0.01, momentum=0.9)
-    client = SHARDING.build(server, 0.2)
-    optimizer = SHARDING.local_optimizer(template, server, client).optimizer
     sharding = SHARDING.prepare(server)
-    cohort = Cohort(0, round_idx, {0.2: tuple(range(COHORT))}, dict.fromkeys(range(COHORT), EXAMPLES))
+    side = sharding.client_side(server)
+    client = side.build(server, 0.2)
+    optimizer = side.local_optimizer(recipe_of(template, server), client).optimizer
+    cohort = Cohort(0, round_idx, {0.2: tuple(WorkUnit(c, coefficient=EXAMPLES) for c in range(COHORT))})
     stage: dict[str, float] = defaultdict(float)
 
     start = time.perf_counter()
-    opened = sharding.refresh(server, cohort)
+    opened = sharding.open(server, None, cohort)
     stage["refresh"] = time.perf_counter() - start
     parts_of_refresh(server, stage)
-    for client_id in range(COHORT):
+    for unit in cohort.groups[0.2]:
         start = time.perf_counter()
-        download = sharding.sample(opened, 0.2, (0, round_idx, client_id))
+        download, receipt = sharding.send(opened, unit)
         drawn = time.perf_counter()
-        sharding.load(client, download)
+        side.load(client, download)
         stage["sample"] += drawn - start
         stage["load"] += time.perf_counter() - drawn
         took["step"] += local_steps(client, optimizer, steps)
         start = time.perf_counter()
-        upload = sharding.collect(opened, client, EXAMPLES)
-        assert upload.is_finite()
-        sharding.add(opened, download, upload)
+        upload = side.collect(client, download)
+        assert upload.can_be_averaged()
+        sharding.add(opened, receipt, upload)
         stage["aggregate"] += time.perf_counter() - start
-    stage["apply"] = seconds(lambda: sharding.apply(server, opened))
+    stage["apply"] = seconds(lambda: sharding.close(server, None, opened))
     template.step()
     for name, value in stage.items():
         took[name].append(value)

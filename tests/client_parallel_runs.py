@@ -73,7 +73,7 @@ class FailsBetweenTurns(pl.Callback):
 
 
 class FailsInOneProcess(ls.RoundCallback):
-    def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+    def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
         if trainer.global_rank == trainer.world_size - 1:
             raise KeyError("mine")
 

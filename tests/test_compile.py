@@ -35,9 +35,9 @@ class CountGraphs(ls.RoundCallback):
         self.graphs: list[int] = []
         self.ratios: list[float] = []
 
-    def on_client_end(self, trainer: Any, pl_module: Any, task: Any, result: Any) -> None:
+    def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
         self.graphs.append(counters["stats"]["unique_graphs"])
-        self.ratios.append(pl_module.download.keep_ratio)
+        self.ratios.append(turn.download.capacity)
 
 
 @pytest.fixture(autouse=True)

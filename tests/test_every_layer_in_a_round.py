@@ -131,8 +131,8 @@ def test_one_client_with_all_terms_hands_back_the_weight_it_trained(
     kept: dict[str, Tensor] = {}
 
     class Keep(ls.RoundCallback):
-        def on_client_end(self, trainer: Any, pl_module: Any, task: Any, result: Any) -> None:
-            client = pl_module.engine.sub_model(1.0).module
+        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
+            client = pl_module.engine._executor.device.sub_model(1.0).module
             for holder in report.blocks:
                 kept[holder] = client.get_submodule(holder).matrix().detach().clone()
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 
 class LitRecording(pl.LightningModule):
@@ -60,8 +62,7 @@ def test_one_client_without_sharding_is_plain_training(regression: TensorDataset
     data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=1), batch_size=8)
     model = ls.FederatedModule(federated, clients_per_round=1)
     pl.Trainer(max_epochs=1, **quiet).fit(model, data)
-    task = data.client_task(0, round_idx=0, seed=0)
-    batches = [batch for batch, _ in task.data.epoch(0)]
+    batches = [batch for batch, _ in data.client_data(Download(WorkUnit(0), 1.0, {})).epoch(0)]
     pl.Trainer(max_epochs=1, **quiet, log_every_n_steps=1).fit(
         plain, DataLoader(batches, batch_size=None, num_workers=0)
     )
@@ -100,7 +101,7 @@ def test_plain_server_is_the_weighted_mean_of_clients(regression: TensorDataset,
         client = copy.deepcopy(start)
         optimizer = client.configure_optimizers()
         for local_epoch in range(2):
-            for batch, _ in data.client_task(client_id, 0, 0).data.epoch(local_epoch):
+            for batch, _ in data.client_data(Download(WorkUnit(client_id), 1.0, {})).epoch(local_epoch):
                 optimizer.zero_grad()
                 client.training_step(batch, 0).backward()
                 optimizer.step()

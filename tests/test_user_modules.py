@@ -473,8 +473,8 @@ def test_batch_norm_statistics_are_the_mean_of_clients_and_counters_the_servers(
     means: list[torch.Tensor] = []
 
     class Keep(ls.RoundCallback):
-        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
-            means.append(pl_module.engine.sub_model(0.5).module.net[1].running_mean.clone())
+        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+            means.append(pl_module.engine._executor.device.sub_model(0.5).module.net[1].running_mean.clone())
 
     trainer = pl.Trainer(max_epochs=1, callbacks=[Keep()], **quiet)
     sharding = ls.SpectralSharding(keep_ratio=0.5)

@@ -1,6 +1,7 @@
 import copy
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from torch import nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.spectral_round import SpectralRound
+from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
 from lightning_spectral.nn.plan.swap import sharded_layers
-from lightning_spectral.protocol.records import Cohort, Download
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Download, Receipt
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()]
 
@@ -23,16 +28,20 @@ def net(seed: int = 0) -> nn.Sequential:
         )
 
 
-def cohort(ratios: list[float]) -> Cohort:
-    groups = {ratio: tuple(c for c, own in enumerate(ratios) if own == ratio) for ratio in ratios}
-    return Cohort(0, 0, groups, {c: c + 1 for c in range(len(ratios))})
+def unit(client_id: int) -> WorkUnit:
+    return WorkUnit(client_id, coefficient=client_id + 1)
+
+
+def cohort(ratios: list[float], seed: int = 0, round_idx: int = 0) -> Cohort:
+    groups = {ratio: tuple(unit(c) for c, own in enumerate(ratios) if own == ratio) for ratio in ratios}
+    return Cohort(seed, round_idx, groups)
 
 
 def draw(
-    algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], round_idx: int = 0
-) -> tuple[object, list[Download]]:
-    state = algorithm.refresh(server, cohort(ratios))
-    return state, [algorithm.sample(state, ratio, (0, round_idx, c)) for c, ratio in enumerate(ratios)]
+    algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float]
+) -> tuple[SpectralRound, list[tuple[Download, Receipt]]]:
+    opened = algorithm.open(server, None, cohort(ratios))
+    return opened, [algorithm.send(opened, unit(c)) for c in range(len(ratios))]
 
 
 def train(client: nn.Module, seed: int) -> None:
@@ -44,18 +53,19 @@ def train(client: nn.Module, seed: int) -> None:
 
 def run_round(
     algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], trained: bool = True
-) -> list[tuple[Download, dict[str, torch.Tensor]]]:
-    state, downloads = draw(algorithm, server, ratios)
+) -> list[tuple[Receipt, dict[str, torch.Tensor]]]:
+    opened, sent = draw(algorithm, server, ratios)
+    side = algorithm.client_side(server)
     seen = []
-    for c, download in enumerate(downloads):
-        client = algorithm.build(server, download.keep_ratio)
-        algorithm.load(client, download)
+    for c, (download, receipt) in enumerate(sent):
+        client = side.build(server, download.capacity)
+        side.load(client, download)
         if trained:
             train(client, seed=c)
-        upload = algorithm.collect(state, client, num_examples=c + 1)
-        algorithm.add(state, download, upload)
-        seen.append((download, {name: t.clone() for name, t in upload.tensors.items()}))
-    algorithm.apply(server, state)
+        upload = side.collect(client, download)
+        algorithm.add(opened, receipt, upload)
+        seen.append((receipt, {name: t.clone() for name, t in upload.tensors.items()}))
+    algorithm.close(server, None, opened)
     torch.optim.SGD(server.parameters(), lr=1.0).step()
     return seen
 
@@ -78,8 +88,8 @@ def test_aggregated_weight_is_the_slow_sum_over_terms_and_clients() -> None:
         slow = torch.zeros(weight.flatten(1).shape).double()
         for i in range(u.shape[1]):
             total, new_u, new_v = 0, torch.zeros(len(u)).double(), torch.zeros(v.shape[1]).double()
-            for c, (download, tensors) in enumerate(seen):
-                terms = download.terms[name].tolist()
+            for c, (receipt, tensors) in enumerate(seen):
+                terms = receipt.drawn[name].tolist()
                 if i in terms:
                     total += c + 1
                     new_u += (c + 1) * tensors[f"{name}.u"][:, terms.index(i)].double()
@@ -96,9 +106,10 @@ def test_aggregated_weight_is_the_slow_sum_over_terms_and_clients() -> None:
 
 def test_shards_of_all_terms_sum_to_the_weight() -> None:
     server = net()
-    _, (download,) = draw(ls.SpectralSharding(ls.Collective()), server, [1.0])
-    client = ls.SpectralSharding().build(server, 1.0)
-    ls.SpectralSharding().load(client, download)
+    _, ((download, _),) = draw(ls.SpectralSharding(ls.Collective()), server, [1.0])
+    side = ls.SpectralSharding().client_side(server)
+    client = side.build(server, 1.0)
+    side.load(client, download)
     for name, layer in sharded_layers(client).items():
         torch.testing.assert_close(layer.weight, server.get_submodule(name).weight, rtol=1e-5, atol=1e-6)
 
@@ -106,14 +117,15 @@ def test_shards_of_all_terms_sum_to_the_weight() -> None:
 def test_unbiased_shard_averages_to_the_weight() -> None:
     torch.manual_seed(0)
     algorithm, server = ls.SpectralSharding(ls.Unbiased()), net()
-    state = algorithm.refresh(server, cohort([0.3] * 10))
     count = 4000
+    # planned for ten clients, drawn for many
+    opened = replace(algorithm.open(server, None, cohort([0.3] * 10)), cohort=cohort([0.3] * count))
     total = torch.zeros(8, 54).double()
     for c in range(count):
-        download = algorithm.sample(state, 0.3, (0, 0, c))
+        download, _ = algorithm.send(opened, unit(c))
         total += ((download.tensors["1.u"] * download.tensors["1.omega"]) @ download.tensors["1.v"]).double()
     U, s, Vh = factorize(server[1].weight)
-    pi = state.layers["1"].groups[0.3].inclusion_probs
+    pi = opened.layers["1"].groups[0.3].inclusion_probs
     # coefficient of term i is s_i z_i / pi_i: mean s_i, variance s_i^2 (1 / pi_i - 1)
     coefficients = torch.diagonal(U.T @ (total / count) @ Vh.T)
     sigma = s * (1 / pi - 1).clamp(min=0).sqrt()
@@ -124,10 +136,10 @@ def test_unbiased_shard_averages_to_the_weight() -> None:
 
 def test_each_group_is_planned_for_its_own_size() -> None:
     server = net()
-    state, _ = draw(ls.SpectralSharding(ls.Collective()), server, [0.3, 0.3, 0.3, 0.6])
+    opened, _ = draw(ls.SpectralSharding(ls.Collective()), server, [0.3, 0.3, 0.3, 0.6])
     s = factorize(server[4].weight).s
     for ratio, size in {0.3: 3, 0.6: 1}.items():
-        plan = state.layers["4"].groups[ratio]
+        plan = opened.layers["4"].groups[ratio]
         pi, omega = ls.Collective()(s, num_terms_for(10, ratio), size)
         assert torch.equal(plan.inclusion_probs, pi)
         assert torch.equal(plan.multipliers, omega)
@@ -135,21 +147,23 @@ def test_each_group_is_planned_for_its_own_size() -> None:
 
 def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
     algorithm, server = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.3), net()
-    state = algorithm.refresh(server, cohort([0.3] * 5))
-    forward = [algorithm.sample(state, 0.3, (0, 1, c)).terms for c in range(5)]
-    backward = [algorithm.sample(state, 0.3, (0, 1, c)).terms for c in reversed(range(5))][::-1]
+
+    def terms(c: int, seed: int, round_idx: int) -> Any:
+        _, receipt = algorithm.send(replace(opened, cohort=cohort([0.3] * 5, seed, round_idx)), unit(c))
+        return receipt.drawn
+
+    opened = algorithm.open(server, None, cohort([0.3] * 5))
+    forward = [terms(c, 0, 1) for c in range(5)]
+    backward = [terms(c, 0, 1) for c in reversed(range(5))][::-1]
     for one, two in zip(forward, backward, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
-    distinct = {
-        tuple(algorithm.sample(state, 0.3, key).terms["4"].tolist())
-        for key in [(s, r, 0) for s in (0, 1) for r in range(8)]
-    }
+    distinct = {tuple(terms(0, s, r)["4"].tolist()) for s in (0, 1) for r in range(8)}
     assert len(distinct) > 3
 
 
 def test_a_sub_model_shares_nothing_with_the_server() -> None:
     server = net()
-    client = ls.SpectralSharding().build(server, 0.3)
+    client = ls.SpectralSharding().client_side(server).build(server, 0.3)
     theirs = {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
     assert theirs.isdisjoint(tensor.data_ptr() for tensor in client.state_dict().values())
     assert sharded_layers(client)["4"].num_terms == 3
@@ -160,11 +174,12 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
     template = torch.optim.SGD(server.parameters(), lr=1.0, weight_decay=0.05)
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
         algorithm.check_optimizer(template)
-    _, (download,) = draw(algorithm, server, [0.5])
-    client = algorithm.build(server, 0.5)
-    algorithm.load(client, download)
-    local = algorithm.local_optimizer(template, server, client)
-    local.start_client()
+    _, ((download, _),) = draw(algorithm, server, [0.5])
+    side = algorithm.client_side(server)
+    client = side.build(server, 0.5)
+    side.load(client, download)
+    local = side.local_optimizer(recipe_of(template, server), client)
+    local.start_client(options_of(template))
     weights = {name: layer.weight.detach().clone() for name, layer in sharded_layers(client).items()}
     oracle = copy.deepcopy(client)
     penalty = sum(0.03 * layer.weight.square().sum() for layer in sharded_layers(oracle).values())
@@ -183,22 +198,24 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
 def test_clipping_acts_through_the_local_optimizer() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0), net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    client = algorithm.build(server, 0.5)
+    side = algorithm.client_side(server)
+    client = side.build(server, 0.5)
     layer = sharded_layers(client)["4"]
     layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
     layer.u.grad = torch.ones_like(layer.u)
-    algorithm.local_optimizer(template, server, client).optimizer.step()
+    side.local_optimizer(recipe_of(template, server), client).optimizer.step()
     assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
 
 
 def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=1.0, frobenius_decay=0.0), net()
     template = torch.optim.AdamW(server.parameters(), lr=0.01, weight_decay=0.1)
-    _, (download,) = draw(algorithm, server, [1.0])
-    client = algorithm.build(server, 1.0)
-    algorithm.load(client, download)
-    local = algorithm.local_optimizer(template, server, client)
-    local.start_client()
+    _, ((download, _),) = draw(algorithm, server, [1.0])
+    side = algorithm.client_side(server)
+    client = side.build(server, 1.0)
+    side.load(client, download)
+    local = side.local_optimizer(recipe_of(template, server), client)
+    local.start_client(options_of(template))
     for parameter in client.parameters():
         parameter.grad = torch.zeros_like(parameter)
     local.optimizer.step()
@@ -210,14 +227,15 @@ def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
 def test_decay_is_added_before_clipping() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.1, clip_tau=2.0), net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    client = algorithm.build(server, 0.5)
+    side = algorithm.client_side(server)
+    client = side.build(server, 0.5)
     layer = sharded_layers(client)["4"]
     generator = torch.Generator().manual_seed(0)
     u, v = torch.randn(10, 5, generator=generator), torch.randn(5, 32, generator=generator)
     omega = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
     layer.load_terms(u, v, omega)
     layer.u.grad, layer.v.grad = torch.ones_like(u), torch.ones_like(v)
-    algorithm.local_optimizer(template, server, client).optimizer.step()
+    side.local_optimizer(recipe_of(template, server), client).optimizer.step()
     factors = torch.tensor([1.0, 1.0, 0.5, 0.25, 0.125])
     decay = 0.1 * (u * omega) @ (v @ v.T) * omega
     torch.testing.assert_close(layer.u, u - factors * (1 + decay))
@@ -228,17 +246,18 @@ def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
     with torch.no_grad():
         server[4].weight[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"Layer '4' cannot be factorised.*must be finite"):
-        ls.SpectralSharding().refresh(server, cohort([0.2]))
+        ls.SpectralSharding().open(server, None, cohort([0.2]))
 
 
 def test_bytes_are_those_of_the_tensors_that_travel() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5), net()
-    state, (download,) = draw(algorithm, server, [0.5])
-    client = algorithm.build(server, 0.5)
+    _, ((download, _),) = draw(algorithm, server, [0.5])
+    side = algorithm.client_side(server)
+    client = side.build(server, 0.5)
     dense = 6 * 2 * 9 + 6 + 8 + 4 * 8 + 10 + 3 * 10 + 3
     factors = 4 * (8 + 54) + 5 * (10 + 32)
     assert download.num_bytes == 4 * (dense + factors + 4 + 5) + 8  # omega; num_batches_tracked is int64
-    upload = algorithm.collect(state, client, 1)
+    upload = side.collect(client, download)
     assert upload.num_bytes == 4 * (dense + factors)
 
 

@@ -13,7 +13,8 @@ def dataset() -> TensorDataset:
 
 
 def client_data(dataset: Dataset[Any], key: tuple[int, int, int] = (0, 1, 2), **options: Any) -> ClientData:
-    return ClientData(BatchSource(dataset, **options), torch.tensor([3, 5, 8, 13, 1]), 2, key)
+    seed, *ids = key
+    return ClientData(BatchSource(dataset, **options), torch.tensor([3, 5, 8, 13, 1]), 2, seed, tuple(ids))
 
 
 def examples(data: ClientData, local_epoch: int = 0) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-import lightning_spectral.client.local_trainer
+from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.batches import BatchSource, ClientData
-from lightning_spectral.client.local_loop import Placement, train_locally
+from lightning_spectral.client.local_loop import LocalLoop
+from lightning_spectral.client.local_task import LocalSettings, LocalTask, Placement
 from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.client.side import StepActions
+from lightning_spectral.plugin.user_hooks import defines
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 
 class LitPlain(pl.LightningModule):
@@ -41,15 +47,18 @@ class LitPlain(pl.LightningModule):
         self.note("before step")
 
 
+SENT = Download(WorkUnit(0), 1.0, {})
+
+
 @pytest.fixture
 def client_data() -> ClientData:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 3, generator=generator)
     source = BatchSource(TensorDataset(x, 8 * x.sum(1)))
-    return ClientData(source, torch.arange(20), batch_size=4, key=(0, 0, 0))
+    return ClientData(source, torch.arange(20), batch_size=4, seed=0, ids=(0, 0))
 
 
-def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] = (), **options: Any) -> LitPlain:
+def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] = ()) -> LitPlain:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = LitPlain()
@@ -57,9 +66,8 @@ def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] =
     if skip:
         step = module.training_step
         module.training_step = lambda b, i: None if i in skip else step(b, i)  # type: ignore[method-assign]
-    train_locally(
-        module, optimizer, data, local_epochs=1, recorder=Recorder(), placement=Placement(scaler=scaler), **options
-    )
+    settings = LocalSettings(Placement(scaler=scaler))
+    LocalLoop(module, [optimizer], settings)(LocalTask(SENT, data, Recorder(module)))
     return module
 
 
@@ -101,15 +109,9 @@ def test_hooks_before_a_step_see_unscaled_gradients(client_data: ClientData) -> 
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         optimizer.register_step_pre_hook(lambda *args: seen.append(float(module.line.bias.grad)))  # type: ignore[arg-type]
         hook = ls.GradientClip(0.5).start_client(module, optimizer)
-        train_locally(
-            module,
-            optimizer,
-            client_data,
-            local_epochs=1,
-            recorder=Recorder(),
-            placement=Placement(scaler=scaler),
-            before_step=[lambda: seen.append(float(module.line.bias.grad)), hook],  # type: ignore[arg-type]
-        )
+        before_step = [lambda: seen.append(float(module.line.bias.grad)), hook]  # type: ignore[arg-type]
+        task = LocalTask(SENT, client_data, Recorder(module), before_step=[before_step])
+        LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler)))(task)
         return list(seen)
 
     assert run(GradScaler("cpu", init_scale=2.0**10)) == run(None)
@@ -153,13 +155,15 @@ def test_local_steps_read_no_value_from_the_device(
 
     reads: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    train = LocalLoop.__call__
+
+    def counted(*args: Any) -> Any:
         with Reads() as mode:
-            result = train_locally(*args, **kwargs)
+            result = train(*args)
         reads.append(mode.count)
         return result
 
-    monkeypatch.setattr(lightning_spectral.client.local_trainer, "train_locally", counted)
+    monkeypatch.setattr(LocalLoop, "__call__", counted)
 
     def run(local_epochs: int, module: pl.LightningModule) -> list[int]:
         reads.clear()
@@ -180,3 +184,94 @@ def test_local_steps_read_no_value_from_the_device(
         watched = LitMLP()
         watched.reads_itself = True
         assert run(1, watched) == [1 + 4, 1 + 4]  # 20 examples in batches of 5: the count is not blind
+
+
+class LitHooked(LitPlain):
+    """Defines one hook in its class; another may be put on the instance."""
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.setdefault("epoch end", []).append(1.0)
+
+
+def test_only_hooks_that_the_user_wrote_are_called(client_data: ClientData, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def lightnings_own(name: str) -> Any:
+        return lambda *args: called.append(name)
+
+    for name in ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_before_backward"):
+        monkeypatch.setattr(pl.LightningModule, name, lightnings_own(name))
+    module = LitHooked()
+    module.on_before_zero_grad = lightnings_own("the instance's")  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    task = LocalTask(replace(SENT, local_epochs=2), client_data, Recorder(module))
+    LocalLoop(module, [optimizer], LocalSettings(defines=defines))(task)
+    assert called == ["the instance's"] * 10  # five batches, two epochs
+    assert {when: len(values) for when, values in module.seen.items()} == {
+        "after backward": 10,
+        "before step": 10,
+        "epoch end": 2,
+    }
+    called.clear()
+    LocalLoop(module, [optimizer], LocalSettings())(task)  # where nobody can tell, all of them are
+    assert len(called) == 2 + 10 + 10 + 10 + 10
+
+
+def test_the_algorithm_acts_before_each_forward_pass_and_before_each_step(client_data: ClientData) -> None:
+    events: list[str] = []
+
+    class Lit(LitPlain):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            events.append("training_step")
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            events.append("the user's hook")
+
+    module = Lit()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    task = LocalTask(
+        SENT,
+        client_data,
+        Recorder(module),
+        before_forward=lambda: events.append("before_forward"),
+        before_step=[[lambda: events.append("before_step")]],
+    )
+    LocalLoop(module, [optimizer], LocalSettings())(task)
+    assert events == ["before_forward", "training_step", "the user's hook", "before_step"] * 5
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any, quiet: dict[str, Any]) -> None:
+    """Its actions belong to one client: they are asked for once a turn, after the client's values are there."""
+    events: list[str] = []
+
+    class Acting(DenseSide):
+        def start(self, client: Any, download: Download) -> StepActions:
+            assert torch.equal(client.net.weight, download.tensors["net.weight"])
+            events.append(f"client {download.unit.client_id}")
+            return StepActions(
+                lambda: events.append("before_forward"),
+                lambda optimizer: events.append(f"before a step of {type(optimizer).__name__}"),
+            )
+
+    class Algorithm(ls.FedAvg):
+        side = Acting
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            events.append("training_step")
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data.val, ledger = None, ls.CommunicationLedger()
+    model = ls.FederatedModule(Lit(), algorithm=Algorithm(), clients_per_round=3, client_engine=engine)
+    pl.Trainer(max_epochs=1, callbacks=[ledger], **quiet).fit(model, data)
+    step = ["before_forward", "training_step", "before a step of SGD"]
+    assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *step * 3]]

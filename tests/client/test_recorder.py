@@ -8,16 +8,16 @@ from lightning_spectral.protocol.records import LoggedValue
 
 
 def test_a_clients_value_is_the_mean_over_its_examples() -> None:
-    recorder, module = Recorder(), nn.Linear(1, 1)
+    recorder = Recorder(nn.Linear(1, 1))
     finished = []
     for batches in ([(1.0, 3), (5.0, 1)], [(7.0, 6)]):
-        recorder.start_client(module)
+        recorder.start_client()
         for value, batch_size in batches:
             recorder.num_examples = batch_size
             recorder.log("loss", torch.tensor(value))
         finished.append(recorder.finish_client()["loss"].value)
     assert finished == [2.0, 7.0]
-    recorder.start_client(module)
+    recorder.start_client()
     assert recorder.finish_client() == {}
 
 
@@ -27,18 +27,19 @@ def test_metric_is_computed_once_per_client_and_starts_empty() -> None:
             super().__init__()
             self.mean = torchmetrics.MeanMetric()
 
-    recorder, module = Recorder(), Module()
+    module = Module()
+    recorder = Recorder(module)
     module.mean.update(1e6)
     for value in (1.0, 4.0):
-        recorder.start_client(module)
+        recorder.start_client()
         module.mean.update(value)
         recorder.log_dict({"mean": module.mean}, prog_bar=True, logger=False)
         assert recorder.finish_client() == {"mean": LoggedValue(value, prog_bar=True, logger=False)}
 
 
 def test_names_and_weights_follow_lightning() -> None:
-    recorder = Recorder()
-    recorder.start_client(nn.Linear(1, 1))
+    recorder = Recorder(nn.Linear(1, 1))
+    recorder.start_client()
     recorder.log("both", 1.0, on_step=True, on_epoch=True)
     recorder.log("own", 1.0, batch_size=3)
     recorder.log("own", 5.0, batch_size=1, sync_dist=True)

@@ -88,8 +88,8 @@ def test_every_client_round_and_epoch_draws_its_own() -> None:
     keys = itertools.product([0, 1], [0, 1], [0, 1])
     drawn = [
         float(batch[0, 4])
-        for key in keys
+        for seed, *ids in keys
         for epoch in (0, 1)
-        for batch, _ in ClientData(source, torch.arange(4), 2, key).epoch(epoch)
+        for batch, _ in ClientData(source, torch.arange(4), 2, seed, tuple(ids)).epoch(epoch)
     ]
     assert len(set(drawn)) == len(drawn) == 32

@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_spectral as ls
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 MIXED = ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, clip_tau=1.2, frobenius_decay=0.01)
 UNCLIPPED = replace(MIXED, clip_tau=float("inf"))  # Adam undoes the clip
@@ -257,10 +259,10 @@ class TestManualOptimisation:
         federation = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=1), batch_size=30)
         module, twin = LitGAN(), LitGAN()
         history = fit(module, federation, quiet, algorithm=DENSE, clients_per_round=1, rounds=1, local_epochs=2)
-        turn = federation.client_task(0, 0, seed=0)
+        own = federation.client_data(Download(WorkUnit(0), 1.0, {}))
         makers, judges = twin.configure_optimizers()
         last = []
-        for batch, _ in itertools.chain(turn.data.epoch(0), turn.data.epoch(1)):
+        for batch, _ in itertools.chain(own.epoch(0), own.epoch(1)):
             for number, optimizer in enumerate((makers, judges)):
                 twin.zero_grad()
                 loss = twin.losses(batch[0])[number]
@@ -286,8 +288,8 @@ class TestManualOptimisation:
         steps: list[int] = []
 
         class Note(ls.RoundCallback):
-            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
-                steps.append(result.num_steps)
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+                steps.append(turn.upload.num_steps)
 
         data.val = None
         trainer = pl.Trainer(max_epochs=1, callbacks=[Note()], **quiet)
@@ -496,7 +498,7 @@ class TestQuiet:
         model = ls.FederatedModule(Failing(), clients_per_round=3, client_engine="trainer")
         with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: KeyError: 'no'"):
             federation.fit(model, data)
-        assert model.engine.local_trainer._trainer is None  # type: ignore[attr-defined]
+        assert model.engine._executor.device.local_trainer.__self__._trainer is None  # type: ignore[union-attr]
 
     def test_global_generators_stay_as_they_are(self, lit: Any, data: Any, quiet: Any) -> None:
         state = torch.get_rng_state()

@@ -69,7 +69,7 @@ class TestRounds:
             def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
                 calls.append(f"round {trainer.current_epoch}")
 
-            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
                 calls.append("client")
 
             def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
@@ -174,8 +174,8 @@ class TestResume:
         module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 3)
 
         class StopWithin(ls.RoundCallback):
-            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
-                if task.round_idx == 1 and not trainer.is_last_batch:
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+                if turn.round_idx == 1 and not trainer.is_last_batch:
                     trainer.save_checkpoint(tmp_path / "within.ckpt")
 
         with torch.random.fork_rng():
@@ -214,8 +214,8 @@ class TestResume:
         module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
 
         class StopEarly(ls.RoundCallback):
-            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, task: Any, result: Any) -> None:
-                trainer.should_stop |= task.round_idx == 1
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+                trainer.should_stop |= turn.round_idx == 1
 
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
 from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
 from lightning_spectral.simulation import Conditions
@@ -211,9 +212,12 @@ def test_only_bytes_that_travelled_are_counted(quiet: Any) -> None:
 
 
 def test_the_servers_own_failures_are_never_left_out(quiet: Any) -> None:
-    class Broken(ls.FedAvg):
+    class CannotLoad(DenseSide):
         def load(self, client: Any, download: Any) -> None:
             raise RuntimeError("cannot load")
+
+    class Broken(ls.FedAvg):
+        side = CannotLoad
 
     with pytest.raises(ls.ClientError, match=r"Round 0, client ., loading: RuntimeError: cannot load"):
         run(quiet, None, set(), algorithm=Broken(), faults=ls.Faults(on_error=ls.LeaveOut(1.0)))

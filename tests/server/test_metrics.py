@@ -4,12 +4,13 @@ import random
 import pytest
 
 from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.metrics import round_means, round_metrics
 
 
 def outcome(client_id: int, size: int, loss: float, logged: dict[str, float]) -> ClientOutcome:
     entries = {name: LoggedValue(value, prog_bar=True, logger=False) for name, value in logged.items()}
-    return ClientOutcome(0, client_id, 1.0, size, 1, loss, 8, 8, logged=entries)
+    return ClientOutcome(0, WorkUnit(client_id, coefficient=size), 1.0, size, 1, loss, 8, 8, logged=entries)
 
 
 def test_what_clients_logged_is_weighted_by_their_examples() -> None:

@@ -12,7 +12,8 @@ from lightning_spectral.functional import (
     manly_inclusion_probs,
     successive_inclusion_probs,
 )
-from lightning_spectral.protocol.records import Cohort
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, PriSM, Scaled, TopN, Unbiased
 
 SPECTRUM = 1 / torch.arange(1, 65).double()
@@ -66,10 +67,10 @@ def test_published_figures_of_the_mix_are_reproduced() -> None:
 
 
 def test_effective_number_of_clients_is_kishs() -> None:
-    cohort = Cohort(0, 0, {0.2: (0, 1, 2)}, {0: 10, 1: 10, 2: 20})
+    units = [WorkUnit(c, coefficient=size) for c, size in enumerate([10, 10, 20])]
     shares = [0.25, 0.25, 0.5]
-    assert cohort.effective_size([0, 1, 2]) == pytest.approx(1 / sum(a * a for a in shares))
-    assert cohort.effective_size([0, 1]) == pytest.approx(2.0)
+    assert Cohort.effective_size(units) == pytest.approx(1 / sum(a * a for a in shares))
+    assert Cohort.effective_size(units[:2]) == pytest.approx(2.0)
 
 
 def test_compensated_prism_has_inverse_marginals_exact_or_manlys() -> None:

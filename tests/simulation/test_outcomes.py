@@ -135,9 +135,9 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, q
     sizes: dict[float, int] = {}
 
     class Weigh(ls.RoundCallback):
-        def on_client_end(self, trainer: Any, pl_module: Any, task: Any, result: Any) -> None:
-            ratio = pl_module.download.keep_ratio
-            module = pl_module.engine.sub_model(ratio).module
+        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
+            ratio = turn.download.capacity
+            module = pl_module.engine._executor.device.sub_model(ratio).module
             sizes[ratio] = sum(parameter.numel() for parameter in module.parameters())
 
     clock = ls.VirtualClock(ls.DeviceProfile(downlink=1e4, uplink=1e3, macs_per_second=1e5))

@@ -8,7 +8,8 @@ from torch import nn
 import lightning_spectral as ls
 from lightning_spectral.functional import collective_multipliers, group_discrepancy
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
-from lightning_spectral.protocol.records import Cohort
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 
 def fit(lit: Any, data: Any, quiet: dict[str, Any], *callbacks: pl.Callback, **options: Any) -> ls.RoundHistory:
@@ -30,9 +31,9 @@ def test_figures_are_the_pure_functions_of_a_round() -> None:
     torch.manual_seed(0)
     server = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2))
     algorithm = ls.SpectralSharding(ls.Collective(), keep_ratio=0.5)
-    state = algorithm.refresh(server, Cohort(0, 0, {0.5: (0, 1, 2)}, {0: 1, 1: 1, 2: 1}))
-    figures = spectral_figures(state)
-    layer = state.layers["1"]
+    opened = algorithm.open(server, None, Cohort(0, 0, {0.5: tuple(map(WorkUnit, range(3)))}))
+    figures = spectral_figures(opened)
+    layer = opened.layers["1"]
     pi, s = layer.groups[0.5].inclusion_probs, layer.singular_values
     expected = group_discrepancy(s, pi, collective_multipliers(pi, 3), 3) / (s**2).sum()
     assert figures["fl/discrepancy"] == pytest.approx(float(expected))
@@ -43,9 +44,9 @@ def test_figures_are_the_pure_functions_of_a_round() -> None:
 def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
     torch.manual_seed(0)
     server = nn.Sequential(nn.Linear(4, 30), nn.Linear(30, 20), nn.Linear(20, 2))
-    cohort = Cohort(0, 0, {0.2: tuple(range(6))}, dict.fromkeys(range(6), 10))
+    cohort = Cohort(0, 0, {0.2: tuple(WorkUnit(c, coefficient=10) for c in range(6))})
     apart, together = (
-        spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).refresh(server, cohort))
+        spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).open(server, None, cohort))
         for design in (None, ls.Coordinated())
     )
     assert together["fl/discrepancy"] < apart["fl/discrepancy"]

@@ -1,4 +1,4 @@
-"""Every model from a file: by jsonargparse, which LightningCLI is made of."""
+"""Every model from YAML, through jsonargparse, on which LightningCLI is built."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""The report counts what it says."""
+"""The counts, the text and the plot of a report."""
 
 from pathlib import Path
 

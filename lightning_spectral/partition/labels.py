@@ -76,7 +76,7 @@ def _read(dataset: Any) -> Tensor:
 
 
 def _as_classes(values: Any, owner: str) -> Tensor:
-    """Convert ``values`` to int64, unless they are not integers or have more than one dimension."""
+    """Convert ``values`` to int64; raise unless they are integers of at most one dimension."""
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -36,7 +36,7 @@ class ShardingStrategy(ABC):
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Choose them for every group of a cohort with several sub-model sizes; by default each group by itself.
+        """Choose probabilities and multipliers for every group of a cohort; by default each group by itself.
 
         Args:
             singular_values: As for :meth:`__call__`, shape ``(N,)``.

@@ -93,8 +93,8 @@ def examples(name: str, num_examples: int) -> tuple[Tensor, Tensor]:
 
 
 def task(name: str) -> models.LitClassifier:
-    kind = models.LitNextToken if name == "gpt" else models.LitClassifier
-    return kind(build(TINY[name]), num_classes=4, lr=0.05)
+    task_type = models.LitNextToken if name == "gpt" else models.LitClassifier
+    return task_type(build(TINY[name]), num_classes=4, lr=0.05)
 
 
 @pytest.mark.parametrize(("make", "size"), SIZES.values(), ids=SIZES.keys())

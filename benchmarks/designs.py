@@ -1,10 +1,10 @@
-"""How fast the sampling mathematics is, against the paper's printed algorithms and R's packages, from one run.
+"""Speed of the sampling functions against the paper's printed algorithms and R's packages, in one run.
 
     python benchmarks/designs.py
 
-One thread, milliseconds, the least of several runs. The printed algorithms are Algorithms 1 and 2 of Korzhenkov &
-Louizos (2024), line by line in numpy, with the sign of line 30 of Algorithm 2 mended. R's packages are timed by R
-itself, without its start; where Rscript or the package `sampling` is missing, their column says so. R refits
+Milliseconds on one thread, the minimum of several runs. The printed algorithms are Algorithms 1 and 2 of Korzhenkov &
+Louizos (2024), line by line in numpy, with the sign of line 30 of Algorithm 2 corrected. R's packages are timed by R
+itself, without its start-up; if Rscript or the package `sampling` is missing, their column says so. R refits
 conditional Poisson sampling on every draw. The goals at the end are for one core of a small shared machine.
 """
 
@@ -58,7 +58,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def spectrum(size: int) -> Tensor:
-    """Singular values of a random convolution of this many channels, 3 x 3: not flat, not steep."""
+    """Singular values of a random convolution of this many channels, 3 x 3: neither flat nor steep."""
     weight = torch.randn(size, 9 * size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
     return torch.linalg.eigvalsh(weight @ weight.T).flip(0).clamp_min(0).sqrt()
 
@@ -82,7 +82,7 @@ def algorithm_1(lam: np.ndarray, n: int) -> np.ndarray:
 
 
 def algorithm_2(lam: np.ndarray, n: int, C: float) -> np.ndarray:
-    """Algorithm 2, line by line, for descending positive values; the sign of line 30 mended."""
+    """Algorithm 2, line by line, for descending positive values; the sign of line 30 corrected."""
     best_error, best = -(lam[:n] ** 2).sum(), (np.arange(len(lam)) < n).astype(float)
     for t in range(n):
         error_t = -(lam[:t] ** 2).sum()
@@ -148,7 +148,7 @@ def conditional_poisson() -> list[list[str]]:
 
 
 def r_milliseconds(pi: Tensor) -> dict[str, float] | str:
-    """Mean time of one draw by each function of R's package `sampling`, or why there is none."""
+    """Mean time of one draw by each function of R's package `sampling`, or the reason why it is missing."""
     if shutil.which("Rscript") is None:
         return "no Rscript"
     script = f"""
@@ -216,9 +216,9 @@ def show(title: str, rows: list[list[str]]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     solvers, figures = against_the_printed_algorithms()
-    show("Solvers against the paper's algorithms as printed, sign mended (s_i = i^-1/2, C = 10), ms", solvers)
+    show("Solvers against the paper's algorithms as printed, sign corrected (s_i = i^-1/2, C = 10), ms", solvers)
     show("Conditional Poisson sampling, and the marginals of successive sampling of s^4, ms", conditional_poisson())
-    show("Designs against R's package `sampling`, which fits anew for each draw, ms", against_r())
+    show("Designs against R's package `sampling`, which refits for each draw, ms", against_r())
     round_rows, round_ms = rounds()
     show("One round of a ResNet-18: 20 layers, 10 clients, Collective; CPU ms", round_rows)
     marginals = max(

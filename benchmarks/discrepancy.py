@@ -2,9 +2,9 @@
 
     python benchmarks/discrepancy.py
 
-prints E||W - W_bar||^2 / ||W||^2 before anybody trains, for ten clients of keep ratio 0.1 and 0.2 and for the mix of
-the papers (six of 0.2, four of 0.4), and draws the picture of the page on strategies. Exact formulas, no sampling; the
-trained spectrum is that of an MLP's middle layer after 300 steps on scikit-learn's digits.
+prints E||W - W_bar||^2 / ||W||^2 before any client trains, for ten clients of keep ratio 0.1 and 0.2 and for the mix of
+the papers (six of 0.2, four of 0.4), and draws the picture of the page on strategies. These are exact formulas without
+sampling; the trained spectrum is that of an MLP's middle layer after 300 steps on scikit-learn's digits.
 """
 
 import argparse

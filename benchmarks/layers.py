@@ -1,15 +1,15 @@
-"""How much faster a sub-model trains than its dense model, beside how many multiplications it saves.
+"""How much faster a sub-model trains than its dense model, and how many multiplications it saves.
 
     python benchmarks/layers.py --model resnet18 cct gpt gpt2-block --turns 15
 
 One local step (forward, backward, SGD with momentum) of each model with all of its weights and with keep ratios 0.1 to
-1, in one process, one thread. The contenders take turns and on a CPU the clock is that of the process, so that a busy
-machine does less harm; a speed-up is the median over turns of (dense step / this step), with its quartiles. "MAC ratio"
-is the same quotient of multiplications in affine layers, forward and backward, counted while they run; products of
-attention are left out. "share" is speed-up over MAC ratio. "hooks" is the part of a step that effective-learning-rate
-clipping and Frobenius decay add; speed-ups are without it. Dropout is off: it costs the same at each keep ratio. In
-channels_last memory ("last"), speed-ups are over the dense model in channels_last too, and "over first" is over the
-dense model in torch's default.
+1, in one process, one thread. The contenders take turns, and on a CPU the clock is process time, so that a busy machine
+matters less; a speed-up is the median over turns of (dense step / this step), with its quartiles. "MAC ratio" is the
+same quotient of multiplications in affine layers, forward and backward, counted while they run; attention products are
+left out. "share" is speed-up over MAC ratio. "hooks" is the part of a step that effective-learning-rate clipping and
+Frobenius decay add; speed-ups are without it. Dropout is off: it costs the same at each keep ratio. In channels_last
+memory ("last"), speed-ups are over the dense model in channels_last too, and "over first" is over the dense model in
+torch's default.
 """
 
 import argparse
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 
 @dataclass
 class Contender:
-    """A model that takes steps, and the seconds they took."""
+    """A model that takes steps, and the seconds that they took."""
 
     name: tuple[str, str, str]
     module: nn.Module
@@ -154,17 +154,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15, help="steps of each contender, after one to warm up")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--granularity", type=int, default=1, help="round numbers of terms up to a multiple of this")
-    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     allocator = "tuned" if ls.tune_allocator() else "the default"
     rows = [HEADER]
     for name in options.model:
         rows += measured(name, options.turns, options.device, options.granularity)
-    said = {"torch": torch.__version__, "device": options.device, "threads": "1", "allocator": allocator}
+    settings = {"torch": torch.__version__, "device": options.device, "threads": "1", "allocator": allocator}
     show(rows)
     if options.write:
-        write("layers", said, rows)
+        write("layers", settings, rows)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py cnn
 
-The workload is in contenders/workload.py. In a turn all contenders run one after another. Ratios are of a
-turn's medians; shown are the median over turns, the smallest and the largest. For spectral sharding the bare loop
-trains given sub-models of the same keep ratio, and our seconds of refresh are added to its own.
+The workload is in contenders/workload.py. In a turn all contenders run one after another. A ratio compares the medians
+of one turn; the table shows the median, the smallest and the largest over turns. For spectral sharding the bare loop
+trains fixed sub-models of the same keep ratio, and our refresh time is added to its own.
 """
 
 import argparse
@@ -27,7 +27,7 @@ VARIANTS = {
 
 @dataclass
 class Case:
-    """The bare loop of one algorithm, and ours in some variants."""
+    """The bare loop of one algorithm, and some variants of ours."""
 
     algorithm: str
     bare: Contender
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:2], help="of ours")
     parser.add_argument("--untuned", action="store_true", help="with the allocator's defaults")
-    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     cases = [case(options.model, algorithm, options.variants) for algorithm in options.algorithms]
     contenders = [contender for one in cases for contender in (one.bare, *one.ours.values())]

@@ -1,4 +1,4 @@
-"""Tables of measurements: on the screen, and in a page of the documentation between two comments."""
+"""Tables of measurements: printed, or written into a documentation page between two comments."""
 
 import platform
 import re
@@ -19,29 +19,29 @@ def write(name: str, versions: Mapping[str, str], rows: Sequence[Sequence[str]],
     """Replace what stands between ``<!-- name -->`` and ``<!-- end -->``: command, versions, machine, table.
 
     Raises:
-        ValueError: If the page has no such place.
+        ValueError: If the page does not have exactly one such place.
     """
     numbers = {"Python": platform.python_version(), **versions}
-    said = ", ".join(f"{package} {number}" for package, number in numbers.items())
+    setup = ", ".join(f"{package} {number}" for package, number in numbers.items())
     header, *lines = [f"| {' | '.join(row)} |" for row in rows]
     rule = f"|{' --- |' * len(rows[0])}"
     table = "\n".join([header, rule, *lines])
     text, place = page.read_text(), re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    block = f"\n    {command()}\n\n{said}; {processor()}.\n\n{table}\n\n"
+    block = f"\n    {command()}\n\n{setup}; {processor()}.\n\n{table}\n\n"
     written, times = place.subn(lambda found: f"{found[1]}{block}{found[2]}", text)
     if times != 1:
-        raise ValueError(f"{page.name} has {times} places `<!-- {name} -->` ... `<!-- end -->`; it must have one.")
+        raise ValueError(f"{page.name} must have `<!-- {name} -->` ... `<!-- end -->` exactly once, got {times} times.")
     page.write_text(written)
 
 
 def command() -> str:
-    """The benchmark that runs, as it was called."""
+    """The command line of this benchmark."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--write"]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def processor() -> str:
-    """Its name, where the system tells."""
+    """Number and name of the processors, where the system reports them."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return f"{len(names)} x {names[0]}" if names else platform.machine()

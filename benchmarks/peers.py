@@ -1,11 +1,11 @@
-"""Seconds per round and peak memory of other simulators on the workload of overhead.py, and ours.
+"""Seconds per round and peak memory of other simulators and ours on the workload of overhead.py.
 
     python benchmarks/peers.py cnn
 
 Each framework gets a virtual environment of its own, under ``--environments``, with the torch that runs here; one that
 does not install, or does not run, is left out, and the reason is printed. In a turn all contenders run one after
-another. Ratios to the bare loop are of a turn's medians; shown are the median over turns, the smallest and the largest.
-Starting a framework does not count.
+another. A ratio to the bare loop compares the medians of one turn; the table shows the median, the smallest and the
+largest over turns. The start-up of a framework does not count.
 """
 
 import argparse
@@ -26,13 +26,13 @@ HEADER = ("contender", "s/round", "over bare", "peak MiB")
 
 @dataclass(frozen=True)
 class Peer:
-    """A framework.
+    """Another framework to measure.
 
     Attributes:
-        script: Its file in contenders/.
+        script: Its script in contenders/.
         requirements: What pip installs, next to torch.
-    alone: What it installs after that, without what that depends on.
-    python: Name of the interpreter, where ours is too old.
+        alone: What pip installs after that, without dependencies.
+        python: Name of the interpreter, where ours is too old.
     """
 
     script: str
@@ -41,10 +41,10 @@ class Peer:
     python: str = ""
 
     def install(self, folder: Path) -> str:
-        """The interpreter of an environment that holds it, made if there is none.
+        """Return the interpreter of an environment with the framework, created if missing.
 
         Raises:
-            RuntimeError: If it does not install.
+            RuntimeError: If the installation fails.
         """
         python = folder / "bin" / "python"
         if not (folder / "installed").exists():
@@ -61,11 +61,11 @@ class Peer:
 PEERS = {
     "pfl": Peer("pfl_simulation.py", ("pfl==0.6.0",)),
     "Flower, one worker": Peer("flower_simulation.py", ("flwr[simulation]>=1.41",)),
-    # without torchvision, which it names, and which has no build for a torch without CUDA
+    # without torchvision, which it requires and which has no build for a torch without CUDA
     "FedLab": Peer(
         "fedlab_standalone.py", ("numpy", "pandas", "scikit-learn", "pynvml", "tqdm", "pillow"), ("fedlab==1.3.0",)
     ),
-    # on another Python pip may bring a torch with CUDA, of several gigabytes; the GPU is hidden from it
+    # on another Python, pip may install a torch with CUDA, several gigabytes large; the GPU is hidden from it
     "BlazeFL": Peer("blazefl_single.py", ("blazefl[contrib,reproducibility]==2.0.2",), python="python3.12"),
 }
 
@@ -76,15 +76,15 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(_last_error(done.stderr))
 
 
-def _last_error(said: str) -> str:
-    """What pip or a traceback ends with; else the first line."""
-    lines = said.splitlines() or ["nothing was said"]
+def _last_error(output: str) -> str:
+    """The last error of pip or of a traceback, otherwise the first line."""
+    lines = output.splitlines() or ["no output"]
     errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
     return errors[-1] if errors else lines[0]
 
 
 def contenders_of(model: str, environments: Path) -> dict[str, Contender]:
-    """The bare loop, ours and every peer that installs and takes a turn."""
+    """The bare loop, ours, and every peer that installs and completes a turn."""
     found = {"bare loop": Contender(["bare.py", "--model", model]), "ours": Contender(["ours.py", "--model", model])}
     for name, peer in PEERS.items():
         try:
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("model", choices=ROUNDS)
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
     parser.add_argument("--environments", type=Path, default=Path(__file__).parents[1] / ".peers")
-    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     contenders = contenders_of(options.model, options.environments.resolve())
     for progress in interleave(list(contenders.values()), options.turns, ROUNDS[options.model]):

@@ -1,12 +1,12 @@
-"""What the server's part of a round costs beside its clients' training: a ResNet-18 at keep ratio 0.2.
+"""What the server's part of a round costs compared with its clients' training: a ResNet-18 at keep ratio 0.2.
 
     python benchmarks/refresh.py
 
 Two tables from one run on one thread, contenders taking turns. The first factorises single weights, in milliseconds:
 LAPACK's gesdd in float64 on the matrix as stored, on its tall orientation, and `factorize`, for weights with Gaussian
-entries and for weights whose singular values fall like 1 / i, as those of trained layers do. The second plays rounds
-of 10 clients with 500 examples each, batch 32, two local epochs: 10 x 2 x 16 = 320 local steps. Of those only a few
-are taken for each client; the training time of a round is 320 times the median of their times. The goals are that the
+entries and for weights whose singular values fall like 1 / i, as those of trained layers do. The second plays rounds of
+10 clients with 500 examples each, batch 32, two local epochs: 10 x 2 x 16 = 320 local steps. Only a few of those are
+taken for each client; the training time of a round is 320 times the median of their times. The goals are that the
 refresh takes at most 3% of a round and making the sub-models less than 1%.
 """
 
@@ -53,7 +53,7 @@ def gesdd_tall(weight: Tensor) -> object:
 
 
 def falling(weight: Tensor) -> Tensor:
-    """The same singular vectors, singular values 1 / i."""
+    """The same singular vectors with singular values 1 / i."""
     U, s, Vh = torch.linalg.svd(weight.double(), full_matrices=False)
     return ((U / torch.arange(1, len(s) + 1)) @ Vh).float()
 
@@ -74,7 +74,7 @@ def shapes_table(turns: int) -> list[list[str]]:
 
 
 def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[float]]) -> None:
-    """One round, stage by stage as the engine goes; ``took`` collects the seconds of each."""
+    """Play one round, stage by stage like the engine; ``took`` collects the seconds of each stage."""
     template = torch.optim.SGD(server.parameters(), lr=0.01, momentum=0.9)
     sharding = SHARDING.prepare(server)
     side = sharding.client_side(server)
@@ -107,7 +107,7 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
 
 
 def parts_of_refresh(server: nn.Module, stage: dict[str, float]) -> None:
-    """The parts that can be named, done once more: singular values, and what follows from them."""
+    """Time the parts of the refresh separately, by repeating them: factorisation, strategy and design."""
     for block in SHARDING.report(server).blocks.values():
         weight = block.matrix(server.get_parameter(block.parameter))
         start = time.perf_counter()

@@ -5,7 +5,8 @@
 Every row is a process of its own: seconds per round (median), and the peak of its memory beyond that of the same
 process with the data, the partition and the model, before the first round. First the population: 10 clients of 100,
 10,000 and 1,000,000 in each round. Then the cohort: 10, 100 and 1,000 clients a round. A client takes one step on 4
-examples; the model is an MLP of 2.1 million parameters at keep ratio 0.2: a list of a thousand would take 3.4 GB.
+examples; the model is an MLP of 2.1 million parameters at keep ratio 0.2: a list of a thousand updates would take 3.4
+GB.
 """
 
 import argparse
@@ -90,10 +91,10 @@ def in_a_process(population: int, cohort: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that are timed, fewer of large cohorts")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, fewer for large cohorts")
     parser.add_argument("--population", type=int, default=0, help="measure this one case and print it as JSON")
     parser.add_argument("--cohort", type=int, default=10)
-    parser.add_argument("--write", action="store_true", help="put the table into the page of performance")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     if options.population:
         print(json.dumps(measure(options.population, options.cohort, options.rounds)))

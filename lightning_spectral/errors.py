@@ -1,8 +1,8 @@
-"""What the package warns about and raises by its own name, so that users can filter it and tests can demand it."""
+"""The package's own warnings and exceptions, so that users can filter them and tests can expect them."""
 
 
 class SpectralWarning(UserWarning):
-    """A run goes on, but something a user would want to know happened: a client left out, a setting moved."""
+    """The run continues, but something happened that the user should know: a client left out, a setting changed."""
 
 
 class ClientError(RuntimeError):
@@ -13,19 +13,19 @@ class RoundError(RuntimeError):
     """A round cannot be finished: too many clients returned nothing that can be used."""
 
 
-def check_is(argument: str, value: object, kind: type) -> None:
-    """Raise ``TypeError`` unless ``value`` is an instance of ``kind``; a class in place of its instance is named.
+def check_is(argument: str, value: object, expected: type) -> None:
+    """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint if it is a class.
 
     Example:
         >>> check_is("number", int, int)
         Traceback (most recent call last):
         TypeError: `number` must be an instance of int, got the class int; write int(...).
     """
-    if isinstance(value, kind):
+    if isinstance(value, expected):
         return
     if isinstance(value, type):
         raise TypeError(
-            f"`{argument}` must be an instance of {kind.__name__}, got the class {value.__name__}; "
+            f"`{argument}` must be an instance of {expected.__name__}, got the class {value.__name__}; "
             f"write {value.__name__}(...)."
         )
-    raise TypeError(f"`{argument}` must be an instance of {kind.__name__}, got {value!r}.")
+    raise TypeError(f"`{argument}` must be an instance of {expected.__name__}, got {value!r}.")

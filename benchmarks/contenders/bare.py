@@ -1,7 +1,7 @@
-"""A hand-written loop: copies weights in, steps, averages.
+"""A hand-written loop that copies weights to the client, takes steps and averages.
 
-It has no Trainer, no logging, no ledger and no check for finite updates. With ``--sharded`` its server holds sub-models
-of keep ratio 0.2: neither factorisation nor sampling.
+It has no Trainer, no logging, no ledger and no check for finite updates. With ``--sharded`` the server itself holds a
+sub-model of keep ratio 0.2, without factorisation and sampling.
 """
 
 import copy
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from workload import BATCH_SIZE, COHORT, EXAMPLES, LR, MOMENTUM, NUM_CLIENTS, make_model, parser, tell, tensors
+from workload import BATCH_SIZE, COHORT, EXAMPLES, LR, MOMENTUM, NUM_CLIENTS, make_model, parser, print_report, tensors
 
 
 def run(model: str, rounds: int, sharded: bool) -> Iterator[float]:
@@ -50,4 +50,4 @@ if __name__ == "__main__":
     arguments.add_argument("--sharded", action="store_true")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    tell(list(run(options.model, options.rounds + 1, options.sharded))[1:], [])
+    print_report(list(run(options.model, options.rounds + 1, options.sharded))[1:], [])

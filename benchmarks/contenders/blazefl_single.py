@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which torch does: BlazeFL has a bar in each round
+os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which torch does; BlazeFL shows a bar in each round
 
 import torch
 from blazefl.contrib import (
@@ -43,7 +43,7 @@ class Clients(FedAvgPartitionedDataset):
 
 class Trainer(FedAvgBaseClientTrainer):
     def train(self, *args: Any, **kwargs: Any) -> FedAvgUplinkPackage:
-        """As BlazeFL's, with momentum that starts anew."""
+        """Train as BlazeFL does, but start with fresh momentum."""
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=MOMENTUM)
         return super().train(*args, **kwargs)
 

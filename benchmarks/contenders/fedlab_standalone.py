@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from workload import BATCH_SIZE, COHORT, EXAMPLES, LR, MOMENTUM, NUM_CLIENTS, main, make_model, tensors
 
-# FedLab imports torchvision for its image data sets, which are not used here; no build of it loads with every PyTorch.
+# FedLab imports torchvision for its image data sets, which are not used here; torchvision only loads with the PyTorch
+# it was built for.
 sys.modules["torchvision"] = stand_in = ModuleType("torchvision")
 stand_in.transforms = stand_in.datasets = ModuleType("torchvision.transforms")  # type: ignore[attr-defined]
 
@@ -32,14 +33,14 @@ class Clients(FedDataset):
 
 class Trainer(SGDSerialClientTrainer):
     def train(self, model_parameters: torch.Tensor, train_loader: DataLoader) -> list[torch.Tensor]:
-        """As FedLab's, with momentum that starts anew, and the number of examples with the weights."""
+        """Train as FedLab does, but start with fresh momentum and return the number of examples, too."""
         self.optimizer = torch.optim.SGD(self._model.parameters(), self.lr, momentum=MOMENTUM)
         return [*super().train(model_parameters, train_loader), torch.tensor([float(len(train_loader.dataset))])]
 
 
 class Server(SyncServerHandler):
     def global_update(self, buffer: list[list[torch.Tensor]]) -> None:
-        """As FedLab's, weighted by the number of examples."""
+        """Average as FedLab does, but weighted by the number of examples."""
         parameters, weights = zip(*buffer, strict=True)
         merged = Aggregators.fedavg_aggregate(list(parameters), torch.cat(weights))
         SerializationTool.deserialize_model(self._model, merged)
@@ -51,7 +52,7 @@ class Pipeline(StandalonePipeline):
         self.ticks = [time.perf_counter()]
 
     def evaluate(self) -> None:
-        """The last that ``main`` calls in a round."""
+        """Record the time; ``main`` calls this last in each round."""
         self.ticks.append(time.perf_counter())
 
 

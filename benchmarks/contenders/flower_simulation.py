@@ -1,6 +1,6 @@
 """Flower's rounds: a ``ServerApp`` and a ``ClientApp`` in its simulation, with one Ray worker for clients.
 
-The seconds go from one ``configure_train`` to the next, so the start of Ray and of its worker is not in them.
+The seconds are from one ``configure_train`` to the next, so they exclude the start of Ray and of its worker.
 """
 
 import functools
@@ -76,6 +76,6 @@ def run(model: str, rounds: int) -> Iterable[float]:
 
 
 if __name__ == "__main__":
-    import flower_simulation  # by its name, so that the worker finds the same functions and keeps their caches
+    import flower_simulation  # by its module name, so that the worker finds the same functions and keeps their caches
 
     main(flower_simulation.run, ["flwr", "ray"])

@@ -1,6 +1,6 @@
 """Our own rounds: ``FedAvg``, or spectral sharding with keep ratio 0.2, in one or several processes.
 
-The seconds go from one round's start to the next, so all of Lightning's work between rounds is in them.
+The seconds are from one round's start to the next, so they include Lightning's work between rounds.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from workload import BATCH_SIZE, COHORT, EXAMPLES, LR, MOMENTUM, NUM_CLIENTS, make_model, parser, tell, tensors
+from workload import BATCH_SIZE, COHORT, EXAMPLES, LR, MOMENTUM, NUM_CLIENTS, make_model, parser, print_report, tensors
 
 import lightning_spectral as ls
 
@@ -44,7 +44,7 @@ class RoundClock(pl.Callback):
         self.starts.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of every round but the first and the last, which ends with the run."""
+        """Seconds of every round but the first and the last, whose end is not recorded."""
         return [end - start for start, end in zip(self.starts[1:], self.starts[2:], strict=False)]
 
 
@@ -87,4 +87,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     seconds, stages = run(arguments.parse_args())
     if seconds:
-        tell(seconds, ["lightning-spectral", "lightning"], stages=stages)
+        print_report(seconds, ["lightning-spectral", "lightning"], stages=stages)

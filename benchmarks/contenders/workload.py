@@ -1,4 +1,4 @@
-"""What all contenders train, and how a turn of one of them is told: torch alone, for environments without our package.
+"""The workload of all contenders and the report of a turn; only needs torch, for environments without our package.
 
 100 clients x 100 examples of CIFAR's shape, 10 clients a round, batch 20, one local epoch, SGD with momentum, one
 thread. A contender gives the seconds of its rounds to `main`, which leaves out the first and prints one line of JSON.
@@ -63,14 +63,14 @@ def main(run: Callable[[str, int], Iterable[float]], packages: list[str]) -> Non
     """Take one turn.
 
     Args:
-        run: From the model's name and a number of rounds to the seconds of each.
-        packages: What the versions of are told.
+        run: Maps the model's name and a number of rounds to the seconds of each round.
+        packages: Packages whose versions are reported.
     """
     options = parser().parse_args()
     torch.set_num_threads(1)
-    tell(list(run(options.model, options.rounds + 1))[1:], packages)
+    print_report(list(run(options.model, options.rounds + 1))[1:], packages)
 
 
-def tell(seconds: list[float], packages: list[str], **more: Any) -> None:
+def print_report(seconds: list[float], packages: list[str], **more: Any) -> None:
     versions = {name: version(name) for name in ["torch", *packages]}
     print(json.dumps({"seconds": seconds, "versions": versions, **more}), flush=True)

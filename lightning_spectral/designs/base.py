@@ -1,4 +1,4 @@
-"""The one-screen contract of a design: an exact fixed-size draw with given inclusion probabilities."""
+"""The contract of a design: exact fixed-size draws with given inclusion probabilities."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -16,7 +16,7 @@ class FittedDesign(ABC):
 
         Args:
             num_samples: Number of samples, e.g. one for each client, at least 1.
-            generator: Source of randomness; the only one.
+            generator: The only source of randomness.
 
         Returns:
             Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the
@@ -30,9 +30,9 @@ class FittedDesign(ABC):
 class Design(ABC):
     """A way to draw exactly n of N terms so that term i comes up with probability ``inclusion_probs[i]``.
 
-    Subclasses write :meth:`fit`. Then ``lightning_spectral.testing.check_design(MyDesign())`` says whether
-    the draws keep the contract: size exactly n, ones always in, zeros never, the given frequencies,
-    independent rows.
+    Subclasses implement :meth:`fit`. ``lightning_spectral.testing.check_design(MyDesign())`` then checks the contract:
+    size exactly n, terms of probability one always drawn and those of zero never, the given frequencies, independent
+    rows.
 
     Attributes:
         draws_cohort: Whether the rows of one draw belong together, one for each client of a group. Such a design is
@@ -43,25 +43,24 @@ class Design(ABC):
 
     @abstractmethod
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        """Do once whatever does not depend on the draw.
+        """Do the work that all draws share.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
         Returns:
             The fitted design; in the federation it serves every client with these probabilities.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule; ``functional.checks.as_inclusion_probs`` checks
-                them.
+            ValueError: If ``inclusion_probs`` is invalid; ``functional.checks.as_inclusion_probs`` makes that check.
         """
 
     def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
-        """Multipliers for draws of this design; here the strategy's own, which suit independent draws.
+        """Return the multipliers for draws of this design; by default the strategy's, which suit independent draws.
 
         Args:
             inclusion_probs: Shape ``(N,)``.
-            multipliers: The strategy's, shape ``(N,)``.
+            multipliers: Those of the strategy, shape ``(N,)``.
             cohort_size: Number of clients of the group.
 
         Returns:
@@ -73,7 +72,7 @@ class Design(ABC):
         """Fit and draw in one call.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
             num_samples: Number of independent samples, at least 1.
             generator: Source of randomness.
 
@@ -81,7 +80,7 @@ class Design(ABC):
             Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``.
 
         Raises:
-            ValueError: If an argument breaks a rule.
+            ValueError: If an argument is invalid.
         """
         return self.fit(inclusion_probs).draw(num_samples, generator)
 
@@ -94,12 +93,12 @@ class JointDesign(Design):
         """Probabilities that terms i and j are in the same sample.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
         Returns:
             Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; each row
             sums to n times its diagonal entry.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule.
+            ValueError: If ``inclusion_probs`` is invalid.
         """

@@ -12,9 +12,9 @@ from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_te
 
 @dataclass(frozen=True)
 class Brewer(Design):
-    """Brewer's draw by draw method: exact inclusion probabilities without a fit, at O(N n) for each sample.
+    """Brewer's draw-by-draw method: exact inclusion probabilities without a fit, at O(N n) for each sample.
 
-    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It serves to repeat the
+    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It serves to reproduce the
     comparison of Korzhenkov & Louizos (2024), Table 4. Joint probabilities have no closed form.
 
     Reference:
@@ -27,17 +27,17 @@ class Brewer(Design):
     """
 
     def fit(self, inclusion_probs: Tensor) -> "FittedBrewer":
-        """Set the certain and the impossible terms aside; there is nothing else to do.
+        """Set aside the certain and the impossible terms; there is nothing to fit.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
                 than 1e-13 to 0 or 1 count as 0 or 1.
 
         Returns:
             The fitted design.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule.
+            ValueError: If ``inclusion_probs`` is invalid.
         """
         return FittedBrewer(open_terms(inclusion_probs))
 

@@ -22,13 +22,13 @@ from lightning_spectral.functional.sampling.selection_table import SelectionTabl
 class ConditionalPoisson(JointDesign):
     """The design of maximum entropy among those with the given inclusion probabilities; the default.
 
-    The fit takes about two milliseconds, ten for 4096 terms. A draw throws Poisson samples away until one has
-    n terms: 0.05 ms for 64 terms, two for 4096.
+    The fit takes about two milliseconds, ten for 4096 terms. A draw discards Poisson samples until one has n terms:
+    0.05 ms for 64 terms, two for 4096.
 
     Args:
-        fixed_uniforms: Whether every sample uses exactly N random numbers, number i for term i. Then a replay
-            needs to know only how many samples came before, and two designs drawn with the same numbers make
-            similar choices. Costs a table of up to 15 MB for 4096 terms, and one step per term for each call.
+        fixed_uniforms: Whether every sample uses exactly N random numbers, number i for term i. Then a replay only
+            needs to know how many samples came before, and two designs drawn with the same numbers make similar
+            choices. This costs a table of up to 15 MB for 4096 terms, and one step per term for each call.
 
     Reference:
         Hájek (1964); Korzhenkov & Louizos (2024) use it for their strategies.
@@ -46,14 +46,14 @@ class ConditionalPoisson(JointDesign):
         """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
                 than 1e-13 to 0 or 1 count as 0 or 1.
 
         Returns:
             The fitted design.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule.
+            ValueError: If ``inclusion_probs`` is invalid.
         """
         _, num_terms = as_inclusion_probs(inclusion_probs)
         working_probs = fit_conditional_poisson(inclusion_probs)
@@ -88,7 +88,7 @@ class FittedConditionalPoisson(FittedDesign):
 
     @cached_property
     def _parts(self) -> OpenTerms:
-        """Checked and centred once: in a federation every client draws on its own."""
+        """The open terms, checked and centred once: in a federation every client draws separately."""
         return working_open_terms(self.working_probs, self.num_terms)
 
 

@@ -18,7 +18,7 @@ class Coordinated(Design):
     does. Their average is closer to the weight than that of independent clients with the same probabilities.
 
     Note:
-        The multipliers are those that are best for these counts, whatever the strategy's.
+        The multipliers are the best ones for these counts and replace those of the strategy.
 
     Example:
         >>> rows = Coordinated().sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=4, generator=torch.Generator())
@@ -32,13 +32,13 @@ class Coordinated(Design):
         """Check the probabilities; there is nothing to fit.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
         Returns:
             The design, ready to draw.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule.
+            ValueError: If ``inclusion_probs`` is invalid.
         """
         return FittedCoordinated(as_inclusion_probs(inclusion_probs)[0])
 

@@ -14,13 +14,13 @@ from lightning_spectral.functional.sampling.support import Support, draw_from_su
 class MinimumSupport(JointDesign):
     """The design with the fewest samples: nearly the opposite of :class:`ConditionalPoisson`.
 
-    The list of samples, at most N, depends on nothing but the inclusion probabilities and is made once, by
-    ``fit``. Clients draw from it independently, so several clients of a round may hold the very same terms,
-    and most pairs of terms are never together.
+    The list of samples, at most N, depends only on the inclusion probabilities and is made once, by ``fit``. Clients
+    draw from it independently, so several clients of a round may hold exactly the same terms, and most pairs of terms
+    never occur together.
 
     Note:
-        R's ``UPminimalsupport`` splits at random, anew for each sample: it has the same inclusion
-        probabilities, but all sets of terms can come up. This is the design as published.
+        R's ``UPminimalsupport`` splits at random for each sample: it has the same inclusion probabilities, but any set
+        of terms can occur. This is the design as published.
 
     Reference:
         Deville & Tillé (1998), Biometrika 85, 89-101. Korzhenkov & Louizos (2024), Table 4, compare designs.
@@ -35,14 +35,14 @@ class MinimumSupport(JointDesign):
         """List the samples; see :func:`~lightning_spectral.functional.sampling.minimum_support`.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
                 than 1e-13 to 0 or 1 count as 0 or 1.
 
         Returns:
             The fitted design.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule, or more than 8191 open terms are to be drawn.
+            ValueError: If ``inclusion_probs`` is invalid, or more than 8191 open terms are to be drawn.
         """
         return FittedMinimumSupport(minimum_support(inclusion_probs))
 

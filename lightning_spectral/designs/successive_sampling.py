@@ -16,10 +16,10 @@ class SuccessiveSampling(JointDesign):
     """Draw terms one by one, in proportion to their sizes among those left.
 
     Args:
-        log_sizes: Logarithms of the sizes, shape ``(N,)``, when they are known, as PriSM's are: then ``fit``
-            reads only the sample size n from its argument, which must be this design's own
-            :func:`~lightning_spectral.functional.successive_inclusion_probs`. None: ``fit`` finds the sizes
-            that give the inclusion probabilities, in some tenths of a second.
+        log_sizes: Logarithms of the sizes, shape ``(N,)``, if they are known, as PriSM's are; then ``fit`` only reads
+            the sample size n from its argument, which must be this design's own
+            :func:`~lightning_spectral.functional.successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
+            give the inclusion probabilities, in a few tenths of a second.
 
     Example:
         >>> design = SuccessiveSampling()
@@ -30,17 +30,17 @@ class SuccessiveSampling(JointDesign):
     log_sizes: Tensor | None = None
 
     def fit(self, inclusion_probs: Tensor) -> "FittedSuccessiveSampling":
-        """Find the sizes, or take the known ones.
+        """Find the sizes, or use the known ones.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Without known
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Without known
                 sizes, entries within 1e-11 of one count as one.
 
         Returns:
             The fitted design.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule, or has another length than the known sizes.
+            ValueError: If ``inclusion_probs`` is invalid, or differs in length from the known sizes.
         """
         _, num_terms = as_inclusion_probs(inclusion_probs)
         if self.log_sizes is None:
@@ -66,8 +66,7 @@ class FittedSuccessiveSampling(FittedDesign):
     """Sizes, ready to draw from.
 
     Attributes:
-        log_sizes: Logarithms of the sizes, shape ``(N,)``; ``+inf`` is always drawn, ``-inf`` only to fill
-            up.
+        log_sizes: Logarithms of the sizes, shape ``(N,)``; ``+inf`` is always drawn, ``-inf`` only to reach n.
         num_terms: Sample size n.
     """
 

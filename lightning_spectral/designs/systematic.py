@@ -13,11 +13,11 @@ from lightning_spectral.functional.sampling.systematic import draw_along, system
 
 @dataclass(frozen=True)
 class Systematic(JointDesign):
-    """Systematic sampling in the order of the terms: the cheapest design, one random number for a sample.
+    """Systematic sampling in the order of the terms: the cheapest design, with one random number per sample.
 
-    Singular values come sorted, so each sample spreads evenly over the spectrum: of any run of consecutive
-    terms with probabilities summing to m it holds m, give or take one. Neighbours are hardly ever together,
-    and there are at most N different samples. :class:`RandomSystematic` has neither property.
+    Singular values come sorted, so each sample spreads evenly over the spectrum: of any run of consecutive terms with
+    probabilities summing to m it holds m, give or take one. Neighbours are hardly ever drawn together, and there are at
+    most N different samples. :class:`RandomSystematic` has neither property.
 
     Reference:
         Madow (1949), Annals of Mathematical Statistics 20, 333-354.
@@ -31,14 +31,14 @@ class Systematic(JointDesign):
         """Lay the probabilities end to end.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
                 than 1e-13 to 0 or 1 count as 0 or 1.
 
         Returns:
             The fitted design.
 
         Raises:
-            ValueError: If ``inclusion_probs`` breaks a rule, or more than 8191 open terms are to be drawn.
+            ValueError: If ``inclusion_probs`` is invalid, or more than 8191 open terms are to be drawn.
         """
         return _fit(inclusion_probs, shuffled=False)
 
@@ -49,7 +49,7 @@ class Systematic(JointDesign):
 
 @dataclass(frozen=True)
 class RandomSystematic(Design):
-    """Systematic sampling after a random permutation, another one for each sample.
+    """Systematic sampling after a random permutation, drawn anew for each sample.
 
     Nearly as cheap as :class:`Systematic`, and close to :class:`ConditionalPoisson` in which terms come
     together. The joint probabilities are averages over all orders and have no closed form.
@@ -80,7 +80,7 @@ class FittedSystematic(FittedDesign):
     Attributes:
         parts: The open terms.
         units: Their probabilities in units of 2^-50, int64, shape ``(N_open,)``.
-        shuffled: Whether each sample has an order of its own.
+        shuffled: Whether to put the terms in a new random order for each sample.
     """
 
     parts: OpenTerms

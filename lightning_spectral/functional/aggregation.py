@@ -1,14 +1,14 @@
-"""From averaged changes of singular terms to a change of the weight."""
+"""The change of a weight that follows from the averaged changes of its singular terms."""
 
 import torch
 from torch import Tensor
 
 
 def weight_change(u: Tensor, v: Tensor, u_change: Tensor, v_change: Tensor) -> Tensor:
-    r"""Change of :math:`W = \sum_i u_i v_i^T` when every term moves a little.
+    r"""Change of :math:`W = \sum_i u_i v_i^T` when its terms change.
 
-    The sum is taken over the differences, :math:`\Delta u\,(v + \Delta v) + u\,\Delta v`, never as a
-    new product minus an old one: where no term moved the change is exactly zero.
+    Computed from the differences, as :math:`\Delta u\,(v + \Delta v) + u\,\Delta v`, not as new product minus old
+    product: if no term changed, the result is exactly zero.
 
     Args:
         u: Left vectors before, shape ``(c_out, n)``.

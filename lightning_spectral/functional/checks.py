@@ -17,7 +17,7 @@ def as_magnitudes(values: Tensor, name: str) -> Tensor:
         The values in float64, shape ``(N,)``, on their own device.
 
     Raises:
-        ValueError: If a rule is broken.
+        ValueError: If the shape, the type or a value is invalid.
 
     Example:
         >>> as_magnitudes(torch.tensor([2.0, -1.0]), "sizes")
@@ -28,7 +28,7 @@ def as_magnitudes(values: Tensor, name: str) -> Tensor:
         raise ValueError(f"`{name}` must have shape (N,) with N >= 1, got shape {tuple(values.shape)}.")
     if not values.is_floating_point():
         raise ValueError(f"`{name}` must be a floating-point tensor, got {values.dtype}; call .double() on it.")
-    smallest, largest = (float(extreme) for extreme in values.detach().aminmax())  # NaN if any is
+    smallest, largest = (float(extreme) for extreme in values.detach().aminmax())  # NaN if any value is
     if not (smallest >= 0 and largest < math.inf):
         index = int((~(torch.isfinite(values) & (values >= 0))).nonzero()[0])
         raise ValueError(f"`{name}` must be finite and non-negative, got {values[index].item()} at index {index}.")
@@ -46,7 +46,7 @@ def check_num_terms(num_terms: int, num_total: int) -> None:
 
 
 def check_cohort_size(cohort_size: float) -> None:
-    """Check the number of clients; any real number from one up, e.g. Kish's effective number.
+    """Check the number of clients: any real number from one up, e.g. Kish's effective number.
 
     Raises:
         ValueError: If ``cohort_size`` is not a finite number >= 1.
@@ -76,7 +76,7 @@ def as_probabilities(values: Tensor, name: str) -> Tensor:
         The probabilities, shape ``(N,)``, float64, on the CPU, where the fits run.
 
     Raises:
-        ValueError: If a rule is broken.
+        ValueError: If the shape, the type or a value is invalid.
     """
     probs = as_magnitudes(values, name).cpu()
     if (probs > 1).any():
@@ -86,17 +86,17 @@ def as_probabilities(values: Tensor, name: str) -> Tensor:
 
 
 def as_inclusion_probs(inclusion_probs: Tensor) -> tuple[Tensor, int]:
-    """Check the inclusion probabilities of a fixed-size design; also tell their sample size.
+    """Check the inclusion probabilities of a fixed-size design and find its sample size.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, each in ``[0, 1]``, with a sum that is a whole number n >= 1 within
-            1e-6 n (room for float32 input).
+        inclusion_probs: Shape ``(N,)``, each in ``[0, 1]``, summing to an integer n >= 1 within 1e-6 n (room for
+            float32 input).
 
     Returns:
         The probabilities in float64 on the CPU, shape ``(N,)``, and n.
 
     Raises:
-        ValueError: If a rule is broken.
+        ValueError: If a probability is invalid or the sum is not an integer.
 
     Example:
         >>> as_inclusion_probs(torch.tensor([1.0, 0.5, 0.25]))

@@ -1,4 +1,4 @@
-"""A weight as a sum of singular terms, and back."""
+"""Factorisation of a weight into singular terms."""
 
 import math
 from typing import NamedTuple
@@ -40,13 +40,12 @@ def weight_to_matrix(weight: Tensor) -> Tensor:
 
 
 def num_terms_for(num_singular: int, keep_ratio: float, granularity: int = 1) -> int:
-    """Number of singular terms n = ceil(r N) that a client of one keep ratio holds.
+    """Number of singular terms n = ceil(r N) that a client with keep ratio r holds.
 
     Args:
         num_singular: Number N of singular terms of the layer, ``min(c_out, c_in k)``.
         keep_ratio: Share r of the terms that a client holds, in ``(0, 1]``.
-        granularity: Round up to a multiple of this, as far as there are terms: processors multiply 16 columns in the
-            time of 7.
+        granularity: Round up to a multiple of this, but not beyond N: processors multiply 16 columns in the time of 7.
 
     Raises:
         ValueError: If ``keep_ratio`` is outside ``(0, 1]``, or ``granularity`` is below 1.
@@ -82,16 +81,18 @@ def check_keep_ratio(keep_ratio: float) -> None:
 def factorize(weight: Tensor) -> Factors:
     """Singular value decomposition of a layer's weight, in float64.
 
-    A weight in single precision or less goes by way of its Gram matrix where that is accurate to single precision
-    (`gram_svd`); any other is left to LAPACK, in the tall orientation: two to three times faster than the wide one.
+    A weight in single precision or less is decomposed through its Gram matrix where that is accurate to single
+    precision (`gram_svd`). All others go to LAPACK in the tall orientation, which is two to three times faster than the
+    wide one.
 
     Args:
         weight: Shape ``(c_out, c_in)`` or ``(c_out, c_in, k_1, ...)``, finite.
 
     Returns:
-        `Factors` with ``N = min(c_out, c_in k)`` terms, on the weight's device. ``U diag(s) Vh`` is the weight to
-        rounding of float64. For a weight in float64, so are singular values and orthogonality; for any other, all
-        singular values are right within ``1.2e-7`` of themselves or to rounding of float64.
+        `Factors` with ``N = min(c_out, c_in k)`` terms, on the weight's device. ``U diag(s) Vh`` equals the weight up
+        to float64 rounding. For a float64 weight, the singular values and the orthogonality are accurate to float64
+        rounding too; for any other, each singular value has a relative error of at most ``1.2e-7`` or is accurate to
+        float64 rounding.
 
     Raises:
         ValueError: If the weight has NaN or infinite entries.
@@ -101,9 +102,9 @@ def factorize(weight: Tensor) -> Factors:
         >>> factors.s
         tensor([2., 1.], dtype=torch.float64)
     """
-    # NaN is both the least and the greatest of its tensor; this is many times faster than asking every entry.
+    # With a NaN both extremes are NaN; checking these two is many times faster than checking every entry.
     if not bool(torch.isfinite(torch.stack(weight.detach().aminmax())).all()):
-        raise ValueError(f"A weight to factorise must be finite; this one, of shape {tuple(weight.shape)}, is not.")
+        raise ValueError(f"A weight to factorise must be finite, got NaN or infinity in shape {tuple(weight.shape)}.")
     matrix = weight_to_matrix(weight.detach()).double()
     wide = matrix.shape[0] <= matrix.shape[1]
     U, s, Vh = _svd_of_wide(matrix if wide else matrix.T, single=torch.finfo(weight.dtype).eps >= TOLERANCE)
@@ -119,7 +120,7 @@ def _svd_of_wide(matrix: Tensor, single: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split each singular value evenly between its two vectors: what clients train.
+    """Split each singular value evenly between its two vectors, which clients train.
 
     Args:
         factors: A decomposition with N terms.
@@ -141,7 +142,7 @@ def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def singular_terms(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factorise a weight and absorb its singular values: what a round of spectral sharding needs of it.
+    """Factorise a weight and absorb its singular values: all that a round of spectral sharding needs.
 
     Args:
         weight: Shape ``(c_out, c_in, ...)``, finite.

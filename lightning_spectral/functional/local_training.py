@@ -1,10 +1,10 @@
-"""The two corrections of a client's gradients: effective-learning-rate clipping and Frobenius decay."""
+"""The two corrections to a client's gradients: effective-learning-rate clipping and Frobenius decay."""
 
 from torch import Tensor
 
 
 def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
-    r"""Factors :math:`\min(1, \tau/\omega_i)` on the gradients of the two vectors of each term.
+    r"""Factors :math:`\min(1, \tau/\omega_i)` for the gradients of the two vectors of each term.
 
     A multiplier scales the gradient of its term's vectors; the factor keeps their effective learning rate below
     ``tau`` times the nominal one.
@@ -45,7 +45,7 @@ def check_tau(tau: float) -> None:
 
 
 def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
-    r"""Squared Frobenius norm of :math:`U \Omega V` through two n x n Gram matrices.
+    r"""Squared Frobenius norm of :math:`U \Omega V` from two n x n Gram matrices.
 
     Args:
         u: Shape ``(c_out, n)``.
@@ -65,7 +65,7 @@ def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
 
 
 def frobenius_decay_gradients(u: Tensor, multipliers: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Gradients of :math:`\frac12 \|U \Omega V\|_F^2` for both factors, without forming the product.
+    r"""Gradients of :math:`\frac12 \|U \Omega V\|_F^2` with respect to both factors, without forming the product.
 
     Args:
         u: Shape ``(c_out, n)``.
@@ -77,7 +77,7 @@ def frobenius_decay_gradients(u: Tensor, multipliers: Tensor, v: Tensor) -> tupl
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3. The half is the convention of the published
-        code of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper prints no half.
+        code of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper omits it.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Multi-head self-attention of ordinary linear layers."""
+"""Multi-head self-attention from ordinary linear layers."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 class SelfAttention(nn.Module):
     """Scaled dot-product attention of a sequence to itself, with four `nn.Linear` of width x width.
 
-    Queries, keys and values are three layers and not one packed layer, so that spectral sharding gives each its own
+    Queries, keys and values are three layers instead of one packed layer, so that spectral sharding gives each its own
     singular terms without being told where to cut (Korzhenkov & Louizos 2024 leave open which of the two they
     decompose). At the same keep ratio a packed layer of 3 width x width would keep as many terms in all as each of the
     three does here, and be 1.5 times smaller.
@@ -15,9 +15,9 @@ class SelfAttention(nn.Module):
     Args:
         width: Size of each position's vector.
         num_heads: Number of heads; must divide ``width``.
-        qkv_bias: Whether queries, keys and values have a bias; the output has one always.
-        dropout: Probability to drop an attention weight while training.
-        causal: Whether a position attends to no later one.
+        qkv_bias: Whether queries, keys and values have a bias; the output always has one.
+        dropout: Probability of dropping an attention weight while training.
+        causal: Whether to keep each position from attending to later ones.
 
     Shape:
         Input and output ``(batch, length, width)``.
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What each position gathers."""
+        """Attend from each position to the sequence."""
         query, key, value = (
             layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )

@@ -24,24 +24,23 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, branch: Tensor) -> Tensor:
-        """``branch``, or zeros."""
+        """``branch``, with zeros for the examples that drop it."""
         if not self.training or self.p == 0:
             return branch
         return branch * F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.p)
 
 
 class CCTBlock(nn.Module):
-    """Attention and an MLP beside shortcuts, normalised where the authors' code does it.
+    """Attention and an MLP with residual connections, normalised where the authors' code does.
 
-    The second LayerNorm stands before the fork of the MLP's shortcut and not inside the branch, as it would in a usual
-    pre-norm block.
+    The second LayerNorm comes before the MLP's shortcut splits off, not inside the branch as in a usual pre-norm block.
 
     Args:
         width: Size of each token.
         num_heads: Number of attention heads; must divide ``width``.
         mlp_ratio: Width of the MLP in units of ``width``.
-        attention_dropout: Probability to drop an attention weight.
-        drop_path: Probability to drop a branch.
+        attention_dropout: Probability of dropping an attention weight.
+        drop_path: Probability of dropping a branch.
 
     Shape:
         Input and output ``(batch, length, width)``.
@@ -67,13 +66,13 @@ class CCT(nn.Module):
     """A transformer over the tokens of two convolutions, with sequence pooling; by default CCT-6/3x2.
 
     The model of Korzhenkov & Louizos (2024) for TinyImageNet and CIFAR-100. For 10 classes of 32 x 32 images it has
-    3,326,923 parameters and takes 0.241 billion multiply-adds in its layers, the authors' 3.327M and 0.241G.
+    3,326,923 parameters and takes 0.241 billion multiply-adds in its layers, which are the authors' 3.327M and 0.241G.
 
     Everything follows the authors' code, ``SHI-Labs/Compact-Transformers``: six layers, four heads, width 256, MLP of
     twice the width; two bias-free 3x3 convolutions with ReLU and 3x3 max-pooling of stride 2; learned positions;
     attention without bias; attention dropout 0.1; stochastic depth rising with the layer from 0 to 0.1; no other
     dropout; linear layers initially truncated normal with standard deviation 0.02, positions with 0.2. The 2024 paper
-    says no more than "CCT-6/3x2". Our choice: queries, keys and values are separate layers; see `SelfAttention`.
+    only says "CCT-6/3x2". Our choice: queries, keys and values are separate layers; see `SelfAttention`.
 
     Args:
         num_classes: Number of classes.
@@ -83,14 +82,15 @@ class CCT(nn.Module):
         num_heads: Number of attention heads; must divide ``width``.
         num_layers: Number of blocks.
         mlp_ratio: Width of each MLP in units of ``width``.
-        attention_dropout: Probability to drop an attention weight.
-        stochastic_depth: Probability to drop a branch of the last block; earlier ones less, the first never.
+        attention_dropout: Probability of dropping an attention weight.
+        stochastic_depth: Probability of dropping a branch of the last block; it falls linearly to 0 for the first
+            block.
 
     Shape:
         Input ``(batch, in_channels, image_size, image_size)``, output ``(batch, num_classes)``.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, or images have another size than ``image_size``.
+        ValueError: If ``num_heads`` does not divide ``width``, or images do not have the size ``image_size``.
 
     Reference:
         Hassani et al., "Escaping the big data paradigm with compact transformers" (2021), section 3.

@@ -22,7 +22,7 @@ class FEMNISTCNN(nn.Module):
         in_channels: Channels of the image.
         image_size: Height and width of the image, at least 4.
         channels: Output channels of the two convolutions; 32 and 64 in all three sources.
-        hidden_features: Width of the hidden dense layer; ``None`` for no such layer.
+        hidden_features: Width of the hidden dense layer; ``None`` for no hidden layer.
 
     Shape:
         Input ``(batch, in_channels, image_size, image_size)``, output ``(batch, num_classes)``.
@@ -31,8 +31,8 @@ class FEMNISTCNN(nn.Module):
         ValueError: If the image is too small for two poolings.
 
     Note:
-        Table 5 of PriSM prints 64 kernels in both convolutions, 3x3 in the second, and 10 classes. Its public code is
-        followed instead. Initial weights are PyTorch's: our choice; PriSM's code draws its own.
+        Table 5 of PriSM prints 64 kernels in both convolutions, 3x3 in the second, and 10 classes. This follows its
+        public code instead. Initial weights are PyTorch's, by our choice; PriSM's code draws its own.
 
     Reference:
         Caldas et al., "LEAF: a benchmark for federated settings" (2018), ``models/femnist/cnn.py``.

@@ -7,12 +7,12 @@ from lightning_spectral.models.attention import SelfAttention
 
 
 class GPT2Block(nn.Module):
-    """Attention and a four times wider MLP, each after a LayerNorm and beside a shortcut.
+    """Attention and a four times wider MLP, each after a LayerNorm and with a residual connection.
 
     Args:
         width: Size of each position's vector.
         num_heads: Number of attention heads; must divide ``width``.
-        dropout: Probability, of attention weights and of what each branch adds.
+        dropout: Dropout probability of attention weights and of branch outputs.
 
     Shape:
         Input and output ``(batch, length, width)``.
@@ -44,12 +44,13 @@ class CharTransformer(nn.Module):
 
     What the paper leaves open:
 
-    - Vocabulary of 90 and context of 80 characters: the TensorFlow Federated data set, whose 715 clients it has.
+    - Vocabulary of 90 and context of 80 characters: those of the TensorFlow Federated data set, which has the paper's
+      715 clients.
     - Width 128 and four heads: those of minGPT's "gpt-micro". The recurrent net of Reddi et al. (2021) for the same
       data is of similar size, with 820,522 parameters.
-    - Dropout 0.1 of embeddings, attention and branches: GPT (Radford et al. 2018, section 4.1).
-    - The head is not tied to the embedding, other than in GPT-2: our choice. Last layers stay dense, and a layer of its
-      own needs no rule for what a shared weight is to be.
+    - Dropout 0.1 of embeddings, attention and branches: as in GPT (Radford et al. 2018, section 4.1).
+    - The head is not tied to the embedding, unlike in GPT-2: our choice. Last layers stay dense, and a separate head
+      needs no rule for how to treat a shared weight.
     - Queries, keys and values are separate layers; see `SelfAttention`.
 
     Initial weights are GPT-2's: normal with standard deviation 0.02 (positions: 0.01), biases zero, and the last layer
@@ -61,7 +62,7 @@ class CharTransformer(nn.Module):
         width: Size of each position's vector.
         num_heads: Number of attention heads; must divide ``width``.
         num_layers: Number of blocks.
-        dropout: Probability.
+        dropout: Dropout probability.
 
     Shape:
         Input ``(batch, length)`` of character ids, ``length <= context_length``; output

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-EXAMPLE_LENGTH = 500  # words to which PriSM's code cuts and fills the reviews
+EXAMPLE_LENGTH = 500  # words; PriSM's code cuts or pads the reviews to this length
 
 
 class LSTMClassifier(nn.Module):
@@ -15,22 +15,22 @@ class LSTMClassifier(nn.Module):
     Where this differs from PriSM's code, by our choice:
 
     - Two logits and a softmax instead of one logit and a sigmoid, so that one task head serves all models.
-    - Padding stands after the text and is not read, instead of before the text and read as a word. Its embedding is
-      zero.
+    - Padding follows the text, has embedding zero and is not read; PriSM's code puts it before the text and reads it as
+      words.
 
-    Dropout is none, as in PriSM's code.
+    There is no dropout, as in PriSM's code.
 
     Args:
         num_classes: Number of classes.
-        vocab_size: Number of word ids, padding included.
+        vocab_size: Number of word ids, including padding.
         embedding_dim: Features per word.
         hidden_size: Hidden units of each layer.
         num_layers: Number of LSTM layers.
         padding_idx: Id of the padding.
 
     Shape:
-        Input ``(batch, length)`` of word ids, each row filled up with ``padding_idx`` at its end; output
-        ``(batch, num_classes)``. A row of nothing but padding is read as one word of padding.
+        Input ``(batch, length)`` of word ids, each row padded with ``padding_idx`` at its end; output
+        ``(batch, num_classes)``. A row of padding alone is read as one word of padding.
 
     Reference:
         Niu et al., "PriSM" (2023), Table 6, ``model/SentimentRNN.py`` and ``data/imdb.py``.
@@ -64,7 +64,7 @@ class LSTMClassifier(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         """Logits of each class."""
         states, _ = self.lstm(self.words(words))
-        # The LSTM reads forwards, so the state after the last word knows nothing of the padding behind it.
+        # The LSTM reads forwards, so the state after the last word does not depend on the padding after it.
         last = (words != self.padding_idx).sum(1).sub(1).clamp(min=0)
         logits: Tensor = self.head(states[torch.arange(len(words), device=words.device), last])
         return logits

@@ -5,17 +5,17 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut (He et al. 2016, figure 2 and option B).
+    """Two 3x3 convolutions with a shortcut (He et al. 2016, figure 2 and option B).
 
     Args:
-        in_channels: Channels that come in.
-        out_channels: Channels that go out.
+        in_channels: Input channels.
+        out_channels: Output channels.
         stride: Stride of the first convolution.
-        num_groups: Groups of every normalisation.
+        num_groups: Groups of each GroupNorm.
 
     Shape:
-        Input ``(batch, in_channels, height, width)``, output ``(batch, out_channels, ...)`` with both sizes divided by
-        ``stride``, rounded up.
+        Input ``(batch, in_channels, height, width)``, output ``(batch, out_channels, ...)`` with height and width
+        divided by ``stride``, rounded up.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, num_groups: int) -> None:
@@ -39,13 +39,13 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 whose first convolution is 3x3 with stride 1, without max-pooling, and with GroupNorm.
 
-    The model of Korzhenkov & Louizos (2024) for CIFAR-10 and CIFAR-100, and of PriSM for CIFAR-10 (its Table 4) but for
-    the normalisation. With 10 classes it has 11,173,962 parameters and takes 555 million multiply-adds for a 32 x 32
-    image.
+    The model of Korzhenkov & Louizos (2024) for CIFAR-10 and CIFAR-100, and of PriSM for CIFAR-10 (its Table 4) except
+    for the normalisation. With 10 classes it has 11,173,962 parameters and takes 555 million multiply-adds for a 32 x
+    32 image.
 
     What the papers leave open:
 
-    - Two groups in each GroupNorm, as Reddi et al. (2021), from whom 2024 takes its data preparation.
+    - Two groups in each GroupNorm, as in Reddi et al. (2021), whose data preparation the 2024 paper uses.
     - Shortcuts that change shape are 1x1 convolutions with a normalisation: option B of He et al. (2016).
     - No max-pooling after the first convolution: PriSM's Table 4 has none.
     - Initial weights of convolutions are He's, normal with variance 2 / fan-out, as in torchvision's ResNet; the last

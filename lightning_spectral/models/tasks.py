@@ -19,17 +19,17 @@ Batch = tuple[Tensor, Tensor]
 
 @runtime_checkable
 class HasExampleInput(Protocol):
-    """A model that knows what its input looks like."""
+    """A model that provides an example of its input."""
 
     def example_input(self) -> Tensor:
-        """A batch of one example; the values mean nothing."""
+        """A batch of one example; the values are arbitrary."""
         ...
 
 
 class LitClassifier(pl.LightningModule):
     """Cross entropy and accuracy of a classifier, trained by SGD with momentum and a cosine schedule.
 
-    An ordinary LightningModule: train it with a plain Trainer, or hand it to a `FederatedModule`. Logged per epoch,
+    An ordinary LightningModule: train it with a plain Trainer, or wrap it in a `FederatedModule`. Logged per epoch,
     which is a round in a federation: ``train_loss``, ``train_accuracy``, and the same with ``val_`` and ``test_``.
     Batches are pairs of inputs and class indices. In the YAML of a `LightningCLI` it is::
 
@@ -41,16 +41,16 @@ class LitClassifier(pl.LightningModule):
             lr: 0.05
 
     Args:
-        model: From inputs to logits, shape ``(batch, num_classes)``. If it has a method ``example_input``, as this
+        model: Maps inputs to logits, shape ``(batch, num_classes)``. If it has a method ``example_input``, as this
             package's models do, Lightning's ``example_input_array`` is set to what that returns.
         num_classes: Number of classes.
-        lr: Initial learning rate. Korzhenkov & Louizos (2024) have 0.1 for CIFAR-10 and Shakespeare, 0.05 for CIFAR-100
-            and TinyImageNet; PriSM has 0.1, and 0.01 for FEMNIST.
-        momentum: Momentum of SGD. 0.9 in 2024 (section 3.3) and in PriSM (Tables 7-9).
-        weight_decay: Coefficient of the penalty on squared weights. 0.0002 in PriSM; 0, our choice, because 2024 names
-            none beside its own Frobenius decay.
-        eta_min: Learning rate at the end. 0, our choice; the papers say "cosine annealing" and no more.
-        ignore_index: Targets of this value count neither in the loss nor in the accuracy; PyTorch's default.
+        lr: Initial learning rate. Korzhenkov & Louizos (2024) use 0.1 for CIFAR-10 and Shakespeare, 0.05 for CIFAR-100
+            and TinyImageNet; PriSM uses 0.1, and 0.01 for FEMNIST.
+        momentum: Momentum of SGD. 0.9 in the 2024 paper (section 3.3) and in PriSM (Tables 7-9).
+        weight_decay: Coefficient of the penalty on squared weights. 0.0002 in PriSM; 0, our choice, because the 2024
+            paper names none besides its own Frobenius decay.
+        eta_min: Learning rate at the end. 0, our choice; the papers only say "cosine annealing".
+        ignore_index: Targets with this value are ignored in the loss and the accuracy; the default is PyTorch's.
 
     Note:
         The cosine spans ``trainer.estimated_stepping_batches``: all rounds of a federation, where the rate is constant
@@ -107,7 +107,7 @@ class LitClassifier(pl.LightningModule):
         """SGD with a cosine schedule over the whole run.
 
         Raises:
-            ValueError: If the run has no end.
+            ValueError: If the run has no fixed length.
         """
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
@@ -133,10 +133,10 @@ class LitClassifier(pl.LightningModule):
 class LitNextToken(LitClassifier):
     """Loss and accuracy of a language model, over all positions of all sequences.
 
-    As `LitClassifier`, with these differences: ``num_classes`` is the size of the vocabulary, the model's logits are of
-    shape ``(batch, length, num_classes)``, and batches are pairs of tokens and next tokens, both ``(batch, length)``.
-    Give the id of the padding as ``ignore_index``: TensorFlow Federated's Shakespeare has 0, and its accuracy leaves
-    out padding too.
+    Like `LitClassifier`, with these differences: ``num_classes`` is the size of the vocabulary, the model's logits are
+    of shape ``(batch, length, num_classes)``, and batches are pairs of tokens and next tokens, both ``(batch,
+    length)``. Give the id of the padding as ``ignore_index``: it is 0 in TensorFlow Federated's Shakespeare, whose
+    accuracy leaves out padding too.
 
     Note:
         The loss of a batch is the mean over its tokens. Means over batches and over clients are weighted by numbers of

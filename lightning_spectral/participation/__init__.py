@@ -1,4 +1,4 @@
-"""Who joins a round."""
+"""Which clients take part in a round."""
 
 from lightning_spectral.participation.base import Participation
 from lightning_spectral.participation.uniform import UniformParticipation

@@ -1,4 +1,4 @@
-"""What a participation scheme is."""
+"""The contract of a participation scheme."""
 
 from abc import ABC, abstractmethod
 
@@ -21,7 +21,7 @@ class Participation(ABC):
 
     @abstractmethod
     def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
-        """Choose who joins: a pure function of its arguments, cheap also for millions of clients.
+        """Choose the cohort: a pure function of its arguments, cheap even for millions of clients.
 
         Args:
             num_clients: Number of clients in the federation.
@@ -39,5 +39,5 @@ class Participation(ABC):
             num_clients: Number of clients in the federation.
 
         Raises:
-            ValueError: If no cohort can be drawn from so many clients.
+            ValueError: If no cohort can be drawn from this number of clients.
         """

@@ -40,7 +40,7 @@ class UniformParticipation(Participation):
             num_clients: Number of clients in the federation.
 
         Raises:
-            ValueError: If ``clients_per_round`` exceeds it.
+            ValueError: If ``clients_per_round`` exceeds ``num_clients``.
 
         Example:
             >>> UniformParticipation(clients_per_round=3).check(num_clients=2)
@@ -54,7 +54,7 @@ class UniformParticipation(Participation):
             )
 
     def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
-        """Draw the cohort, at a cost of the order of k whatever the number of clients.
+        """Draw the cohort, at a cost proportional to k for any number of clients.
 
         Args:
             num_clients: Number of clients in the federation.

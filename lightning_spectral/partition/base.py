@@ -1,4 +1,4 @@
-"""What a partitioner is."""
+"""The contract of a partitioner."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -15,7 +15,7 @@ class Partitioner(ABC):
     """A way to deal the examples of a data set to clients: a frozen dataclass that implements :meth:`split`.
 
     ``partitioner(num_examples, labels, generator)`` checks the arguments and returns the :class:`Partition`,
-    a pure function of them. ``testing.check_partitioner`` is the contract in executable form.
+    a pure function of them. ``testing.check_partitioner`` checks the contract.
 
     Attributes:
         needs_labels: Whether the split depends on the labels; if not, they may be ``None``.
@@ -65,11 +65,11 @@ class Partitioner(ABC):
 
     @abstractmethod
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-        """Deal the examples, the arguments already checked; see :meth:`__call__`."""
+        """Deal the examples; the arguments are already checked by :meth:`__call__`."""
 
 
 def check_num_clients(num_clients: int) -> None:
-    """Refuse an impossible number of clients.
+    """Raise unless there is at least one client.
 
     Args:
         num_clients: Number of clients.
@@ -87,7 +87,7 @@ def check_num_clients(num_clients: int) -> None:
 
 
 def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Clients in a random order, the first ``num_examples % num_clients`` of which get one example more.
+    """Client ids in random order with their shares; the first ``num_examples % num_clients`` get one example more.
 
     Args:
         num_examples: Examples to deal.

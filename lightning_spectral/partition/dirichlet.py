@@ -38,12 +38,11 @@ class DirichletPartitioner(Partitioner):
         ValueError: If ``num_clients`` is below 1 or ``alpha`` is not positive and finite.
 
     Note:
-        Two conventions share one letter: ten equal classes with ``alpha=1`` here are ``alpha=0.1,
-        symmetric=True``. The clients served last share what is left, so their mixture follows their prior
-        less closely: with ten equal classes, 100 clients of 500 examples and ``alpha=1``, a client sees 5.0
-        classes on average if no class ever runs out, and 4.6 in the actual split. The split is fixed by the
-        generator for one version of numpy, whose streams may change between versions: compare
-        :meth:`Partition.fingerprint`.
+        Two conventions share one letter: with ten equal classes, ``alpha=1`` here is ``alpha=0.1, symmetric=True``. The
+        clients served last share what is left, so their mixture follows their prior less closely: with ten equal
+        classes, 100 clients of 500 examples and ``alpha=1``, a client sees 5.0 classes on average if no class ever runs
+        out, and 4.6 in the actual split. The generator fixes the split for one version of numpy, whose streams may
+        change between versions: compare :meth:`Partition.fingerprint`.
 
     Reference:
         Hsu, Qi & Brown (2019); the convention of Korzhenkov & Louizos (2024). ``symmetric=True`` is that of
@@ -93,7 +92,7 @@ class DirichletPartitioner(Partitioner):
 
 
 def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, concentration: Floats, rng: np.random.Generator) -> Ints:
-    """Class of every slot, for clients served in the given order.
+    """Draw the class of every slot, for clients served in the given order.
 
     Args:
         class_sizes: Examples of each class, shape ``(K,)``.
@@ -102,7 +101,7 @@ def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, concentration: Floa
         rng: Source of randomness.
 
     Returns:
-        Class indices, shape ``(sum of client_sizes,)``, the slots of one client after those of another.
+        Class indices, shape ``(sum of client_sizes,)``, client by client.
 
     Example:
         >>> draw_slot_classes(np.array([2, 1]), np.array([1, 2]), np.ones(2), np.random.default_rng(0)).shape
@@ -119,14 +118,13 @@ def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, concentration: Floa
 
 
 def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.random.Generator) -> Ints:
-    """How often each class comes up when labels are drawn one by one, without replacement, from a prior.
+    """Draw how often each class comes up when labels are drawn one by one, without replacement, from a prior.
 
-    Exactly that law, in at most ``1 + (number of classes that run out)`` multinomial draws. Drawing from the
-    renormalised prior of the classes that still have examples is the same as drawing from the full prior and
-    skipping the labels of classes that have run out. So draw as many labels as are missing at once: of each
-    class the first ``supply`` are accepted and the others skipped, in whatever order they came. The stream
-    then goes on for the number skipped, and from here every label of an exhausted class would be skipped, so
-    those are left out.
+    The law is exact and takes at most ``1 + (number of classes that run out)`` multinomial draws. Drawing from the
+    renormalised prior of the classes that still have examples is the same as drawing from the full prior and skipping
+    the labels of classes that have run out. So draw all missing labels at once: of each class the first ``supply`` are
+    accepted and the others skipped, in whatever order they came. Then draw again for the labels skipped. From here on
+    every label of an exhausted class would be skipped, so these classes are left out.
 
     Args:
         log_prior: Logarithm of the class probabilities up to a constant, shape ``(K,)``; ``-inf`` is zero.
@@ -146,7 +144,7 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
     while missing := int(num_draws - counts.sum()):
         live = np.flatnonzero(counts < supply)
         left, log_live = (supply - counts)[live], log_prior[live]
-        # only live classes: numpy's multinomial hands rounding leftovers to the last, even at probability 0
+        # only live classes: numpy's multinomial gives rounding leftovers to the last class, even at probability 0
         peak = log_live.max()
         if peak == -np.inf:
             counts[live] += rng.multivariate_hypergeometric(left, missing)
@@ -157,7 +155,7 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 
 
 def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
-    """Logarithm of a Dirichlet draw, up to a constant, also where the draw itself would underflow.
+    """Logarithm of a Dirichlet draw, up to a constant, even where the draw itself would underflow.
 
     A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, U uniform; ``-log U`` is
     a standard exponential. In log space nothing underflows, so even ``a = 1e-6`` keeps the order of all
@@ -181,5 +179,5 @@ def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
 
 
 def _numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """A numpy generator fixed by a torch one: torch's gamma draw takes no public generator."""
+    """A numpy generator seeded by a torch one, because torch's public gamma draw takes no generator."""
     return np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))

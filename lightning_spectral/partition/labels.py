@@ -42,10 +42,10 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
 
 
 def _stored(dataset: Any) -> Tensor | None:
-    """Labels that the data set keeps as a whole, if it does."""
+    """Labels that the data set stores as a whole, or ``None``."""
     for name in ("targets", "labels"):
         values: Any = getattr(dataset, name, None)
-        # `labels` is the list of class names in some data sets: one entry per example or it is something else
+        # in some data sets `labels` is the list of class names, which has another length
         if hasattr(values, "__len__") and len(values) == len(dataset):
             return _as_classes(values, f"`{type(dataset).__name__}.{name}`")
     if isinstance(dataset, TensorDataset):
@@ -76,7 +76,7 @@ def _read(dataset: Any) -> Tensor:
 
 
 def _as_classes(values: Any, owner: str) -> Tensor:
-    """``values`` as int64, refused unless they are integers, at most one-dimensional."""
+    """Convert ``values`` to int64; raise unless they are integers of at most one dimension."""
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

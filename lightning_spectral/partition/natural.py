@@ -20,8 +20,8 @@ Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
 class NaturalPartitioner(Partitioner):
     """One client per distinct key; every example is used and nothing is drawn.
 
-    Clients are numbered in the order in which their keys first appear, which works for any keys, also such as
-    cannot be compared. Ignores the labels and the generator.
+    Clients are numbered in the order in which their keys first appear, which works even for keys that cannot be sorted.
+    Ignores the labels and the generator.
 
     Args:
         keys: Key of each example, shape ``(num_examples,)``: hashable objects, a tensor or an array.
@@ -51,7 +51,7 @@ class NaturalPartitioner(Partitioner):
     def __post_init__(self, keys: Keys) -> None:
         client_of_key: dict[Hashable, int] = {}
         clients = [client_of_key.setdefault(key, len(client_of_key)) for key in _as_objects(keys)]
-        # the dataclass is frozen for others, not while it is built
+        # how a frozen dataclass sets its own fields
         object.__setattr__(self, "num_clients", len(client_of_key))
         object.__setattr__(self, "client_names", tuple(client_of_key))
         object.__setattr__(self, "client_of_example", torch.tensor(clients, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The record of who owns which example."""
+"""The record of which client owns which examples."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -101,7 +101,7 @@ class Partition:
 
     @property
     def num_clients(self) -> int:
-        """Number of clients, also of those that own nothing."""
+        """Number of clients, including those that own nothing."""
         return self.offsets.numel() - 1
 
     @property
@@ -115,7 +115,7 @@ class Partition:
         return self.offsets.diff()
 
     def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
-        """Examples of a few clients, without a look at the others.
+        """Number of examples of each given client, without computing the others.
 
         Example:
             >>> Partition.from_lists([[4, 0], [], [2, 3, 1]]).sizes_of([2, 0])
@@ -161,5 +161,5 @@ class Partition:
 
 
 def _offsets(sizes: Tensor) -> Tensor:
-    """Row starts and the end, from the row lengths."""
+    """Start of each row and the end of the last, from the row lengths."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])

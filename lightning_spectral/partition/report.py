@@ -1,4 +1,4 @@
-"""A look at a split before the money is spent."""
+"""Inspect a split before training on it."""
 
 import os
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class PartitionReport:
     Example:
         >>> partition = Partition.from_lists([[0, 1], [2, 3, 4]])
         >>> print(report(partition, torch.tensor([0, 1, 1, 1, 2])))
-        2 clients, 5 examples; 2 / 2.5 / 3 examples a client (min / median / max)
-        of 3 classes a client has 2.0 on average, 2.0 above a 5 % share
+        2 clients, 5 examples; 2 / 2.5 / 3 examples per client (min / median / max)
+        of 3 classes, a client has 2.0 on average, 2.0 above a 5 % share
         client  examples  classes
              0         2  0: 1, 1: 1
              1         3  1: 2, 2: 1
@@ -65,7 +65,7 @@ class PartitionReport:
         return float((self.histogram > min_share * self.counts[:, None]).sum(1).double().mean())
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes") -> "Axes":
-        """Stacked bars, a bar per client (the first 100) and a colour per class.
+        """Plot stacked bars, one bar per client (the first 100) and one colour per class.
 
         Args:
             path_or_ax: File to write, its format by the suffix, or the matplotlib axes to draw on.
@@ -100,11 +100,11 @@ class PartitionReport:
         low, middle, high = sizes.min(), sizes.quantile(0.5), sizes.max()
         lines = [
             f"{len(self.counts)} clients, {int(self.counts.sum())} examples; "
-            f"{low:g} / {middle:g} / {high:g} examples a client (min / median / max)"
+            f"{low:g} / {middle:g} / {high:g} examples per client (min / median / max)"
         ]
         if self.histogram is not None:
             lines.append(
-                f"of {self.histogram.shape[1]} classes a client has {self.mean_classes():.1f} on average, "
+                f"of {self.histogram.shape[1]} classes, a client has {self.mean_classes():.1f} on average, "
                 f"{self.mean_classes(0.05):.1f} above a 5 % share"
             )
         lines += ["client  examples  classes" if self.histogram is not None else "client  examples"]
@@ -125,7 +125,7 @@ class PartitionReport:
 
 
 def report(partition: Partition, labels: Tensor | None = None) -> PartitionReport:
-    """Count what each client has.
+    """Count each client's examples, by class if there are labels.
 
     Args:
         partition: The split.

@@ -1,4 +1,4 @@
-"""The adaptive optimizers of Reddi et al. (2021), where torch has others by the same name.
+"""The adaptive server optimizers of Reddi et al. (2021), which differ from torch's of the same name.
 
 torch's Adam corrects the bias of its moments and starts the second one at zero; torch's Adagrad has no first moment.
 """
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 
 class AdaptiveServerOptimizer(Optimizer, ABC):
-    r"""Algorithm 2 of Reddi et al. (2021), but for the second moment, which subclasses say.
+    r"""Algorithm 2 of Reddi et al. (2021); subclasses define the second moment.
 
     .. math::
         m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t , \qquad
         x_{t+1} = x_t + \eta\, m_t / (\sqrt{v_t} + \tau)
 
     with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`; the pseudo-gradient is :math:`-\Delta_t`. Unlike
-    `torch.optim.Adam` it corrects no bias.
+    `torch.optim.Adam` it does not correct bias.
 
     Args:
         params: The server's parameters.
@@ -37,11 +37,11 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
     @staticmethod
     @abstractmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """Update second moments in place with the squares of the pseudo-gradients; both may be overwritten."""
+        """Update second moments in place with the squares of the pseudo-gradients; both lists may be overwritten."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One round."""
+        """Update the server's parameters at the end of a round."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
@@ -69,11 +69,11 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
 
 
 class ServerAdagrad(AdaptiveServerOptimizer):
-    r"""Second moment :math:`v_t = v_{t-1} + \Delta_t^2`; the second of ``betas`` has no meaning."""
+    r"""Second moment :math:`v_t = v_{t-1} + \Delta_t^2`; the second of ``betas`` is ignored."""
 
     @staticmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """One round."""
+        """Add the squares to the second moments."""
         torch._foreach_add_(second, squares)
 
 
@@ -82,7 +82,7 @@ class ServerAdam(AdaptiveServerOptimizer):
 
     @staticmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """One round."""
+        """Update the moving average of the squares."""
         torch._foreach_mul_(second, beta)
         torch._foreach_add_(second, squares, alpha=1 - beta)
 
@@ -92,7 +92,7 @@ class ServerYogi(AdaptiveServerOptimizer):
 
     @staticmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """One round."""
+        """Move each second moment towards its square, by a share of that square."""
         signs = torch._foreach_sub(second, squares)
         torch._foreach_sign_(signs)
         torch._foreach_addcmul_(second, squares, signs, value=beta - 1)

@@ -1,4 +1,4 @@
-"""A finished round as named numbers."""
+"""The metrics of a finished round."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, Roun
 
 
 def round_metrics(summary: RoundSummary) -> dict[str, float]:
-    """What is logged of a round.
+    """Collect the metrics to log for a finished round.
 
     Returns:
-        - ``fl/round``: its index, from 0; the x axis of all others.
+        - ``fl/round``: its index, from 0; the x axis of all other metrics.
         - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
-        - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: who is in the average, and who is not.
-        - ``fl/left_out_<reason>``: why they are not, for each reason that this run allows.
+        - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: clients in the average, clients left out of it,
+          examples of those in it.
+        - ``fl/left_out_<reason>``: clients left out for this reason, for each reason that this run allows.
         - ``fl/bytes_down``, ``fl/bytes_up``: bytes that travelled, summed over all clients.
         - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
-        - ``fl/<name>`` for the algorithm's own figures.
+        - ``fl/<name>``: the algorithm's own metrics.
     """
     kept = [client for client in summary.clients if not client.left_out]
     return {
@@ -37,7 +38,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
 
 
 def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
-    """Example-weighted mean, over the clients that logged it, of each name that clients logged."""
+    """Average each logged value over the clients that logged it, weighted by their numbers of examples."""
     by_name: dict[str, list[tuple[LoggedValue, int]]] = {}
     for client in clients:
         for name, entry in client.logged.items():
@@ -53,9 +54,9 @@ def _mean_loss(clients: Sequence[ClientOutcome]) -> float:
 
 
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
-    """NaN for nothing; the same in any order."""
+    """Weighted mean, independent of the order; NaN if there are no values."""
     weight = sum(size for _, size in values)
     terms = [value * size for value, size in values]
-    if not weight or not all(map(math.isfinite, terms)):  # of infinities `fsum` can make an error
+    if not weight or not all(map(math.isfinite, terms)):  # `fsum` may raise on infinities
         return sum(terms) / weight if weight else math.nan
     return math.fsum(terms) / weight

@@ -1,7 +1,7 @@
-"""Optimizers of the server: one step per round on the pseudo-gradient, minus the mean change of the clients.
+"""Server optimizers: one step per round on the pseudo-gradient, which is minus the clients' mean change.
 
-Small frozen choices for ``FederatedModule(server_optimizer=...)``. Each is called with the server's parameters and
-returns a torch optimizer, so Lightning steps it, counts it and saves its state.
+Frozen dataclasses for ``FederatedModule(server_optimizer=...)``. Each, called with the server's parameters, returns a
+torch optimizer, so Lightning runs its steps, counts them and saves its state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FedAvgM:
         _check_decay("momentum", self.momentum)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer over the server's parameters."""
+        """Create the optimizer of the server's parameters."""
         return SGD(parameters, lr=self.lr, momentum=self.momentum)
 
 
@@ -57,8 +57,8 @@ class FedAdagrad:
     Args:
         lr: Server learning rate.
         momentum: Decay :math:`\beta_1` of the first moment, in ``[0, 1)``; the paper uses none.
-        tau: Added to the root of the second moment, which starts at its square; in the unit of a parameter's change
-            per round.
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in the unit of a parameter's
+            change per round.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -86,7 +86,7 @@ class FedAdagrad:
         _check_positive("tau", self.tau)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer over the server's parameters."""
+        """Create the optimizer of the server's parameters."""
         return ServerAdagrad(parameters, self.lr, (self.momentum, 0.0), self.tau)
 
 
@@ -99,7 +99,7 @@ class _TwoMoments:
     def __post_init__(self) -> None:
         _check_positive("lr", self.lr)
         if len(self.betas) != 2:
-            raise ValueError(f"`betas` must be two numbers, of the first and of the second moment, got {self.betas!r}.")
+            raise ValueError(f"`betas` must be two numbers, for the first and the second moment, got {self.betas!r}.")
         for beta in self.betas:
             _check_decay("betas", beta)
         _check_positive("tau", self.tau)
@@ -107,13 +107,13 @@ class _TwoMoments:
 
 @dataclass(frozen=True)
 class FedAdam(_TwoMoments):
-    r"""Adam on the server: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2`, without correction of bias.
+    r"""Adam on the server: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2`, without bias correction.
 
     Args:
         lr: Server learning rate.
         betas: Decay of the first and of the second moment, both in ``[0, 1)``.
-        tau: Added to the root of the second moment, which starts at its square; in the unit of a parameter's change
-            per round.
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in the unit of a parameter's
+            change per round.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -127,7 +127,7 @@ class FedAdam(_TwoMoments):
     """
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer over the server's parameters."""
+        """Create the optimizer of the server's parameters."""
         return ServerAdam(parameters, self.lr, self.betas, self.tau)
 
 
@@ -138,8 +138,8 @@ class FedYogi(_TwoMoments):
     Args:
         lr: Server learning rate.
         betas: Decay of the first and of the second moment, both in ``[0, 1)``.
-        tau: Added to the root of the second moment, which starts at its square; in the unit of a parameter's change
-            per round.
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in the unit of a parameter's
+            change per round.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -154,7 +154,7 @@ class FedYogi(_TwoMoments):
     """
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer over the server's parameters."""
+        """Create the optimizer of the server's parameters."""
         return ServerYogi(parameters, self.lr, self.betas, self.tau)
 
 

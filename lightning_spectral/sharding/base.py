@@ -1,4 +1,4 @@
-"""The one-screen contract of a sharding strategy: how likely each term is, and how it is scaled."""
+"""The contract of a sharding strategy: how likely each term is to be drawn, and how it is scaled."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from lightning_spectral.designs import ConditionalPoisson, Design
 class ShardingStrategy(ABC):
     """Turns the singular values of a layer into inclusion probabilities and multipliers.
 
-    Subclasses write :meth:`__call__`. Then ``lightning_spectral.testing.check_strategy(MyStrategy())`` says
-    whether the answers keep the contract.
+    Subclasses implement :meth:`__call__`. ``lightning_spectral.testing.check_strategy(MyStrategy())`` then checks the
+    contract.
     """
 
     @abstractmethod
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Decide for one layer and one size of sub-model.
+        """Choose inclusion probabilities and multipliers for one layer and one sub-model size.
 
         Args:
             singular_values: Of the layer's weight, shape ``(N,)``, float64, any order, any unit (only ratios
@@ -36,37 +36,37 @@ class ShardingStrategy(ABC):
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Decide for a cohort of clients with several sizes of sub-model; here each group by itself.
+        """Choose probabilities and multipliers for every group of a cohort; by default each group by itself.
 
         Args:
-            singular_values: As for the call, shape ``(N,)``.
+            singular_values: As for :meth:`__call__`, shape ``(N,)``.
             num_terms: Number of terms held by the clients of each group.
             sizes: Number of clients of each group.
 
         Returns:
-            For each group what the call returns.
+            For each group what :meth:`__call__` returns.
         """
         return [self(singular_values, n, size) for n, size in zip(num_terms, sizes, strict=True)]
 
     def drawn_multipliers(self, singular_values: Tensor, multipliers: Tensor, terms: Tensor) -> Tensor:
-        """Multipliers of the terms that one client drew; only these are ever used.
+        """Return the multipliers of the terms that one client drew; only these are used.
 
         Args:
-            singular_values: As for the call, shape ``(N,)``.
-            multipliers: What the call returned, shape ``(N,)``.
+            singular_values: As for :meth:`__call__`, shape ``(N,)``.
+            multipliers: As returned by :meth:`__call__`, shape ``(N,)``.
             terms: Drawn term indices, shape ``(n,)``.
 
         Returns:
-            Shape ``(n,)``, float64; here simply those of the drawn terms.
+            Shape ``(n,)``, float64; by default those of the drawn terms.
         """
         return multipliers[terms]
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> Design:
-        """The sampling design to use when the user names none.
+        """Return the sampling design to use when the user names none.
 
         Args:
-            singular_values: As for the call, shape ``(N,)``.
-            num_terms: As for the call.
+            singular_values: As for :meth:`__call__`, shape ``(N,)``.
+            num_terms: As for :meth:`__call__`.
 
         Returns:
             Conditional Poisson sampling, unless the strategy prescribes another design.

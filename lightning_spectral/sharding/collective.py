@@ -24,24 +24,24 @@ class Collective(ShardingStrategy):
     Small terms may never be drawn; multipliers stay below C.
 
     Args:
-        cohort: What a cohort of clients with different keep ratios is.
+        cohort: How to treat a cohort of clients with different keep ratios.
 
             - ``"group"``: each group of equal clients by itself, with its own number of clients. The paper's recipe.
-            - ``"joint"``: each group with the number of clients of all, then the multipliers that are best for the
+            - ``"joint"``: each group with the total number of clients, then the multipliers that are best for the
               average over all of them. Multipliers may exceed the number of clients, or be zero where other clients
               hold the term for certain.
-            - ``"best"``: of these two, and of the paper's probabilities with the best multipliers, the one with the
-              least discrepancy, layer by layer.
+            - ``"best"``: whichever has the least discrepancy, layer by layer: either of these two, or the paper's
+              probabilities with the best multipliers.
 
     Raises:
         ValueError: If ``cohort`` is none of these.
 
     Note:
-        A lower discrepancy is not yet a better model: it is about the moment before anybody trains. So the paper's
-        recipe is the default.
+        A lower discrepancy does not imply a better model: it measures the sub-models before any client trains. So the
+        paper's recipe is the default.
 
     Reference:
-        Korzhenkov & Louizos (2024), Theorem 3.2 and Algorithm 2 with the sign of line 30 mended.
+        Korzhenkov & Louizos (2024), Theorem 3.2 and Algorithm 2 with the sign of line 30 corrected.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ class Collective(ShardingStrategy):
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Plan all groups of a cohort, together if asked to.
+        """Plan all groups of a cohort, jointly unless ``cohort`` is ``"group"``.
 
         Args:
             singular_values: Shape ``(N,)``, any order.

@@ -22,16 +22,16 @@ class PriSM(ShardingStrategy):
     Args:
         exponent: The power k > 0. None follows Korzhenkov & Louizos (2024): 4 for keep ratios up to 0.2, else
             2.5. PriSM's own experiments use one exponent for all clients.
-        compensation: ``None`` for multipliers of one, as PriSM; ``"wallenius"`` for 1/pi, which makes each client's
+        compensation: ``None`` for multipliers of one, as in PriSM; ``"wallenius"`` for 1/pi, which makes each client's
             estimator unbiased: "PriSM + Wallenius" of the 2024 paper.
         marginals: ``"exact"`` inclusion probabilities, or ``"manly"`` for Manly's approximation, which that paper used.
 
     Raises:
-        ValueError: If ``exponent`` is not positive and finite, or a word is none of those above.
+        ValueError: If ``exponent`` is not positive and finite, or another argument is none of the values above.
 
     Note:
         The exact inclusion probabilities are the marginals of this draw, so they belong to the strategy's
-        :meth:`own_design`; another design keeps the marginals and changes only which terms come together.
+        :meth:`own_design`; another design keeps the marginals and only changes which terms come together.
 
     Reference:
         Niu et al. (2022).

@@ -1,4 +1,4 @@
-"""Scaled: what a client gets has the Frobenius norm of the whole weight."""
+"""Scaled: a client's sub-model has the Frobenius norm of the whole weight."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from lightning_spectral.sharding.base import ShardingStrategy
 
 @dataclass(frozen=True)
 class Scaled(ShardingStrategy):
-    r"""Another strategy's draws, with one multiplier for all drawn terms that keeps the Frobenius norm.
+    r"""Another strategy's draws, with one multiplier for all drawn terms that preserves the Frobenius norm.
 
     :math:`\omega = \sqrt{\sum_k s_k^2 / \sum_{k \in I} s_k^2}`: it depends on the drawn terms I, so it is known only
     after the draw (`drawn_multipliers`).
 
     Args:
-        strategy: Decides the inclusion probabilities.
+        strategy: The strategy that sets the inclusion probabilities.
 
     Reference:
         Korzhenkov & Louizos (2024), section 4.1, "+Scaled".
@@ -33,16 +33,16 @@ class Scaled(ShardingStrategy):
     strategy: ShardingStrategy
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        r"""The other strategy's inclusion probabilities; the multipliers of the expected draw.
+        r"""The other strategy's inclusion probabilities, and the multipliers of the expected draw.
 
         Args:
             singular_values: Shape ``(N,)``, any order.
             num_terms: Number n of terms that a client holds.
-            cohort_size: Passed on.
+            cohort_size: Passed on to ``strategy``.
 
         Returns:
             Inclusion probabilities and, for every term, the multiplier :math:`\sqrt{\sum s^2 / \sum \pi s^2}` that
-            keeps the mean squared norm: both of shape ``(N,)``, float64.
+            preserves the mean squared norm: both of shape ``(N,)``, float64.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -52,12 +52,12 @@ class Scaled(ShardingStrategy):
         return probs, torch.full_like(probs, _norm_ratio(squares.sum(), (probs * squares).sum()))
 
     def drawn_multipliers(self, singular_values: Tensor, multipliers: Tensor, terms: Tensor) -> Tensor:
-        """The norm of the whole over the norm of what was drawn, for each drawn term."""
+        """Norm of the whole weight divided by the norm of the drawn part, for each drawn term."""
         squares = as_magnitudes(singular_values, "singular_values") ** 2
         return torch.full((len(terms),), _norm_ratio(squares.sum(), squares[terms].sum()), dtype=torch.float64)
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> Design:
-        """The other strategy's."""
+        """Return the other strategy's design."""
         return self.strategy.own_design(singular_values, num_terms)
 
 

@@ -1,4 +1,4 @@
-"""Schatten: unbiased, with the least bound on a norm closer to the largest singular value."""
+"""Schatten: unbiased, with the least bound on the error in a Schatten norm."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Schatten(ShardingStrategy):
     r"""Multipliers :math:`1/\pi_i`, and the :math:`\pi` with the least bound on the expected Schatten p-norm error.
 
     For p = 2 this is `Unbiased`. Small terms keep nearly the same proportions for any p; a larger p takes probability
-    from large terms that are not yet certain and gives it to small ones, whose misses cost more.
+    from large terms that are not yet certain and gives it to small ones, whose omission costs more.
 
     Args:
         p: Order of the norm, at least 2; the paper reports 4.
@@ -24,7 +24,7 @@ class Schatten(ShardingStrategy):
 
     Note:
         The paper optimises numerically and finds larger p unstable; the problem is convex and separable, and is solved
-        exactly here. There is nothing that could fail to converge, and so no fallback.
+        exactly here. Nothing can fail to converge, so there is no fallback.
 
     Reference:
         Korzhenkov & Louizos (2024), appendix A, Eq. (10) and Table 5.

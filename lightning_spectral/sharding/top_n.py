@@ -11,7 +11,7 @@ from lightning_spectral.sharding.base import ShardingStrategy
 
 @dataclass(frozen=True)
 class TopN(ShardingStrategy):
-    """All clients hold the n terms with the largest singular values, unscaled; the selection of FedHM.
+    """All clients hold the n terms with the largest singular values, unscaled, as in FedHM.
 
     The sub-model is the best approximation of rank n, but the other terms are never trained.
 

@@ -47,7 +47,7 @@ class Unbiased(ShardingStrategy):
 
 
 def inverse_probs(inclusion_probs: Tensor) -> Tensor:
-    """Horvitz-Thompson multipliers 1 / pi; 1 for terms that are never drawn, and finite whatever pi.
+    """Horvitz-Thompson multipliers 1 / pi; 1 for terms that are never drawn, and finite for any pi.
 
     Example:
         >>> inverse_probs(torch.tensor([1.0, 0.25, 0.0]))

@@ -1,4 +1,4 @@
-"""Contract tests for methods of your own: they raise ``AssertionError`` where a rule is broken."""
+"""Contract tests for your own methods; they raise ``AssertionError`` if a rule is broken."""
 
 from lightning_spectral.testing.designs import check_design
 from lightning_spectral.testing.layers import check_sharded_layer

@@ -26,14 +26,14 @@ def _cases() -> dict[str, Tensor]:
 def check_design(design: Design, *, num_samples: int = 4000) -> None:
     """Check that a design keeps the contract of :class:`~lightning_spectral.designs.Design`.
 
-    Exact size, sorted and distinct terms, certain terms always and impossible ones never, the frequencies of
-    terms within five standard deviations of their inclusion probabilities, independent rows, the same draw
-    from the same generator state and another from another, ``sample`` equal to ``fit`` and ``draw``, and
+    Checks exact size, sorted and distinct terms, certain terms always and impossible ones never drawn, the frequencies
+    of terms within five standard deviations of their inclusion probabilities, independent rows, the same draw from the
+    same generator state and a different one from a different state, ``sample`` equal to ``fit`` and ``draw``, and
     errors for bad input.
 
     Args:
         design: The design. It must accept any inclusion probabilities.
-        num_samples: Number of draws of each case; more find smaller deviations.
+        num_samples: Number of draws of each case; more draws reveal smaller deviations.
 
     Raises:
         AssertionError: With the rule, the case and the values, at the first broken rule.
@@ -62,7 +62,7 @@ def check_rows(draws: Tensor, probs: Tensor, num_samples: int, where: str) -> No
 
 
 def _indicators(draws: Tensor, num_total: int) -> Tensor:
-    """Who is in which sample, shape (num_samples, N), as float64."""
+    """Indicators of the terms in each sample, shape (num_samples, N), as float64."""
     return torch.zeros(len(draws), num_total, dtype=torch.float64).scatter_(1, draws, 1.0)
 
 
@@ -70,7 +70,7 @@ def check_frequencies(draws: Tensor, probs: Tensor, where: str) -> None:
     """Check the frequency of each term against its probability; ``where`` starts the error message."""
     frequencies = _indicators(draws, len(probs)).mean(0)
     sigma = (probs * (1 - probs) / len(draws)).sqrt()
-    # One draw more or less of a term too rare for its frequency to be near normal.
+    # Allow one draw more or less, because the frequency of a rare term is not near normal.
     bound = torch.where((probs > 0) & (probs < 1), 5 * sigma + 1 / len(draws), 0.0)
     for term in range(len(probs)):
         assert abs(frequencies[term] - probs[term]) <= bound[term], (

@@ -14,24 +14,24 @@ from lightning_spectral.nn.layers.sharded import ShardedLayer
 
 __all__ = ["check_sharded_layer"]
 
-TOLERANCE = 1e-10  # float64: the rounding of a decomposition
+TOLERANCE = 1e-10  # rounding of a decomposition in float64
 
 
 def check_sharded_layer(kind: type[ShardedLayer], dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
-    """Check that a sharded layer stands for a dense one, in training mode and in evaluation mode.
+    """Check that a sharded layer is equivalent to a dense one, in training mode and in evaluation mode.
 
-    With all terms it computes the same outputs, input gradients and gradients of biases, and those of the factors are
-    what the chain rule makes of the dense weight's. With some terms it is the truncated singular value decomposition
-    of every block. Loading other terms changes values, never parameters.
+    With all terms it computes the same outputs, input gradients and bias gradients, and the gradients of the factors
+    follow from the dense weight's by the chain rule. With some terms it is the truncated singular value decomposition
+    of every block. Loading other terms changes the values of the parameters, never the parameter objects.
 
     Args:
         kind: The sharded class.
         dense: The dense layer, in float64 and without dropout.
         inputs: Arguments for its forward pass, in float64.
-        num_parts: For a linear layer that packs several, how many.
+        num_parts: Number of layers that a packed linear layer combines.
 
     Raises:
-        AssertionError: With the promise that is broken.
+        AssertionError: If a promise is broken; the message names it.
 
     Example:
         >>> from lightning_spectral.nn import SpectralShardedLinear
@@ -90,7 +90,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in whatever a layer returns."""
+    """The floating-point tensors in the output of a layer."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, tuple) else []

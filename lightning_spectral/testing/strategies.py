@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.testing.designs import check_frequencies, check_rows
 
-# A sum of N <= 64 probabilities and the answers to two equal questions agree to far better than this.
+# Sums of N <= 64 probabilities, and results that must be equal, are far more accurate than this.
 TOLERANCE = 1e-9
 
 
@@ -31,14 +31,14 @@ def check_strategy(strategy: ShardingStrategy, *, num_samples: int = 4000) -> No
     """Check that a strategy keeps the contract of :class:`~lightning_spectral.sharding.ShardingStrategy`.
 
     Tries spectra with slow and steep decay, ties, gaps, zeros and rank deficiency, several sample sizes and
-    cohorts: shapes and types, the range and sum of the probabilities, finite positive multipliers, that order
-    and unit of the singular values do not matter, that all is one for n = N, and that the strategy's own design
-    draws with these probabilities.
+    cohorts. Checks shapes and types, the range and sum of the probabilities, finite positive multipliers, that the
+    order and unit of the singular values do not matter, that all results are one for n = N, and that the strategy's own
+    design draws with these probabilities.
 
     Args:
         strategy: The strategy.
-        num_samples: Number of draws from its own design for the last check; a wrong frequency is found when
-            it is off by more than five standard deviations.
+        num_samples: Number of draws from its own design for the last check; a frequency is wrong if it is off by more
+            than five standard deviations.
 
     Raises:
         AssertionError: With the rule, the spectrum and the values, at the first broken rule.
@@ -76,7 +76,7 @@ def _check_values(strategy: ShardingStrategy, values: Tensor, num_terms: int, co
 
 
 def _check_unit(strategy: ShardingStrategy, values: Tensor, num_terms: int, cohort_size: float, where: str) -> None:
-    # Not a power of two: the rounding differs, the answer must not. Nor may ties be broken by rounding.
+    # Not a power of two, so that the rounding differs; the result must not change, nor may rounding break ties.
     expected, actual = (strategy(v, num_terms, cohort_size) for v in (values, 1000 * values))
     _compare(expected, actual, f"{where}: the answer depends on the unit of the singular values.")
 

@@ -80,7 +80,7 @@ def test_known_sizes_are_used_and_their_count_is_checked():
 
 @dataclass(frozen=True)
 class Unfitted(Design):
-    """Takes the inclusion probabilities for the working probabilities."""
+    """Uses the inclusion probabilities as the working probabilities."""
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
         probs, num_terms = as_inclusion_probs(inclusion_probs)
@@ -129,7 +129,7 @@ class BrokenDraws(FittedDesign):
 
 @dataclass(frozen=True)
 class Unchecked(ConditionalPoisson):
-    """Normalises instead of refusing."""
+    """Normalises bad input instead of refusing it."""
 
     def fit(self, inclusion_probs: Tensor) -> FittedConditionalPoisson:
         total = inclusion_probs.sum()

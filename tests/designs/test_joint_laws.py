@@ -1,4 +1,4 @@
-"""Draws against each design's own covariance, on spectra that are not flat, and mistakes that must fail the test."""
+"""Draws against each design's own covariance, on spectra that are not flat; mistakes must fail the test."""
 
 import math
 
@@ -45,8 +45,8 @@ def indicators(draws: Tensor, num_total: int) -> Tensor:
 def surprise(draws: Tensor, pi: Tensor, joint: Tensor) -> float:
     """Squared length of the deviation of the frequencies, in standard deviations above its mean.
 
-    In units of the design's own covariance it is chi-squared with as many degrees of freedom as directions are left
-    to chance. Directions with a variance below 1e-3, where 20,000 samples are not yet normal, are left out.
+    In units of the design's own covariance it is chi-squared, with one degree of freedom per direction left to chance.
+    Directions with a variance below 1e-3, where 20,000 samples are not yet normal, are left out.
     """
     variances, directions = torch.linalg.eigh(joint - torch.outer(pi, pi))
     tested = variances > 1e-3
@@ -87,7 +87,7 @@ def test_table_driven_draws_have_the_law_of_rejective_ones(spectrum):
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_choice_and_samples_used_twice_are_found(spectrum):
+def test_choice_and_samples_used_twice_are_detected(spectrum):
     pi = SPECTRA[spectrum]
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
     log_sizes = torch.where(pi == 1, torch.inf, pi.log())
@@ -99,8 +99,8 @@ def test_choice_and_samples_used_twice_are_found(spectrum):
 
 
 @pytest.mark.parametrize("n", [7, 13])
-def test_unfitted_odds_are_found(n):
-    """Inclusion probabilities taken for working probabilities: a small error, so fewer terms and more samples."""
+def test_unfitted_odds_are_detected(n):
+    """Inclusion probabilities used as working probabilities: a small error, so fewer terms and more samples."""
     pi = proportional_inclusion_probs(S[:32], n)
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
     draws = draw_from_table(selection_table(pi, n), 5 * SIZE, torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_unfitted_odds_are_found(n):
 
 @pytest.mark.parametrize("design", KNOWN[2:], ids=repr)
 def test_designs_with_few_samples_are_far_from_the_most_random_one(design):
-    """The pair test tells designs with equal marginals apart."""
+    """The pair test distinguishes designs with equal marginals."""
     pi = SPECTRA["slow decay"]
     draws = design.sample(pi, SIZE, torch.Generator().manual_seed(0))
     assert pair_excess(draws, ConditionalPoisson().joint_inclusion_probs(pi)) > 10
@@ -172,12 +172,12 @@ def large(kind: str) -> Tensor:
     "kind", ["half of 4096", "a trillionth from 0 and 1", "gap, 205 of 512", "gap, 103 of 512"]
 )  # R's UPmaxentropy returns NaN or an error for all four
 @pytest.mark.parametrize("design", [*QUICK, SuccessiveSampling()], ids=repr)
-def test_designs_stand_extreme_sizes_and_gaps(design, kind):
+def test_designs_handle_extreme_sizes_and_gaps(design, kind):
     check_draws(design, large(kind), num_samples=2)
 
 
 @pytest.mark.parametrize("design", [*QUICK, SuccessiveSampling()], ids=repr)
-def test_only_designs_with_known_pairs_promise_them(design):
+def test_only_designs_with_known_joint_probabilities_offer_them(design):
     assert isinstance(design, JointDesign) == hasattr(design, "joint_inclusion_probs")
     assert isinstance(design, JointDesign) != isinstance(design, (Brewer, RandomSystematic))
 

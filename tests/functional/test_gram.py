@@ -1,4 +1,4 @@
-"""Factors by way of the Gram matrix, against LAPACK in float64. EPS and TOLERANCE are the two precisions.
+"""Factors through the Gram matrix, against LAPACK in float64. EPS and TOLERANCE are the two precisions.
 
 LAPACK promises errors of a modest multiple of EPS times the largest singular value; here ``rounding`` is N M of them,
 times the Frobenius norm.
@@ -32,8 +32,8 @@ def with_singular_values(values: Tensor, columns: int, seed: int) -> Tensor:
 def half_small(size: int, ratio: float) -> Tensor:
     """Half of the singular values are 1, half are ``ratio``.
 
-    Rounded to single precision those halves spread a little. That is the worst for a Gram matrix: small values with
-    singular vectors of their own, where halves of exactly equal values would be right in any rotation.
+    Rounding to single precision spreads each half a little. That is the worst case for a Gram matrix: small values that
+    each have their own singular vectors, whereas exactly equal values would allow any rotation of theirs.
     """
     return torch.where(torch.arange(size) < size // 2, 1.0, ratio).double()
 
@@ -55,13 +55,13 @@ def assert_factors(found: Factors, weight: Tensor) -> None:
 
 
 def assert_same_leading_space(U: Tensor, left: Tensor, values: Tensor, error: float) -> None:
-    """Wedin (1972): the leading space, cut at the widest gap, turns by at most error / gap if W is off by error."""
+    """Wedin (1972): the leading space, cut at the widest gap, rotates by at most error / gap if W is off by error."""
     if len(values) == 1:
         return
     gap, last = (values[:-1] - values[1:]).max(0)
     if float(gap) > 2 * error:
-        turn = torch.linalg.matrix_norm(project(U, int(last)) - project(left, int(last)), 2)
-        assert float(turn) <= error / (float(gap) - error) + TOLERANCE
+        rotation = torch.linalg.matrix_norm(project(U, int(last)) - project(left, int(last)), 2)
+        assert float(rotation) <= error / (float(gap) - error) + TOLERANCE
 
 
 def project(U: Tensor, last: int) -> Tensor:
@@ -114,25 +114,25 @@ def test_fresh_layers_take_the_fast_path(shape: tuple[int, ...], monkeypatch: py
     generator = torch.Generator().manual_seed(0)
     weight = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
     expected = factorize(weight)
-    monkeypatch.setattr(torch.linalg, "svd", lambda *args, **kwargs: pytest.fail("LAPACK was asked"))
+    monkeypatch.setattr(torch.linalg, "svd", lambda *args, **kwargs: pytest.fail("LAPACK was called"))
     again = factorize(weight)
-    assert all(map(torch.equal, expected, again))  # and the same each time
+    assert all(map(torch.equal, expected, again))  # and the same result each time
     assert_factors(again, weight)
 
 
 def test_weights_in_float64_are_left_to_lapack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factors_module, "gram_svd", lambda matrix: pytest.fail("the Gram matrix was asked"))
+    monkeypatch.setattr(factors_module, "gram_svd", lambda matrix: pytest.fail("the Gram matrix was used"))
     weight = with_singular_values(half_small(16, 1e-3), 40, seed=0)
     U, _, Vh = factorize(weight)
     assert max(deviation_from_orthonormal(U.T), deviation_from_orthonormal(Vh)) < weight.numel() * EPS
 
 
 def test_singular_values_lost_in_the_gram_matrix_are_left_to_lapack() -> None:
-    """Läuchli's matrix: ones over a small diagonal, whose squares vanish beside the one. Its Gram matrix forgets it."""
+    """Läuchli's matrix: ones over a small diagonal, whose squares vanish next to one in the Gram matrix."""
     small = 2.0 ** -torch.tensor([27.0, 29.0, 31.0])
     weight, other = (torch.cat([torch.ones(3, 1), torch.diag(x)], dim=1) for x in (small, small / 4))
     products = [matrix.double() @ matrix.double().T for matrix in (weight, other)]
-    assert torch.equal(*products)  # so whatever is made of it is wrong by a factor of two for one of them
+    assert torch.equal(*products)  # so anything computed from it is off by a factor of two for one of them
     assert gram_svd(weight.double()) is None
     assert_factors(factorize(weight), weight)
 
@@ -147,7 +147,7 @@ def test_without_its_guard_the_fast_path_would_be_wrong(columns: int, monkeypatc
     assert deviation_from_orthonormal(Vh) > 1000 * TOLERANCE
     true = torch.linalg.svdvals(weight.double())
     assert float(((s - true) / true).abs().max()) > 100 * TOLERANCE
-    # The product is right all the same: it could not have told.
+    # The product is still right: checking it would not have revealed the error.
     torch.testing.assert_close((U * s) @ Vh, weight.double(), rtol=0, atol=weight.numel() * EPS)
 
 

@@ -1,4 +1,4 @@
-"""What holds for each of the papers' models: its size, that it learns, and that clients can train it."""
+"""Tests of every model from the papers: its size, that it learns, and that clients can train it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ TINY: dict[str, Build] = {
     "lstm": lambda: models.LSTMClassifier(num_classes=4, vocab_size=7, embedding_dim=8, hidden_size=16),
 }
 
-# What the source says (test ids), or what its table adds up to.
+# Number of parameters that the source (test id) states, or that its table adds up to.
 SIZES: dict[str, tuple[Build, int]] = {
     "2NN of McMahan et al., section 3": (models.MLP, 199_210),
     "CNN of McMahan et al., section 3": (lambda: models.FEMNISTCNN(num_classes=10, hidden_features=512), 1_663_370),
@@ -93,8 +93,8 @@ def examples(name: str, num_examples: int) -> tuple[Tensor, Tensor]:
 
 
 def task(name: str) -> models.LitClassifier:
-    kind = models.LitNextToken if name == "gpt" else models.LitClassifier
-    return kind(build(TINY[name]), num_classes=4, lr=0.05)
+    task_type = models.LitNextToken if name == "gpt" else models.LitClassifier
+    return task_type(build(TINY[name]), num_classes=4, lr=0.05)
 
 
 @pytest.mark.parametrize(("make", "size"), SIZES.values(), ids=SIZES.keys())
@@ -103,7 +103,7 @@ def test_the_model_has_the_size_of_its_source(make: Build, size: int) -> None:
         assert num_parameters(make()) == size
 
 
-def test_cct_has_the_size_and_the_cost_that_its_authors_give() -> None:
+def test_cct_has_the_size_and_the_cost_that_its_authors_state() -> None:
     model = models.CCT()
     assert f"{num_parameters(model) / 1e6:.3f}M" == "3.327M"
     assert f"{layer_macs(model, model.example_input()) / 1e9:.3f}G" == "0.241G"
@@ -156,11 +156,11 @@ def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> N
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] / 50  # of four seeds, the slowest model's worst comes to a 320th
+    assert losses[-1] < losses[0] / 50  # over four seeds, the slowest model falls at least to a 320th
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_task_shows_which_layers_run_without_being_given_an_input(name: str) -> None:
+def test_the_example_input_of_a_task_shows_which_layers_run(name: str) -> None:
     report = plan_layers(task(name))
     assert not report.problems
     assert all(layer.in_forward for layer in report.layers)

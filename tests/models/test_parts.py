@@ -1,4 +1,4 @@
-"""What is particular to one model."""
+"""Tests of what is particular to one model."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def scrambled(module: Any) -> Any:
-    """``module`` in float64, with no parameter at a value that hides it, such as a bias of zero."""
+    """``module`` in float64 with random parameters: a bias of zero, say, would hide mistakes."""
     generator = seeded(1)
     for parameter in module.double().parameters():
         parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
@@ -78,7 +78,7 @@ class TestCharTransformer:
         assert (before[:, 7:] != after[:, 7:]).any(2).all()
 
     def test_the_logits_are_those_of_transformers_gpt_2(self) -> None:
-        transformers = pytest.importorskip("transformers", reason="an oracle that is not needed otherwise")
+        transformers = pytest.importorskip("transformers", reason="needed only as an oracle")
         sizes = {"vocab_size": 11, "n_positions": 7, "n_embd": 16, "n_layer": 3, "n_head": 2}
         theirs = scrambled(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))).eval()
         ours = models.CharTransformer(11, context_length=7, width=16, num_heads=2).double().eval()
@@ -86,7 +86,7 @@ class TestCharTransformer:
         characters = torch.randint(11, (3, 7), generator=seeded())
         torch.testing.assert_close(ours(characters), theirs(characters).logits, rtol=1e-12, atol=1e-12)
 
-    def test_the_same_character_elsewhere_is_read_otherwise(self) -> None:
+    def test_the_same_character_at_another_position_changes_the_logits(self) -> None:
         model = models.CharTransformer(vocab_size=9, width=16).eval()
         logits = model(torch.full((1, 2), 3))
         assert not torch.allclose(logits[0, 0], logits[0, 1])
@@ -141,10 +141,10 @@ class TestLSTMClassifier:
 
 
 class TestCCT:
-    def test_a_block_is_the_authors(self) -> None:
+    def test_a_block_equals_the_authors_code(self) -> None:
         block = scrambled(CCTBlock(width=8, num_heads=2, mlp_ratio=2, attention_dropout=0.1, drop_path=0.1)).eval()
         x = torch.randn(2, 5, 8, dtype=torch.float64, generator=seeded())
-        # SHI-Labs/Compact-Transformers, src/utils/transformers.py: the norm replaces what the shortcut carries
+        # SHI-Labs/Compact-Transformers, src/utils/transformers.py: the shortcut carries the normalised tokens
         after = layer_norm(x + block.attention(layer_norm(x, block.norm1)), block.norm2)
         wide = block.expand(after)
         active = wide * (1 + torch.erf(wide / math.sqrt(2))) / 2
@@ -188,7 +188,7 @@ class TestCCT:
 
 class TestResNet18:
     @pytest.mark.parametrize(("channels", "stride"), [(4, 1), (8, 1), (8, 2)])
-    def test_a_block_is_he_s(self, channels: int, stride: int) -> None:
+    def test_a_block_is_that_of_he_et_al(self, channels: int, stride: int) -> None:
         block = scrambled(BasicBlock(4, channels, stride, num_groups=2))
         x = torch.randn(2, 4, 6, 6, dtype=torch.float64, generator=seeded())
         residual = F.conv2d(x, block.conv1.weight, stride=stride, padding=1)
@@ -210,9 +210,9 @@ class TestResNet18:
         assert shapes[1::2] == [(4, 32, 32), (8, 16, 16), (16, 8, 8), (32, 4, 4)]
 
     def test_there_is_no_batch_norm_and_no_max_pooling(self) -> None:
-        kinds = {type(module) for module in models.ResNet18(width=4).modules()}
-        assert nn.GroupNorm in kinds
-        assert not kinds & {nn.BatchNorm2d, nn.MaxPool2d}
+        layer_types = {type(module) for module in models.ResNet18(width=4).modules()}
+        assert nn.GroupNorm in layer_types
+        assert not layer_types & {nn.BatchNorm2d, nn.MaxPool2d}
 
     def test_groups_must_divide_the_width(self) -> None:
         with pytest.raises(ValueError, match="`num_groups` must divide `width`, got 3 groups of 64 channels"):
@@ -232,7 +232,7 @@ def test_the_cnn_is_the_net_of_its_sources(hidden_features: int | None) -> None:
     torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_mlp_has_relu_between_its_layers_and_none_behind_the_last() -> None:
+def test_the_mlp_has_relu_between_its_layers_and_none_after_the_last() -> None:
     model = scrambled(models.MLP(in_features=6, hidden_features=(5, 4), num_classes=3))
     x = inputs = torch.randn(2, 2, 3, dtype=torch.float64, generator=seeded())
     x = x.flatten(1)
@@ -241,6 +241,6 @@ def test_the_mlp_has_relu_between_its_layers_and_none_behind_the_last() -> None:
     torch.testing.assert_close(model(inputs), x @ model.head.weight.T + model.head.bias, rtol=1e-12, atol=1e-12)
 
 
-def test_the_cnn_refuses_an_image_that_two_poolings_empty() -> None:
+def test_the_cnn_refuses_an_image_too_small_for_two_poolings() -> None:
     with pytest.raises(ValueError, match="`image_size` must be at least 4, for two 2x2 poolings, got 3"):
         models.FEMNISTCNN(image_size=3)

@@ -54,7 +54,7 @@ def test_the_cosine_spans_the_rounds_of_a_federation(data: ls.FederatedDataModul
     assert history.column("fl/lr") == pytest.approx(cosine(5, 0.2, 0.02))
 
 
-def test_a_run_without_end_is_refused(toy: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_a_run_of_unknown_length_is_refused(toy: TensorDataset, quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="needs the length of the run; set the Trainer's `max_epochs`"):
         fit(pl.Trainer(max_epochs=-1, **quiet), models.LitClassifier(mlp(), 3), toy)
 
@@ -81,7 +81,7 @@ def test_loss_and_accuracy_are_those_of_all_examples(stage: str, toy: TensorData
 
 
 class Fixed(nn.Module):
-    """A language model of three tokens that says the same of every position."""
+    """A language model of three tokens that predicts the same at every position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_padding_counts_neither_in_the_loss_nor_in_the_accuracy(quiet: dict[str,
     loader = DataLoader(TensorDataset(tokens, next_tokens), batch_size=2)
     (metrics,) = pl.Trainer(**quiet).validate(lit, loader, verbose=False)
     log_probs = Fixed().logits.log_softmax(0)
-    assert metrics["val_accuracy"] == pytest.approx(3 / 4)  # it always says 1; three of four targets are
+    assert metrics["val_accuracy"] == pytest.approx(3 / 4)  # it always predicts 1; three of four targets are 1
     assert metrics["val_loss"] == pytest.approx(-(3 * log_probs[1] + log_probs[2]).item() / 4)
 
 
@@ -108,7 +108,7 @@ def test_the_example_input_is_the_models() -> None:
     assert lit.example_input_array.shape == (1, 1, 28, 28)
 
 
-def test_a_model_of_ones_own_needs_no_example_input() -> None:
+def test_a_users_model_needs_no_example_input() -> None:
     lit = models.LitClassifier(nn.Linear(6, 3), num_classes=3)
     assert lit.example_input_array is None
     assert lit(torch.zeros(2, 6)).shape == (2, 3)

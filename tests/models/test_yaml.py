@@ -1,4 +1,4 @@
-"""Every model from a file: by jsonargparse, which LightningCLI is made of."""
+"""Every model from YAML, through jsonargparse, on which LightningCLI is built."""
 
 import inspect
 import sys
@@ -59,9 +59,9 @@ def test_a_task_and_its_model_come_from_yaml(task: type[models.LitClassifier], n
 
 
 def test_every_model_has_a_config_here() -> None:
-    kinds = [getattr(models, name) for name in models.__all__]
+    classes = [getattr(models, name) for name in models.__all__]
     assert CONFIGS.keys() == {
-        kind.__name__ for kind in kinds if issubclass(kind, nn.Module) and hasattr(kind, "example_input")
+        cls.__name__ for cls in classes if issubclass(cls, nn.Module) and hasattr(cls, "example_input")
     }
 
 

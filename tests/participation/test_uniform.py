@@ -55,7 +55,7 @@ def test_cohort_is_distinct_ids_in_range_and_fixed_by_the_generator(num_clients:
     assert 0 <= int(first.min()) <= int(first.max()) < num_clients
 
 
-def test_small_cohort_of_a_huge_federation_costs_one_draw_an_id() -> None:
+def test_small_cohort_of_a_huge_federation_costs_one_draw_per_id() -> None:
     # a permutation of 10^15 clients would not fit in memory; the generator advances as for k plain draws
     generator, plain = (torch.Generator().manual_seed(3) for _ in range(2))
     cohort = UniformParticipation(100).cohort(10**15, generator)

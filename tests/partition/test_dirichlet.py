@@ -24,7 +24,7 @@ CONCENTRATION = 2.0 * SUPPLY / SUPPLY.sum()
 
 
 def exact_count_law(prior: np.ndarray, supply: np.ndarray, num_draws: int) -> dict[tuple[int, ...], float]:
-    """Probability of every count vector, following one label after the other."""
+    """Probability of every count vector, following one label after another."""
     law = {tuple(0 for _ in supply): 1.0}
     for _ in range(num_draws):
         following: dict[tuple[int, ...], float] = defaultdict(float)
@@ -56,7 +56,7 @@ def literal_slots(
 def leftover_from_proportions(
     log_prior: np.ndarray, supply: np.ndarray, num_draws: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """A wrong way: what the prior cannot supply comes from the examples left, whatever the prior says."""
+    """A wrong way: what the prior cannot supply comes from the examples left, ignoring the prior."""
     prior = np.exp(log_prior - log_prior.max())
     counts = np.minimum(rng.multinomial(num_draws, prior / prior.sum()), supply)
     return np.asarray(counts + rng.multivariate_hypergeometric(supply - counts, num_draws - counts.sum()))
@@ -65,7 +65,7 @@ def leftover_from_proportions(
 def redraw_from_scratch(
     log_prior: np.ndarray, supply: np.ndarray, num_draws: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Another wrong way: draw all labels anew until they happen to fit."""
+    """Another wrong way: redraw all labels until they happen to fit."""
     prior = np.exp(log_prior - log_prior.max())
     while True:
         counts = rng.multinomial(num_draws, prior / prior.sum())
@@ -129,7 +129,7 @@ def classes_present(slots: np.ndarray, size: int) -> float:
     return float(np.mean([len(set(client)) for client in slots.reshape(-1, size).tolist()]))
 
 
-def test_whole_split_shows_as_many_classes_a_client_as_the_literal_split() -> None:
+def test_whole_split_shows_as_many_classes_per_client_as_the_literal_split() -> None:
     labels, client_sizes, num_splits = torch.arange(2000) % 10, np.full(20, 100), 60
     concentration = np.full(10, 0.1)
     ours, literal = [], []
@@ -200,7 +200,7 @@ def test_log_dirichlet_of_tiny_concentration_puts_its_mass_on_a_class_drawn_from
     assert (np.abs(frequency - proportions) <= 5.0 * np.sqrt(proportions * (1 - proportions) / num_samples)).all()
 
 
-def test_prior_without_mass_on_live_classes_takes_what_is_left_uniformly() -> None:
+def test_prior_without_mass_on_live_classes_draws_uniformly_from_what_is_left() -> None:
     log_prior, supply = np.array([0.0, -np.inf, -np.inf]), np.array([1, 2, 6])
     rng = np.random.default_rng(0)
     counts = np.array([draw_class_counts(log_prior, supply, 4, rng) for _ in range(5000)])
@@ -246,10 +246,10 @@ def test_small_alpha_separates_classes_and_large_alpha_mixes_them() -> None:
         for alpha in (1e-3, 1e6)
     ]
     assert means[0] < 3
-    assert means[1] >= 9.5  # not 10: who is served last finds some classes gone
+    assert means[1] >= 9.5  # not 10: the clients served last find some classes exhausted
 
 
-def test_larger_share_falls_on_every_client_equally_often() -> None:
+def test_every_client_gets_the_larger_share_equally_often() -> None:
     labels = torch.arange(40) % 2
     first_is_bigger = [
         int(DirichletPartitioner(3, 1.0)(40, labels, torch.Generator().manual_seed(seed)).sizes[0] == 14)

@@ -1,4 +1,4 @@
-"""The record, the two simple partitioners and the contract over all of them."""
+"""The partition record, the two simple partitioners, and the contract of all partitioners."""
 
 import random
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def blocks(num_examples: int, num_clients: int) -> Tensor:
     return torch.arange(num_examples) * num_clients // num_examples
 
 
-def same_whatever_the_seed(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+def same_for_every_seed(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
     torch.rand(1, generator=generator)
     return Partition.from_assignment(blocks(n, 3), 3)
 
@@ -94,7 +94,7 @@ Split = Callable[[int, Tensor | None, torch.Generator], Partition]
 @pytest.mark.parametrize(
     ("split", "promise"),
     [
-        (same_whatever_the_seed, "different seeds gave one and the same split"),
+        (same_for_every_seed, "different seeds gave one and the same split"),
         (from_the_global_generator, "global generators must be left"),
         (from_pythons_generator, "global generators must be left"),
         (from_numpys_generator, "global generators must be left"),

@@ -1,4 +1,4 @@
-"""The report counts what it says."""
+"""The counts, the text and the plot of a report."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_mean_classes_counts_shares_above_the_threshold() -> None:
 
 def test_long_tables_are_cut() -> None:
     text = str(report(IIDPartitioner(40)(400, None, torch.Generator().manual_seed(0)), torch.arange(400) % 9))
-    assert text.startswith("40 clients, 400 examples; 10 / 10 / 10 examples a client")
+    assert text.startswith("40 clients, 400 examples; 10 / 10 / 10 examples per client")
     assert text.endswith("... and 30 more clients")
     assert max(map(len, text.splitlines())) <= 110
 

@@ -52,7 +52,7 @@ def test_best_is_no_worse_than_any_recipe(power: float) -> None:
     assert errors["joint"] < errors["group"]
 
 
-def test_one_group_is_the_same_whatever_the_recipe() -> None:
+def test_every_recipe_treats_a_single_group_alike() -> None:
     for cohort in ("group", "joint", "best"):
         ((pi, omega),) = Collective(cohort=cohort).for_groups(SPECTRUM, [13], [10.0])
         assert torch.equal(pi, Collective()(SPECTRUM, 13, 10)[0])
@@ -109,6 +109,6 @@ def test_scaled_draws_have_the_norm_of_the_whole() -> None:
         (lambda: PriSM(exponent=math.inf), "`exponent` must be positive and finite"),
     ],
 )
-def test_words_that_mean_nothing_are_refused(make: object, message: str) -> None:
+def test_invalid_options_are_refused(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]

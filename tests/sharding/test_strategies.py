@@ -31,8 +31,8 @@ def test_strategy_keeps_the_contract(strategy):
     check_strategy(strategy)
 
 
-def test_the_contract_finds_manlys_approximation_wanting():
-    """It is there to reproduce the 2024 paper, and is off by a per cent of probability on steep spectra."""
+def test_manlys_approximation_fails_the_contract():
+    """It exists to reproduce the 2024 paper; on steep spectra its probabilities are off by about 0.01."""
     with pytest.raises(AssertionError, match="but inclusion probability"):
         check_strategy(PriSM(compensation="wallenius", marginals="manly"))
 
@@ -123,7 +123,7 @@ def test_prism_refuses_other_exponents(exponent):
         PriSM(exponent=exponent)
 
 
-def test_only_prism_brings_a_design_of_its_own():
+def test_only_prism_has_a_design_of_its_own():
     assert isinstance(PriSM().own_design(SPECTRUM, 5), SuccessiveSampling)
     for strategy in (TopN(), Unbiased(), Collective()):
         assert strategy.own_design(SPECTRUM, 5) == ConditionalPoisson()
@@ -139,7 +139,7 @@ def test_strategies_rank_from_exploitative_to_explorative_as_in_the_paper():
 
 
 class Broken(ShardingStrategy):
-    """A strategy made of one function, to break one rule each: negative controls of check_strategy."""
+    """A strategy made from one function that breaks one rule: a negative control of check_strategy."""
 
     def __init__(self, function: Callable[[Tensor, int, float], tuple[Tensor, Tensor]], design: Design | None = None):
         self.function = function
@@ -210,7 +210,7 @@ def test_a_strategy_that_breaks_a_rule_is_caught(function, message):
         check_strategy(Broken(function))
 
 
-def test_a_strategy_whose_design_draws_otherwise_is_caught():
+def test_a_strategy_whose_design_draws_with_other_probabilities_is_caught():
     sizes_are_not_marginals = Broken(lambda s, n, C: Unbiased()(s, n, C), NaiveChoice())
     with pytest.raises(AssertionError, match=r"its own design .* has frequency"):
         check_strategy(sizes_are_not_marginals)

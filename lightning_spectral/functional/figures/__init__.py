@@ -1,1 +1,1 @@
-"""Figures that describe a spectrum or a way of sampling it."""
+"""Measures of a spectrum, or of a way of sampling it."""

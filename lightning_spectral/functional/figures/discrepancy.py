@@ -1,4 +1,4 @@
-r"""How far the average of a cohort's sub-models is from the weight, before anybody trains.
+r"""How far the average of a cohort's sub-models is from the weight, before any client trains.
 
 All are expectations of :math:`\|W - \bar W\|_F^2` over the draw, in the square of the unit of the singular values.
 Divide by :math:`\sum_i s_i^2` to compare layers.
@@ -10,7 +10,7 @@ from torch import Tensor
 def cohort_discrepancy(
     singular_values: Tensor, inclusion_probs: Tensor, multipliers: Tensor, weights: Tensor
 ) -> Tensor:
-    r"""Error of :math:`\bar W = \sum_c a_c \hat W_c` over independent clients of any kind.
+    r"""Error of :math:`\bar W = \sum_c a_c \hat W_c` over independent clients, each with its own probabilities.
 
     .. math:: \sum_i s_i^2 \Big[\big(1 - \sum_c a_c\omega_{ci}\pi_{ci}\big)^2
         + \sum_c a_c^2\omega_{ci}^2\pi_{ci}(1 - \pi_{ci})\Big]
@@ -19,7 +19,7 @@ def cohort_discrepancy(
         singular_values: Shape ``(N,)``.
         inclusion_probs: One row per client, shape ``(C, N)``.
         multipliers: One row per client, shape ``(C, N)``.
-        weights: Weight a of each client in the average, shape ``(C,)``; they usually sum to one.
+        weights: Weight a_c of each client in the average, shape ``(C,)``; they usually sum to one.
 
     Returns:
         A scalar, float64.

@@ -1,4 +1,4 @@
-"""How many singular terms a weight really has, by three measures."""
+"""Three measures of the effective rank of a weight."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ def entropy_rank(singular_values: Tensor) -> float:
         A number in ``[1, N]``; 0 for a zero weight.
 
     Note:
-        Niu et al. (2022) print the logarithm of a negative number; this is what it must mean. Their code computes
-        `participation_rank`.
+        The formula printed by Niu et al. (2022) takes the logarithm of a negative number; this is what it must mean.
+        Their code computes `participation_rank`.
 
     Example:
         >>> round(entropy_rank(torch.tensor([1.0, 1.0, 1.0, 0.0])), 6)
@@ -37,7 +37,7 @@ def participation_rank(singular_values: Tensor) -> float:
         A number in ``[1, N]``; 0 for a zero weight.
 
     Reference:
-        What the published code of Niu et al. (2022) computes as effective rank.
+        The published code of Niu et al. (2022) computes this as the effective rank.
 
     Example:
         >>> participation_rank(torch.tensor([2.0, 1.0, 1.0]))

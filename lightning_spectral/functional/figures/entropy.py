@@ -1,4 +1,4 @@
-"""Numbers that describe a set of inclusion probabilities."""
+"""The entropy of a set of inclusion probabilities."""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ def marginal_entropy(inclusion_probs: Tensor) -> float:
     of :math:`\pi_i = n / N`. Averaged over the sharded layers of a network it is the paper's ANME.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
     Returns:
         The normalised entropy in ``[0, 1]``, dimensionless; 0 for n = N, where nothing is left to chance.
 
     Raises:
-        ValueError: If the input is no vector of probabilities with a whole sum.
+        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Reference:
         Korzhenkov & Louizos (2024), Section 4, "average normalized marginal entropy".

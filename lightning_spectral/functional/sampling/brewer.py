@@ -1,4 +1,4 @@
-r"""Brewer's method: n draws one by one, corrected so that the given inclusion probabilities come out exactly."""
+r"""Brewer's method: draw n terms one by one, corrected so that the inclusion probabilities are exact."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ CHUNK = 2**20
 
 
 def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
-    r"""Independent samples by Brewer's draw by draw procedure, all samples at once.
+    r"""Draw independent samples by Brewer's draw-by-draw procedure, all samples at once.
 
     With r terms still to draw and R the sum of the probabilities of the terms not drawn yet, the next one is
     i with probability proportional to
@@ -19,12 +19,12 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
     .. math:: \pi_i \, \frac{R - \pi_i}{R - r \pi_i}
             = \pi_i \, \frac{r - 1 + e + (1 - \pi_i)}{e + r (1 - \pi_i)}, \qquad e = R - r,
 
-    where :math:`e` is the sum of :math:`1 - \pi` over the terms drawn before. The right side is the one
-    computed: it adds positive numbers only, so that probabilities near 0 and 1 keep their digits. Time is
-    proportional to ``num_samples`` N n.
+    where :math:`e` is the sum of :math:`1 - \pi` over the terms drawn before. The right-hand side is the one computed:
+    it only adds positive numbers, so probabilities near 0 and 1 keep full precision. Time is proportional to
+    ``num_samples`` N n.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer than
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer than
             1e-13 to 0 or 1 count as 0 or 1.
         num_samples: Number of draws.
         generator: Source of randomness.
@@ -47,7 +47,7 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
 
 
 def draw_one_by_one(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
-    """The draws of :func:`draw_brewer`, for terms prepared once.
+    """Draw like :func:`draw_brewer`, from terms that are already prepared.
 
     Args:
         parts: The open terms.
@@ -84,7 +84,7 @@ def _draw_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch
 
 
 def brewer_weights(complement: Tensor, drawn_complement: Tensor, left: int) -> Tensor:
-    r"""The factor that Brewer's method puts on each probability: one at the last draw.
+    r"""Factors by which Brewer's method multiplies the probabilities; one at the last draw.
 
     Args:
         complement: :math:`1 - \pi` of the open terms, shape ``(N_open,)``.
@@ -92,7 +92,7 @@ def brewer_weights(complement: Tensor, drawn_complement: Tensor, left: int) -> T
         left: Number of terms still to draw, this one included.
 
     Returns:
-        Factors, shape ``(num_samples, N_open)``; those of terms drawn before mean nothing.
+        Factors, shape ``(num_samples, N_open)``; those of terms drawn before are meaningless.
 
     Example:
         >>> brewer_weights(torch.tensor([0.5, 0.75]), torch.tensor([[0.25]]), left=1)

@@ -1,9 +1,8 @@
 r"""Conditional Poisson sampling: the fixed-size design of maximum entropy with given inclusion probabilities.
 
-Select each term i on its own with *working probability* p_i and accept the draw if it has n terms. Among all
-designs with the resulting inclusion probabilities :math:`\pi` this one is the most random (Hájek 1964; Chen,
-Dempster & Liu 1994). The working probabilities are not :math:`\pi`: they are fitted, once per design, and
-then every draw is exact.
+Select each term i independently with *working probability* p_i and accept the draw if it has n terms. Among all designs
+with the resulting inclusion probabilities :math:`\pi` this one is the most random (Hájek 1964; Chen, Dempster & Liu
+1994). The working probabilities are not :math:`\pi`: they are fitted, once per design, and then every draw is exact.
 """
 
 import torch
@@ -24,9 +23,9 @@ CHUNK = 2**20
 
 
 def _log_odds_ratio(logits: Tensor, num_terms: int) -> Tensor:
-    """What conditioning on the count adds to each logit: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
+    """Change of each logit by conditioning on the count: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
     drawn, left_out = leave_one_out_neighbours(torch.sigmoid(logits), num_terms)
-    # Absolute errors near 1e-15, and so of the implied probability; the floor keeps the logarithm finite.
+    # Absolute errors are near 1e-15, also in the implied probability; the floor keeps the logarithm finite.
     return drawn.clamp_min(1e-18).log() - left_out.clamp_min(1e-18).log()
 
 
@@ -40,15 +39,15 @@ def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
     where :math:`N_{-i}` counts the selected terms other than i.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
     Returns:
-        Working probabilities p, shape ``(N,)``, float64 on the CPU, scaled so that :math:`\sum p = n`. Ones
-        stay one and zeros zero; inclusion probabilities closer than 1e-13 to them count as such. The implied
-        inclusion probabilities agree within 1e-12.
+        Working probabilities p, shape ``(N,)``, float64 on the CPU, scaled so that :math:`\sum p = n`. Ones stay one
+        and zeros stay zero; inclusion probabilities within 1e-13 of them count as such. The implied inclusion
+        probabilities agree within 1e-12.
 
     Raises:
-        ValueError: If the input is no vector of probabilities with a whole sum.
+        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Reference:
         Chen, Dempster & Liu (1994), Biometrika 81, 457-469, for existence, uniqueness and the fixed point.
@@ -75,7 +74,7 @@ def _fit_open(target: Tensor, num_terms: int) -> Tensor:
         gain = _log_odds_ratio(logits, num_terms)
         return goal - gain - logits, float((torch.sigmoid(logits + gain) - target).abs().max())
 
-    # By the normal law the gain is (p - 1/2) / variance: a good start where the variance is large.
+    # By the normal approximation the gain is (p - 1/2) / variance: a good start where the variance is large.
     variances = target * (1 - target)
     start = goal - (target - 0.5) / variances.sum().clamp_min(4.0)
     logits, error = solve_fixed_point(residual, start, variances, tolerance=1e-13)
@@ -112,15 +111,15 @@ def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -
 
 
 def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
-    """Set the certain and the impossible terms of a conditional Poisson design aside.
+    """Set aside the certain and the impossible terms of a conditional Poisson design.
 
     Args:
         working_probs: Shape ``(N,)``, in ``[0, 1]``.
         num_terms: Sample size n, between the number of ones and the number of positive entries.
 
     Returns:
-        The open terms; their ``probs`` are working probabilities, scaled so that n of them is the expected
-        count.
+        The open terms; their ``probs`` are working probabilities, scaled so that the expected count is the number of
+        open terms to draw.
 
     Raises:
         ValueError: If a probability or ``num_terms`` is out of range.
@@ -147,7 +146,7 @@ def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
 def draw_conditional_poisson(
     working_probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator
 ) -> Tensor:
-    r"""Exact independent draws: rows of Bernoulli variables, of which those with n ones are kept.
+    r"""Draw exact independent samples: generate rows of Bernoulli variables and keep those with n ones.
 
     A row is kept with probability near :math:`1 / \sqrt{2 \pi V}`, where V is the variance of its number of
     ones: about one in eight for 64 terms, one in eighty for 4096 with 2048 drawn. Memory is bounded by
@@ -174,7 +173,7 @@ def draw_conditional_poisson(
 
 
 def draw_rejectively(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
-    """The draws of :func:`draw_conditional_poisson`, for a design prepared once.
+    """Draw like :func:`draw_conditional_poisson`, from a design that is already prepared.
 
     Args:
         parts: From :func:`working_open_terms`.
@@ -200,7 +199,7 @@ def _rejective_rows(probs: Tensor, num_terms: int, num_samples: int, generator: 
     kept: list[Tensor] = []
     while (missing := num_samples - sum(map(len, kept))) > 0:
         size = (min(int(1.2 * missing * rows_per_hit) + 8, max(1, CHUNK // len(probs))), len(probs))
-        # float64: in float32 probabilities below 2^-24 would never, or far too often, come up.
+        # float64: in float32, terms with probabilities below 2^-24 would be drawn never or far too often.
         rows = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64) < probs
         kept.append(rows[rows.sum(1) == num_terms][:missing])
     return torch.cat(kept)

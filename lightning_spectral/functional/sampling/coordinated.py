@@ -1,7 +1,7 @@
-r"""Draws for the clients of one group together: each client's own law stays, the terms are spread evenly.
+r"""Joint draws for the clients of one group: terms are spread evenly, and each client keeps its own distribution.
 
 Every client still gets exactly n terms and term i with probability :math:`\pi_i`. But the number of clients that hold
-term i is :math:`C\pi_i` rounded down or up, where independent draws leave it to chance.
+term i is :math:`C\pi_i` rounded down or up, whereas independent draws leave it to chance.
 """
 
 import torch
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from lightning_spectral.functional.checks import as_inclusion_probs, check_num_samples
 
-# Closer than this to 0 or 1 a probability counts as 0 or 1.
+# A probability closer than this to 0 or 1 counts as 0 or 1.
 SNAP = 1e-13
 
 
 def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch.Generator) -> Tensor:
-    r"""Deal the terms of one group of clients.
+    r"""Deal terms to the clients of one group.
 
     1. Lay the terms end to end in random order, each :math:`C\pi_i` long: a line of length C n.
-    2. From a random start, step along it with steps of one: each step copies the term it lands on, so term i gets
-       :math:`\lfloor C\pi_i\rfloor` or one more copies, next to each other.
+    2. From a random start, walk along it in unit steps. Each step copies the term it lands on, so term i gets
+       :math:`\lfloor C\pi_i\rfloor` copies or one more, next to each other.
     3. Deal the copies in turn to the clients, in random order. No term has more than C copies, so no client gets two.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, with a whole sum n.
+        inclusion_probs: Shape ``(N,)``, summing to an integer n.
         cohort_size: Number of clients C.
         generator: Source of randomness.
 
     Returns:
-        Term indices, sorted and distinct in each row, int64, shape ``(C, n)``. Rows depend on each other.
+        Term indices, sorted and distinct in each row, int64, shape ``(C, n)``. The rows are not independent.
 
     Raises:
-        ValueError: If an argument breaks a rule.
+        ValueError: If an argument is invalid.
 
     Reference:
         Systematic sampling (Madow 1949), applied to clients times terms.
@@ -61,7 +61,7 @@ def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch
 
 
 def coordinated_multipliers(inclusion_probs: Tensor, cohort_size: int) -> Tensor:
-    r"""Multipliers with the least error of the average of C coordinated clients.
+    r"""Multipliers that minimise the error of the average over C coordinated clients.
 
     :math:`\omega_i = C\mu_i / (\mu_i^2 + f_i(1 - f_i))` with :math:`\mu_i = C\pi_i` and f its fractional part.
 

@@ -19,19 +19,18 @@ def solve_fixed_point(
 ) -> tuple[Tensor, float]:
     """Find x with zero residual, up to a constant added to all of x, by Anderson mixing of plain steps.
 
-    The plain iteration converges linearly and, where a design is nearly deterministic, oscillates. Mixing the
-    last few steps by least squares repairs both in about five to fifteen iterations.
+    The plain iteration converges linearly and, where a design is nearly deterministic, oscillates. Mixing the last few
+    steps by least squares cures both; about five to fifteen iterations suffice.
 
     Args:
         residual: Maps x of shape ``(N,)`` to the plain step, shape ``(N,)``, and the error of x in the user's
             unit. Both ignore a constant added to x.
         start: First guess, shape ``(N,)``, float64.
-        weights: How much the answer moves with each entry of x, shape ``(N,)``, positive. The least squares
-            see the step in these units: entries that hardly matter are hardly known, and would drown the
-            others.
+        weights: Sensitivity of the answer to each entry of x, shape ``(N,)``, positive. The least squares are
+            weighted by it: entries that hardly matter are poorly determined and would drown the others.
         tolerance: Stop below this error.
-        memory: Number of former steps that are mixed.
-        max_iterations: Stop after so many evaluations.
+        memory: Number of previous steps that are mixed.
+        max_iterations: Largest number of evaluations.
 
     Returns:
         The best x seen, shape ``(N,)``, and its error.

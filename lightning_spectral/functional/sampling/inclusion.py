@@ -1,9 +1,9 @@
 r"""Inclusion probabilities of the sharding strategies, from singular values.
 
-All take the N singular values in any order and any unit, the number n of terms that a client holds, and
-answer with probabilities that sum to n. Values below 1e-250 of the largest count as zero. When at most n
-values are positive, all of them are taken for certain and the first zero terms, in the order given, fill up
-to n: a term of size zero carries nothing, so the choice does not matter, but the size of the sample does.
+All take the N singular values, in any order and any unit, and the number n of terms that a client holds, and return
+probabilities that sum to n. Values below 1e-250 of the largest count as zero. When at most n values are positive, all
+of them are certain, and the first zero terms, in the order given, fill the sample up to n: a term of size zero
+contributes nothing, so it does not matter which one is drawn, but the sample size does.
 """
 
 import bisect
@@ -32,7 +32,7 @@ def _relative(values: Tensor) -> Tensor:
 
 
 def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
-    """One for the ``num_terms`` largest values, zero for the others; among equals the first ones win.
+    """One for the ``num_terms`` largest values, zero for the others; ties go to the first.
 
     Args:
         singular_values: Non-negative, shape ``(N,)``, any order, any unit.
@@ -97,18 +97,18 @@ def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
     left = num_terms - torch.arange(num_terms, device=values.device)
     certain = int((ordered[:num_terms] * left <= tails[:num_terms]).nonzero()[0])
     probs = (num_terms - certain) * values / tails[certain]
-    # Certain terms are at least as large as the cap by definition; say so exactly, whatever the rounding.
+    # Certain terms are at least as large as the cap by definition: make them exactly one despite rounding.
     return torch.where(values > ordered[certain], 1.0, probs.clamp(max=1.0)).to(sizes.dtype)
 
 
 def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_size: float) -> Tensor:
     r"""Inclusion probabilities with the least error of the average over a cohort of C clients.
 
-    Minimises :math:`\sum_i s_i^2 (1 - \pi_i) / (1 + (C - 1)\pi_i)` under :math:`\sum_i \pi_i = n`. The
-    solution is a water level L, :math:`\pi_i = \operatorname{clip}((s_i / L - 1) / (C - 1), 0, 1)`: terms
-    below L are never drawn, those above C L always. The expected number of terms falls with L, in pieces
-    between the 2N break points :math:`s_i` and :math:`s_i / C`, so bisecting on the sorted break points finds
-    the piece, and L in closed form.
+    Minimises :math:`\sum_i s_i^2 (1 - \pi_i) / (1 + (C - 1)\pi_i)` under :math:`\sum_i \pi_i = n`. The solution is
+    given by a water level L, :math:`\pi_i = \operatorname{clip}((s_i / L - 1) / (C - 1), 0, 1)`: terms below L are
+    never drawn, those above C L always. The expected number of terms falls with L, piecewise between the 2N break
+    points :math:`s_i` and :math:`s_i / C`. A bracketed Newton iteration finds the right piece, on which L has a closed
+    form.
 
     Args:
         singular_values: Non-negative, shape ``(N,)``, any order, any unit (only ratios matter).
@@ -125,9 +125,9 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
             NaN.
 
     Note:
-        Algorithm 2 of the paper, as printed, has the wrong sign in line 30 and always returns top-n; with the
-        sign mended it finds the same optimum by trying all O(N n) active sets. For C to infinity the
-        probabilities tend to those of :func:`proportional_inclusion_probs`.
+        Algorithm 2 of the paper, as printed, has the wrong sign in line 30 and always returns top-n; with the sign
+        corrected it finds the same optimum by trying all O(N n) active sets. As C goes to infinity, the probabilities
+        tend to those of :func:`proportional_inclusion_probs`.
 
     Reference:
         Korzhenkov & Louizos (2024), Theorem 3.2 and Algorithm 2.
@@ -139,7 +139,7 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
     values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
     check_cohort_size(cohort_size)
-    # numpy: at these sizes an operation of torch takes longer to start than to do.
+    # numpy: at these sizes a torch operation takes longer to launch than to run.
     array = values.cpu().numpy()
     array = array / max(array.max(), TINY)
     ordered = np.sort(array)
@@ -171,25 +171,25 @@ def _water_filling(values: Floats, ordered: Floats, num_terms: int, cohort_size:
             break
         slope = left * extra + count
         newton = mass / slope if slope > 0 else 0.0
-        # Strictly inside, lest Newton's method jump between the ends of the bracket for ever.
+        # Strictly inside, or Newton's method could jump between the ends of the bracket forever.
         before, solved = (first, last), newton == level or low < newton < high
         level = newton if solved else math.sqrt(low) * math.sqrt(high)
     probs: Floats = ((values / level - 1) / extra).clip(0.0, 1.0)
-    if last < size:  # certain, whatever the rounding
+    if last < size:  # certain, despite rounding
         probs[values >= ladder[last]] = 1.0
     return probs
 
 
 def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tensor:
-    r"""Auxiliary multipliers :math:`\omega_i = C / (1 + (C - 1) \pi_i)`, the best for given probabilities.
+    r"""Auxiliary multipliers :math:`\omega_i = C / (1 + (C - 1) \pi_i)`, optimal for the given probabilities.
 
     Args:
         inclusion_probs: Probabilities, shape ``(N,)``.
         cohort_size: Number of clients C, any real number >= 1.
 
     Returns:
-        Multipliers in ``[1, C]``, dimensionless, shape ``(N,)``, dtype and device of ``inclusion_probs``. A
-        term that is never drawn gets C, the limit of the formula, which nothing multiplies.
+        Multipliers in ``[1, C]``, dimensionless, shape ``(N,)``, dtype and device of ``inclusion_probs``. A term that
+        is never drawn gets C, the limit of the formula, which is never used.
 
     Raises:
         ValueError: If ``cohort_size`` is out of range.

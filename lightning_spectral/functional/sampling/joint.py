@@ -1,7 +1,7 @@
-r"""Joint inclusion probabilities: how likely two terms are in the same sample.
+r"""Joint inclusion probabilities: how likely two terms are to be in the same sample.
 
-They give the covariance of everything that is summed over a sample, and with it standard errors that need no
-simulation. Rows sum to :math:`n \pi_i`, because every sample has n terms.
+They determine the covariance of every sum over a sample, and so its standard error without simulation. Rows sum to
+:math:`n \pi_i`, because every sample has n terms.
 """
 
 import torch
@@ -25,8 +25,8 @@ def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Te
 
     .. math:: \pi_{ij} = p_i p_j \, P(N_{-ij} = n - 2) / P(N = n)
 
-    for all pairs from one matrix product. Unlike the usual quotient by the difference of the odds of i and j
-    it does not mind ties.
+    for all pairs from one matrix product. Unlike the usual formula, which divides by the difference of the odds of i
+    and j, this one allows ties.
 
     Args:
         working_probs: From :func:`~lightning_spectral.functional.fit_conditional_poisson`, shape ``(N,)``.
@@ -56,7 +56,7 @@ def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Te
 
 
 def _with_certain(among_open: Tensor, marginals: Tensor, certain: Tensor, index: Tensor) -> Tensor:
-    """The matrix for all terms: a certain term comes with i whenever i comes; impossible terms stay zero."""
+    """The matrix for all terms: a certain term is in every sample; impossible terms stay zero."""
     joint = torch.zeros(len(marginals), len(marginals), dtype=torch.float64)
     joint[index[:, None], index] = among_open
     joint[certain] = marginals
@@ -72,11 +72,11 @@ def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     .. math:: \pi_{ij} = \int_0^\infty \frac{d}{dt}\big[F_i(t) F_j(t)\big]\, P(N_{-ij}(t) \le n - 2)\, dt
 
     with :math:`F_i(t) = 1 - e^{-w_i t}`, by the quadrature of
-    :func:`~lightning_spectral.functional.successive_inclusion_probs`. Some fifty matrix products: about a second
-    for 512 terms.
+    :func:`~lightning_spectral.functional.successive_inclusion_probs`. It takes about fifty matrix products: about a
+    second for 512 terms.
 
     Args:
-        log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as there.
+        log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as for that function.
         num_terms: Sample size n, ``1 <= n <= N``.
 
     Returns:

@@ -1,4 +1,4 @@
-r"""Manly's approximation of the inclusion probabilities of successive sampling, as the paper used it."""
+r"""Manly's approximation of the inclusion probabilities of successive sampling, as used in the paper."""
 
 import math
 
@@ -11,12 +11,12 @@ from lightning_spectral.functional.sampling.successive_sampling import arrived, 
 def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     r"""Probabilities :math:`\mu_i = 1 - e^{-w_i t}` with t such that they sum to n.
 
-    As if the n-th arrival came at a fixed time: the mean of Wallenius' distribution according to Manly (1974)
+    Treats the time of the n-th arrival as fixed. This is the mean of Wallenius' distribution according to Manly (1974)
     and Fog (2008), and what BiasedUrn's ``meanMWNCHypergeo`` computes at its default precision.
 
     Args:
         log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as in
-            :func:`~lightning_spectral.functional.successive_inclusion_probs`; a constant added to all changes
+            :func:`~lightning_spectral.functional.successive_inclusion_probs`; adding a constant to all of them changes
             nothing.
         num_terms: Sample size n, ``1 <= n <= N``.
 
@@ -27,8 +27,8 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
 
     Note:
-        Up to 8 % off for 7 of 64 sizes :math:`i^{-4}`, far more for fewer and steeper ones, and for n = 1 not
-        even proportional to size. It serves to reproduce the paper;
+        Up to 8 % off for 7 of 64 sizes :math:`i^{-4}`, far more for fewer and steeper ones, and not even proportional
+        to size for n = 1. It is here to reproduce the paper;
         :func:`~lightning_spectral.functional.successive_inclusion_probs` is exact.
 
     Reference:
@@ -49,7 +49,7 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
 def _solve(log_rates: Tensor, num_terms: int) -> Tensor:
     """Newton's method for log t, kept within a bracket."""
     share = num_terms / len(log_rates)
-    even = math.log(-math.log1p(-share))  # log t of equal sizes one
+    even = math.log(-math.log1p(-share))  # log t if all sizes were one
     low, high = even - float(log_rates.max()), even - float(log_rates.min())
     log_time = low
     for _ in range(100):

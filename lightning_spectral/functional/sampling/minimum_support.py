@@ -1,9 +1,8 @@
 r"""The minimum support design: split the inclusion probabilities into at most N samples.
 
-While terms are open, take the n terms with the most probability left as one sample, and give it as much
-probability as it can get: until one of its terms is used up, or one of the others can no longer wait because
-from now on it must be in every sample. Each step settles a term, so that there are at most as many samples as
-terms.
+While terms are open, take the n terms with the most probability left as one sample. Give it as much probability as
+possible: until one of its terms is used up, or until one of the other terms must be in every sample from then on. Each
+step settles a term, so there are at most as many samples as terms.
 """
 
 import torch
@@ -17,15 +16,14 @@ def minimum_support(inclusion_probs: Tensor) -> Support:
     """The samples of the minimum support design and their probabilities.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer than
-            1e-13 to 0 or 1 count as 0 or 1, the others are kept within 2e-15.
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer than
+            1e-13 to 0 or 1 count as 0 or 1; all others are exact within 2e-15.
 
     Returns:
-        At most N samples. Among equal probabilities the first terms come first, so that the same input gives
-        the same samples everywhere.
+        At most N samples. Ties are broken by position, so that the same input gives the same samples everywhere.
 
     Raises:
-        ValueError: If the input is no vector of probabilities with a whole sum.
+        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Reference:
         Deville & Tillé (1998), Biometrika 85, 89-101; Tillé (2006), Sampling Algorithms.
@@ -44,13 +42,13 @@ def minimum_support(inclusion_probs: Tensor) -> Support:
 
 
 def _split(needed: Tensor, num_terms: int) -> tuple[list[Tensor], list[int]]:
-    # Of the probability `left` that is not given out yet, each term needs `needed` and can spare `spare`; both
-    # are whole numbers, so that "used up" and "cannot wait" are exact.
+    # Of the probability `left` that is not assigned yet, each term needs `needed` and can do without `spare`. Both are
+    # integers, so that both stopping conditions are exact.
     spare = ONE - needed
     order = torch.arange(len(needed))
     samples, units, left = [], [], ONE
     while left > 0:
-        # A sorted part that fell by a constant and a sorted part that did not: a stable sort is quick on these.
+        # Two sorted runs, of which one was lowered by a constant: a stable sort is fast on these.
         order = order[needed[order].argsort(descending=True, stable=True)]
         chosen, others = order[:num_terms], order[num_terms:]
         share = min(int(needed[chosen[-1]]), int(spare[others].min()))

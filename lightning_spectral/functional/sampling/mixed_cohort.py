@@ -1,26 +1,26 @@
-r"""The best multipliers for a cohort in which clients hold different numbers of terms.
+r"""Optimal multipliers for a cohort in which clients hold different numbers of terms.
 
 The server averages :math:`\bar W = \sum_c a_c \hat W_c` over independent clients, with weights :math:`a_c = 1/C`. For
 given inclusion probabilities the error of the i-th term is a quadratic in the multipliers; its minimum is
 
 .. math:: R_i = \frac{1}{1 + \sum_c \pi_{ci}/(1 - \pi_{ci})}, \qquad \omega_{ci} = \frac{R_i}{a_c (1 - \pi_{ci})},
 
-and the error :math:`\sum_i s_i^2 R_i`. Where some clients hold a term for certain, they share its weight and everybody
-else's multiplier is zero.
+and the error is :math:`\sum_i s_i^2 R_i`. Where some clients hold a term for certain, they share its weight and the
+multipliers of all other clients are zero.
 """
 
 import torch
 from torch import Tensor
 
-# Closer to one than this a probability counts as one.
+# A probability closer than this to one counts as one.
 CERTAIN = 1e-12
 
 
 def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
-    """Multipliers with the least error of the cohort's average, for given inclusion probabilities.
+    """Multipliers that minimise the error of the cohort's average, for given inclusion probabilities.
 
     Args:
-        inclusion_probs: Of each group of clients, shape ``(G, N)``, in ``[0, 1]``.
+        inclusion_probs: One row per group of clients, shape ``(G, N)``, in ``[0, 1]``.
         sizes: Number of clients in each group, shape ``(G,)``, positive.
 
     Returns:
@@ -47,7 +47,7 @@ def joint_discrepancy(singular_values: Tensor, inclusion_probs: Tensor, sizes: T
 
     Args:
         singular_values: Shape ``(N,)``.
-        inclusion_probs: Of each group of clients, shape ``(G, N)``.
+        inclusion_probs: One row per group of clients, shape ``(G, N)``.
         sizes: Number of clients in each group, shape ``(G,)``.
 
     Returns:

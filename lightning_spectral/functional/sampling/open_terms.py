@@ -1,4 +1,4 @@
-"""Split inclusion probabilities into certain, impossible and open terms: what every fixed-size design does first."""
+"""Split inclusion probabilities into certain, impossible and open terms: the first step of every fixed-size design."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,7 @@ from torch import Tensor
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.poisson_binomial import centred_logits
 
-# Closer than this to 0 or 1 a probability is taken for 0 or 1: the last digits of 1 - pi are rounding errors
-# there.
+# A probability closer than this to 0 or 1 counts as 0 or 1: the last digits of 1 - pi are rounding errors there.
 SNAP = 1e-13
 
 
@@ -45,7 +44,7 @@ class OpenTerms(NamedTuple):
 
 
 def open_masks(probs: Tensor, num_terms: int) -> tuple[Tensor, Tensor, int]:
-    """Masks (N,) of the terms drawn for certain and of those left open, and how many of these to draw."""
+    """Masks (N,) of the certain terms and of the open terms, and how many open terms to draw."""
     certain = probs >= 1 - SNAP
     undecided = (probs > SNAP) & ~certain
     missing = num_terms - int(certain.sum())
@@ -58,15 +57,15 @@ def open_terms(inclusion_probs: Tensor) -> OpenTerms:
     """Check the inclusion probabilities of a design and set the certain and the impossible terms aside.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer than
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer than
             1e-13 to 0 or 1 count as 0 or 1.
 
     Returns:
-        What is left to draw. Rounding may leave the sum a little off n, which no draw of exactly n terms could
-        reproduce; the open terms share the difference out.
+        The terms left to draw from. Rounding may leave the sum a little off n, which no draw of exactly n terms could
+        reproduce; the difference is spread over the open terms.
 
     Raises:
-        ValueError: If the input is no vector of probabilities with a whole sum.
+        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Example:
         >>> open_terms(torch.tensor([1.0, 0.5, 0.0, 0.5])).undecided

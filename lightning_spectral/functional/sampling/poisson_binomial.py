@@ -1,11 +1,11 @@
 r"""Probabilities of a sum of independent, unequal Bernoulli variables, with and without each of them.
 
-Both fixed-size designs of this package rest on the number N of terms that a *Poisson* draw selects, each term
-i on its own with probability p_i. Its distribution comes from the characteristic function
-:math:`\varphi(\theta) = \prod_j (1 - p_j + p_j e^{i\theta})`, and leaving term i out only divides by its own
-factor, so all N leave-one-out answers cost one complex matrix. Errors are absolute, about 1e-15: a discrete
-Fourier sum over a window that holds all but 1e-18 of the counts, cut where the characteristic function itself
-is below 1e-18. The number of nodes is a few dozen whatever the number of terms.
+Both fixed-size designs of this package rest on the number N of terms that a *Poisson* draw selects, each term i
+independently with probability p_i. Its distribution comes from the characteristic function
+:math:`\varphi(\theta) = \prod_j (1 - p_j + p_j e^{i\theta})`, and leaving term i out only divides by its own factor, so
+all N leave-one-out answers cost one complex matrix. Errors are absolute, about 1e-15: a discrete Fourier sum over a
+window that holds all but 1e-18 of the counts, truncated where the characteristic function itself is below 1e-18. A few
+dozen nodes are enough for any number of terms.
 """
 
 import math
@@ -45,8 +45,8 @@ def _fourier_grid(probs: Tensor) -> _FourierGrid:
 def _factors(probs: Tensor, grid: _FourierGrid) -> Tensor:
     """Factors 1 - p + p e^(i theta), shape (T, N)."""
     angles = 2 * math.pi / grid.period * grid.nodes.double()
-    turn = torch.polar(torch.ones_like(angles), angles)
-    return 1 + probs * (turn[:, None] - 1)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    return 1 + probs * (rotation[:, None] - 1)
 
 
 def _kernel(grid: _FourierGrid, first: int, last: int) -> Tensor:
@@ -56,7 +56,7 @@ def _kernel(grid: _FourierGrid, first: int, last: int) -> Tensor:
     # The phase is reduced modulo the period in integers, where it is exact.
     phase = 2 * math.pi / grid.period * ((grid.nodes[:, None] * counts) % grid.period).double()
     kernel = torch.polar(torch.ones_like(phase), -phase).sum(1)
-    kernel[1:] *= 2  # node 0 counts once, every other one for its conjugate, too
+    kernel[1:] *= 2  # node 0 counts once, every other node also for its conjugate
     return kernel / grid.period
 
 
@@ -66,7 +66,7 @@ def count_probability(probs: Tensor, first: int, last: int) -> float:
     Args:
         probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
         first: Smallest count of the event.
-        last: Largest count of the event, included.
+        last: Largest count of the event, inclusive.
 
     Returns:
         The probability, with an absolute error of about 1e-15.
@@ -86,7 +86,7 @@ def leave_one_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
     Args:
         probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
         first: Smallest count of the event.
-        last: Largest count of the event, included.
+        last: Largest count of the event, inclusive.
 
     Returns:
         Probabilities, shape ``(N,)``, with an absolute error of about 1e-15.
@@ -102,7 +102,7 @@ def leave_one_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
 
 
 def leave_one_out_neighbours(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """P(N - (outcome of i) = count - 1) and P(N - (outcome of i) = count), for every i, for the price of one.
+    """P(N - (outcome of i) = count - 1) and P(N - (outcome of i) = count), for every i, at the cost of one.
 
     Args:
         probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
@@ -123,16 +123,16 @@ def leave_one_out_neighbours(probs: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 def leave_two_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
-    """P(first <= N - (outcomes of i and j) <= last) for every pair: one matrix product, harmless for ties.
+    """P(first <= N - (outcomes of i and j) <= last) for every pair: one matrix product, safe for ties.
 
     Args:
         probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
         first: Smallest count of the event.
-        last: Largest count of the event, included.
+        last: Largest count of the event, inclusive.
 
     Returns:
-        Probabilities, shape ``(N, N)``, symmetric, with an absolute error of about 1e-15; the diagonal, which
-        would leave term i out twice, means nothing.
+        Probabilities, shape ``(N, N)``, symmetric, with an absolute error of about 1e-15; the diagonal, which would
+        leave term i out twice, is meaningless.
 
     Example:
         >>> leave_two_out_probabilities(torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64), 0, 0)[0, 1]
@@ -146,14 +146,14 @@ def leave_two_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
     # The real part of the complex product as one real product of twice the length.
     left = torch.cat([weighted.real, -weighted.imag])
     pairs = left.T @ torch.cat([inverse.real, inverse.imag])
-    return ((pairs + pairs.T) / 2).clamp(0, 1)  # symmetric to the last bit
+    return ((pairs + pairs.T) / 2).clamp(0, 1)  # exactly symmetric
 
 
 def centred_logits(logits: Tensor, mean: int) -> Tensor:
-    """Add to all logits the constant that makes the expected count of successes a given whole number.
+    """Shift all logits by the constant that makes the expected count of successes a given integer.
 
-    The law of the trials *given* their count does not change. What changes is that the count is likely, so
-    that the probabilities above are accurate relative to it and rejection sampling is quick.
+    The law of the trials *given* their count does not change. But the count becomes likely, so that the probabilities
+    above have a small relative error and rejection sampling is fast.
 
     Args:
         logits: log(p / (1 - p)) of each trial, finite, shape ``(N,)``, float64 on the CPU.

@@ -2,8 +2,8 @@ r"""Inclusion probabilities with the least upper bound on the expected Schatten 
 
 The paper solves this by numerical constrained optimisation and finds it unstable. It need not be: with
 :math:`x = 1/\pi - 1` each summand is :math:`s^p` times the perspective of a convex function, hence convex in
-:math:`\pi`, and the sum is separable. So one multiplier :math:`\beta` decides all terms, and bisecting on it finds the
-optimum for any p.
+:math:`\pi`, and the sum is separable. So a single Lagrange multiplier :math:`\beta` determines all terms, and bisecting
+on it finds the optimum for any p.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
 from lightning_spectral.functional.sampling.inclusion import top_inclusion_probs
 
-# Beyond this logarithm of (beta / s^p) the odds against a term are the leading power alone, to the last bit.
+# Above this log(beta / s^p) the odds against a term equal the leading power alone, to the last bit.
 LARGE = 200.0
 
 
@@ -33,9 +33,9 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
         ValueError: If ``num_terms`` or ``p`` is out of range or a value is negative, infinite or NaN.
 
     Note:
-        Small terms get probabilities nearly proportional to their values for any p; p decides where that ends.
-        Where :math:`s_i^p \ge \beta` a term is certain. When at most n values are positive, they are certain and the
-        first zero terms fill up to n.
+        Small terms get probabilities nearly proportional to their values for any p; p determines where that ends. Where
+        :math:`s_i^p \ge \beta` a term is certain. When at most n values are positive, they are certain and the first
+        zero terms fill up to n.
 
     Reference:
         Korzhenkov & Louizos (2024), Eq. (10).
@@ -64,7 +64,7 @@ def check_order(p: float) -> None:
 
 
 def _log_price(log_powers: Tensor, positive: Tensor, num_terms: int, p: float) -> float:
-    """Logarithm of the multiplier at which the probabilities sum to n; the sum falls as it rises."""
+    """Logarithm of the multiplier at which the probabilities sum to n; the sum falls as the multiplier rises."""
     low = float(log_powers[positive].min())  # everything is certain
     high = float(log_powers[positive].max()) + 1.0
     while float(_probs_at(high, log_powers, positive, p).sum()) > num_terms:
@@ -95,9 +95,9 @@ def _odds_against(log_ratio: Tensor, p: float) -> Tensor:
 
 
 def _exact_sum(probs: Tensor, log_powers: Tensor, num_terms: int, p: float) -> Tensor:
-    """Put what is missing from the sum where it costs least: one Newton step of the constrained problem.
+    """Make the sum exactly n where that costs least: one Newton step of the constrained problem.
 
-    Close to certainty the objective is so flat that no floating-point price tells one probability from the next.
+    Close to certainty the objective is so flat that different probabilities have the same floating-point price.
     """
     inner = (probs > 0) & (probs < 1)
     odds = 1 / probs[inner] - 1

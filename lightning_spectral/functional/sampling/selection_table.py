@@ -4,10 +4,10 @@ Walk through the terms; with r places left, term k gets one with probability
 
 .. math:: q_{k,r} = p_k \, \frac{P(N_{k+1} = r - 1)}{P(N_k = r)},
 
-where :math:`N_k` counts the selected ones among the terms k, k + 1, ... of the Poisson draw. The table of these
-counts is filled backwards with sums of positive products, so every entry that matters keeps its digits. A
-Fourier transform would not do: its absolute errors are large relative to the tails, and the tails are divided
-by. Elementary symmetric sums of odds, which are the same numbers without the factors 1 - p, overflow.
+where :math:`N_k` counts the selected ones among the terms k, k + 1, ... of the Poisson draw. The table of these counts
+is filled backwards with sums of positive products, so every entry that matters keeps full precision. A Fourier
+transform would not do: its absolute errors are large relative to the tails, by which the formula divides. Elementary
+symmetric sums of odds, which are the same numbers without the factors 1 - p, overflow.
 """
 
 from typing import NamedTuple
@@ -26,14 +26,14 @@ Floats = NDArray[np.float64]
 
 
 class SelectionTable(NamedTuple):
-    """Probabilities of a place for each term and number of places left, in the band of numbers that matters.
+    """Probability that a term gets a place, by term and number of places left, in the band of numbers that matter.
 
     Attributes:
         parts: The open terms.
         probs: Shape ``(N_open, W)``: entry ``[k, r - lowest[k]]`` is the probability that open term k gets one
             of r places.
-        lowest: Smallest number of places in the band of each term, int64, shape ``(N_open,)``. To leave the
-            band has a probability below 1e-15.
+        lowest: Smallest number of places in the band of each term, int64, shape ``(N_open,)``. The probability of
+            leaving the band is below 1e-15.
         num_total: Number N of terms.
     """
 
@@ -73,7 +73,7 @@ def _band(probs: Floats, num_terms: int) -> tuple[NDArray[np.int64], int]:
     """Smallest number of places for each term, shape (N_open + 1,) with the end, and the width of the band."""
     mean = np.append(probs[::-1].cumsum()[::-1], 0.0)
     variance = np.append((probs * (1 - probs))[::-1].cumsum()[::-1], 0.0)
-    # The number left is unlikely as soon as it is unlikely for the terms to come or for those that have been.
+    # A number of places left is unlikely if it is unlikely for the terms ahead or for those already passed.
     spread = int(tail_spread(float(np.minimum(variance, variance[0] - variance).max()))) + 1
     lowest = np.maximum(0, np.floor(mean).astype(np.int64) - spread)
     return lowest, min(2 * spread + 2, num_terms + 1)
@@ -82,7 +82,7 @@ def _band(probs: Floats, num_terms: int) -> tuple[NDArray[np.int64], int]:
 def _selection_probs(probs: Floats, lowest: NDArray[np.int64], width: int) -> Floats:
     size = len(probs)
     taken = np.empty((size, width))
-    # Row k holds P(N_k = r) for r from lowest[k] - 1 on: one entry of margin on either side, which stays zero.
+    # Row k holds P(N_k = r) for r from lowest[k] - 1 on: a margin of one entry on either side stays zero.
     counts = np.zeros((size + 1, width + 2))
     counts[size, 1] = 1.0  # no terms, no places
     moves = -np.diff(lowest)  # each zero or one: a mean changes by less than one
@@ -100,7 +100,7 @@ def _selection_probs(probs: Floats, lowest: NDArray[np.int64], width: int) -> Fl
 
 
 def draw_from_table(table: SelectionTable, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Exact independent draws that use N uniforms each, whatever happens: uniform i decides on term i.
+    """Draw exact independent samples from exactly N uniforms each: uniform i decides on term i.
 
     Args:
         table: From :func:`selection_table`.
@@ -127,7 +127,7 @@ def draw_from_table(table: SelectionTable, num_samples: int, generator: torch.Ge
 
 
 def _walk(table: SelectionTable, uniforms: Floats) -> NDArray[np.bool_]:
-    """Who gets a place, shape (N_open, num_samples)."""
+    """Mask of the terms that get a place, shape (N_open, num_samples)."""
     left = np.full(uniforms.shape[1], table.parts.num_terms)
     taken = np.empty(uniforms.shape, dtype=np.bool_)
     highest = table.probs.shape[1] - 1

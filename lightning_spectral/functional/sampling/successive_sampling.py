@@ -1,6 +1,6 @@
 r"""Successive sampling: draw terms one by one, in proportion to their sizes among those left.
 
-This is the law of ``numpy.random.choice(replace=False, p=...)``, exactly, and so the sampling of PriSM: numpy
+This is exactly the law of ``numpy.random.choice(replace=False, p=...)``, and so of PriSM's sampling: numpy
 discards repeats and renormalises, which leaves every *new* item distributed in proportion to size. It is also
 the law of the first n arrivals of independent exponential clocks with rates :math:`w_i`, or of Gumbel top-n,
 which draws it in one pass, and Wallenius' noncentral hypergeometric law with one item of each kind.
@@ -26,14 +26,14 @@ from lightning_spectral.functional.sampling.poisson_binomial import (
 
 # Probability of the tails of the n-th arrival time that the quadrature leaves out.
 TAIL = 1e-14
-# Closer than this to one an inclusion probability cannot be told from one by a quadrature good to 1e-13.
+# Closer to one than this, an inclusion probability is one as far as a quadrature accurate to 1e-13 can tell.
 SNAP = 1e-11
 # Largest number of exponential variables held at once: 8 MiB of float64.
 CHUNK = 2**20
 
 
 def certain_and_competing(log_sizes: Tensor, num_terms: int) -> tuple[Tensor, Tensor]:
-    """Masks (N,) of the terms that are always drawn, and of those that race for the places left."""
+    """Masks (N,) of the terms that are always drawn, and of those that compete for the places left."""
     if log_sizes.ndim != 1 or log_sizes.numel() == 0 or torch.isnan(log_sizes).any():
         raise ValueError(
             f"`log_sizes` must have shape (N,) with N >= 1 and no NaN, got {tuple(log_sizes.shape)} with "
@@ -59,12 +59,11 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
 
     .. math:: \pi_i = \int_0^\infty w_i e^{-w_i t}\, P\big(\#\{j \ne i : T_j < t\} \le n - 1\big)\, dt,
 
-    by Gauss-Legendre quadrature in log t between the times before which the n-th arrival almost never, and
-    after which it almost surely, has happened.
+    by Gauss-Legendre quadrature in log t over a window that almost surely contains the n-th arrival.
 
     Args:
-        log_sizes: Logarithms of the sizes w, shape ``(N,)``, any order; a constant added to all changes
-            nothing. ``-inf`` is size zero; such terms, in the order given, only fill up when fewer than n are
+        log_sizes: Logarithms of the sizes w, shape ``(N,)``, any order; adding a constant to all of them changes
+            nothing. ``-inf`` is size zero; such terms are drawn, in the order given, only when fewer than n are
             positive.
         num_terms: Sample size n, ``1 <= n <= N``.
 
@@ -76,8 +75,8 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
 
     Note:
-        Not Fog's (2008) approximation of Wallenius' mean, which the paper used: it is off by 8 % for 7 of 64
-        sizes :math:`i^{-4}`. And not :math:`n w_i / \sum w`, which is not even below one.
+        This is not Fog's (2008) approximation of Wallenius' mean, which the paper used and which is off by 8 % for 7 of
+        64 sizes :math:`i^{-4}`. Nor is it :math:`n w_i / \sum w`, which can exceed one.
 
     Reference:
         Niu et al. (2022), PriSM, for the sampling; Wallenius (1963) for the law. Appendix C of Korzhenkov &
@@ -101,7 +100,7 @@ def arrived(log_rates: Tensor, log_time: float) -> Tensor:
 
 
 def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[float, float]]]:
-    """Where the n-th arrival happens, in log time: the start of the window, and its nodes and weights."""
+    """Window in log time that contains the n-th arrival: its start, and its nodes and weights."""
     start, end = _window(log_rates, num_terms)
     # The integrand varies over one unit of log time; over less when many sizes are alike, in a short window.
     nodes, weights = roots_legendre(32 + math.ceil(4 * (end - start)))
@@ -111,7 +110,7 @@ def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[flo
 
 def _competing_probs(log_rates: Tensor, num_terms: int) -> Tensor:
     start, nodes = quadrature(log_rates, num_terms)
-    probs = arrived(log_rates, start)  # whoever arrives before the window is among the first n
+    probs = arrived(log_rates, start)  # a term that arrives before the window is among the first n
     for log_time, weight in nodes:
         expected = torch.exp((log_rates + log_time).clamp_max(50.0))
         in_time = leave_one_out_probabilities(arrived(log_rates, log_time), 0, num_terms - 1)
@@ -128,7 +127,7 @@ def _window(log_rates: Tensor, num_terms: int) -> tuple[float, float]:
     def too_late(log_time: float) -> bool:
         return count_probability(arrived(log_rates, log_time), 0, num_terms - 1) < TAIL
 
-    # Before `low` not one term has arrived, after `high` the n largest have.
+    # Before `low` no term has arrived, after `high` the n largest have.
     low = math.log(TAIL) - float(torch.logsumexp(log_rates, 0))
     high = math.log(math.log(num_terms / TAIL)) - float(log_rates.topk(num_terms).values[-1])
     start, _ = _switch(too_early, low, high)
@@ -148,17 +147,17 @@ def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
     r"""Sizes whose successive sampling has the given inclusion probabilities.
 
     Accelerated fixed point :math:`\log w_i \mathrel{+}= \log(-\log(1-\pi_i)) - \log(-\log(1-\psi_i))`, where
-    :math:`\psi` are the inclusion probabilities of the present sizes.
+    :math:`\psi` are the inclusion probabilities of the current sizes.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n.
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
     Returns:
         Log sizes, shape ``(N,)``, float64 on the CPU, with largest finite entry 0. Probability one (within
         1e-11) gives ``+inf``, zero gives ``-inf``. The implied inclusion probabilities agree within 1e-10.
 
     Raises:
-        ValueError: If the input is no vector of probabilities with a whole sum.
+        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Example:
         >>> fit_log_sizes(torch.tensor([1.0, 0.75, 0.25, 0.0], dtype=torch.float64)).exp()
@@ -177,7 +176,7 @@ def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
 
 
 def _log_expected(probs: Tensor) -> Tensor:
-    """Expected arrivals, in logarithm, of a clock that has arrived with these probabilities."""
+    """Logarithm of the expected number of arrivals of clocks that have arrived with these probabilities."""
     return torch.log(-torch.log1p(-probs.clamp_max(1 - 1e-15)))
 
 
@@ -196,7 +195,7 @@ def _fit_competing(probs: Tensor, num_terms: int) -> Tensor:
 
 
 def draw_successive(log_sizes: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Exact independent draws by an exponential race: the n first arrivals of clocks with rates w.
+    """Draw exact independent samples by an exponential race: the first n arrivals of clocks with rates w.
 
     Args:
         log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as in

@@ -2,8 +2,8 @@ r"""Designs that have few possible samples, in exact integer arithmetic.
 
 A design whose samples and their probabilities can be listed needs no fit and no rejection: draw a number in
 [0, 1) and look up the sample. Probabilities are whole multiples of :math:`2^{-50}` here, about 1e-15, so that
-sums, differences and comparisons are exact: sizes and inclusion probabilities hold by counting, whatever the
-order of the operations.
+sums, differences and comparisons are exact: sample sizes and inclusion probabilities are exact in any order of
+    operations.
 """
 
 from typing import NamedTuple
@@ -60,10 +60,10 @@ def whole_units(parts: OpenTerms) -> Tensor:
 
 
 def draw_from_support(support: Support, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Independent samples from a list of possible ones.
+    """Draw independent samples from a list of possible ones.
 
     Args:
-        support: The list.
+        support: The list of samples.
         num_samples: Number of draws.
         generator: Source of randomness.
 

@@ -1,8 +1,8 @@
-r"""Systematic sampling: lay the probabilities end to end and pick where a comb of unit spacing points.
+r"""Systematic sampling: lay the probabilities end to end and pick the terms that a comb of unit spacing hits.
 
-Term i owns the interval between the sums of probabilities before and after it, and is drawn if it holds one
-of the points :math:`u, u + 1, \dots, u + n - 1` with one uniform u. No interval is longer than one, so no term
-is drawn twice. One number decides the whole sample.
+Term i owns the interval between the sums of probabilities before and after it, and is drawn if it contains one of the
+points :math:`u, u + 1, \dots, u + n - 1` with a single uniform u. No interval is longer than one, so no term is drawn
+twice. One number decides the whole sample.
 """
 
 import torch
@@ -17,17 +17,17 @@ CHUNK = 2**20
 
 
 def systematic_support(inclusion_probs: Tensor) -> Support:
-    """All samples of systematic sampling in the given order: at most one for each term.
+    """List all samples of systematic sampling in the given order: at most one for each term.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, with a whole sum n within 1e-6 n. Entries closer than
-            1e-13 to 0 or 1 count as 0 or 1, the others are kept within 2e-15.
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer than
+            1e-13 to 0 or 1 count as 0 or 1; all others are exact within 2e-15.
 
     Returns:
         The samples in the order of u, and their probabilities.
 
     Raises:
-        ValueError: If the input is no vector of probabilities with a whole sum.
+        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Reference:
         Madow (1949), Annals of Mathematical Statistics 20, 333-354.
@@ -57,14 +57,14 @@ def _pick(ends: Tensor, start: Tensor, num_terms: int) -> Tensor:
 def draw_systematic(
     inclusion_probs: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool = False
 ) -> Tensor:
-    """Independent systematic samples, one uniform number each.
+    """Draw independent systematic samples, with one uniform number each.
 
     Args:
         inclusion_probs: As for :func:`systematic_support`.
         num_samples: Number of draws.
         generator: Source of randomness.
-        shuffled: Whether each sample first puts the terms in a random order of its own. Then nearly all sets of
-            terms can come up, not only the at most N of :func:`systematic_support`.
+        shuffled: Whether to put the terms in a new random order for each sample. Then nearly all sets of terms can
+            occur, not only the at most N of :func:`systematic_support`.
 
     Returns:
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
@@ -84,7 +84,7 @@ def draw_systematic(
 def draw_along(
     parts: OpenTerms, units: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool
 ) -> Tensor:
-    """The draws of :func:`draw_systematic`, for terms prepared once.
+    """Draw like :func:`draw_systematic`, from terms that are already prepared.
 
     Args:
         parts: The open terms.

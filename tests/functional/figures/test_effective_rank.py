@@ -11,20 +11,20 @@ RANKS = [entropy_rank, participation_rank, stable_rank]
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_equal_values_count_fully_zeros_not_at_all(rank: object) -> None:
+def test_equal_values_count_fully_and_zeros_not_at_all(rank: object) -> None:
     assert rank(torch.tensor([2.0] * 5 + [0.0] * 3)) == pytest.approx(5.0)  # type: ignore[operator]
     assert rank(torch.zeros(4)) == 0.0  # type: ignore[operator]
 
 
 @given(values=st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), scale=st.floats(1e-6, 1e6))
-def test_ranks_lie_between_one_and_n_whatever_the_unit(values: list[float], scale: float) -> None:
+def test_ranks_lie_between_one_and_n_in_any_unit(values: list[float], scale: float) -> None:
     s = torch.tensor(values, dtype=torch.float64)
     for rank in RANKS:
         assert 1 - 1e-9 <= rank(s) <= len(values) + 1e-9
         assert rank(scale * s) == pytest.approx(rank(s), rel=1e-9)
 
 
-def test_ranks_are_their_formulas() -> None:
+def test_ranks_equal_their_formulas() -> None:
     values = [5.0, 2.0, 1.0, 0.5]
     shares = [v / 8.5 for v in values]
     s = torch.tensor(values)

@@ -1,4 +1,4 @@
-"""Numbers made with R's packages `sampling` and `BiasedUrn`; the fixture says how."""
+"""Numbers made with R's packages `sampling` and `BiasedUrn`; the fixture describes how."""
 
 import json
 from pathlib import Path
@@ -71,5 +71,5 @@ def test_brewer_pairs_are_as_frequent_as_those_of_upbrewer(case):
 def test_manly_and_exact_marginals_equal_meanmwnchypergeo(case):
     log_sizes = numbers(case, "sizes").log()
     close(manly_inclusion_probs(log_sizes, case["num_terms"]), numbers(case, "manly"), 1e-12)
-    # The enumeration of BiasedUrn is good to 1.5e-8.
+    # BiasedUrn's enumeration is accurate to 1.5e-8.
     close(successive_inclusion_probs(log_sizes, case["num_terms"]), numbers(case, "wallenius"), 2e-8)

@@ -59,14 +59,14 @@ def test_draws_have_the_enumerated_joint_law(name):
     assert deviations(draws, law_by_enumeration(pi, round(pi.sum()))) <= 1
 
 
-def test_draws_without_the_correction_are_told_apart():
+def test_draws_without_the_correction_are_detected():
     """The negative control: draws one by one in proportion to the inclusion probabilities."""
     pi = np.array(PROBS["steep"])
     draws = torch.tensor(pi).expand(40_000, -1).multinomial(3, generator=torch.Generator().manual_seed(0))
     assert deviations(draws, law_by_enumeration(pi, 3)) > 1
 
 
-def test_certain_and_impossible_terms_change_nothing_for_the_others():
+def test_certain_and_impossible_terms_do_not_affect_the_other_terms():
     pi = torch.tensor([1.0, 0.9, 0.0, 0.7, 0.4, 1.0], dtype=torch.float64)
     with_them = draw_brewer(pi, 100, torch.Generator().manual_seed(0))
     without = draw_brewer(pi[[1, 3, 4]], 100, torch.Generator().manual_seed(0))
@@ -83,7 +83,7 @@ def test_draws_in_chunks_are_complete(monkeypatch, chunk):
     assert len(set(map(tuple, draws.tolist()))) > 1
 
 
-def test_entries_a_trillionth_from_zero_and_one_keep_their_digits():
+def test_entries_a_trillionth_from_zero_and_one_keep_full_precision():
     """Weights of all terms at every first and second draw, against exact rational numbers."""
     from fractions import Fraction
 

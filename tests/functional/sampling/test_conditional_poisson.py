@@ -51,8 +51,8 @@ def marginals_by_dynamic_programme(p: np.ndarray, n: int) -> np.ndarray:
     return p * drawn / prefix[N, n]
 
 
-def whole(pi: Tensor) -> Tensor:
-    """Move probabilities a little, so that their sum is whole."""
+def with_integer_sum(pi: Tensor) -> Tensor:
+    """Adjust probabilities slightly, so that they sum to an integer."""
     n = min(max(round(float(pi.sum())), 1), len(pi) - 1)
     return torch.sigmoid(centred_logits(torch.logit(pi), n))
 
@@ -62,7 +62,7 @@ def random_designs(count: int, seed: int):
     for k in range(count):
         N = int(rng.integers(2, 60))
         extreme = 10.0 ** rng.uniform(-12, 0, N) * 0.999
-        yield whole(
+        yield with_integer_sum(
             torch.tensor(
                 [
                     rng.uniform(0.01, 0.99, N),
@@ -100,7 +100,7 @@ def test_fit_reaches_1e_12_on_spectra(N, n, power):
         np.testing.assert_allclose(marginals_by_dynamic_programme(p, n), pi, atol=1e-12, rtol=0)
 
 
-def test_fit_and_draw_stand_4096_terms():
+def test_fit_and_draw_handle_4096_terms():
     n = 2048
     pi = proportional_inclusion_probs(torch.linspace(3, 1, 4096, dtype=torch.float64), n)
     p = fit_conditional_poisson(pi)
@@ -124,7 +124,7 @@ def test_closed_forms_of_one_drawn_and_one_left_out():
     torch.testing.assert_close(odds.reciprocal() / odds.reciprocal().sum(), pi, rtol=1e-11, atol=0)
 
 
-def test_ones_and_zeros_stay_and_leave_the_rest_to_be_fitted():
+def test_ones_and_zeros_stay_and_only_the_rest_is_fitted():
     pi = torch.tensor([1.0, 0.3, 0.0, 0.3, 0.4, 1.0], dtype=torch.float64)
     p = fit_conditional_poisson(pi)
     assert p[[0, 2, 5]].tolist() == [1, 0, 1]
@@ -140,17 +140,17 @@ def test_designs_with_little_or_no_choice(pi):
     assert draw_conditional_poisson(p, n, 3, torch.Generator()).shape == (3, n)
 
 
-def test_float32_probabilities_are_whole_enough():
+def test_float32_probabilities_sum_closely_enough_to_an_integer():
     pi = proportional_inclusion_probs(torch.rand(2000, generator=torch.Generator().manual_seed(1)), 777)
     p = fit_conditional_poisson(pi)
     assert p.dtype == torch.float64
     implied = poisson_conditional_inclusion_probs(p, 777)
-    # float32 sums of 2000 terms are off by at most 1e-6 n = 8e-4, which the fit shares out.
+    # float32 sums of 2000 terms are off by at most 1e-6 n = 8e-4, which the fit spreads over the terms.
     torch.testing.assert_close(implied, pi.double(), rtol=0, atol=1e-6)
 
 
 def test_no_other_design_has_the_same_marginals_and_more_entropy():
-    """The whole law as unknowns: maximise the entropy over all designs with these marginals."""
+    """With all subset probabilities as unknowns, maximise the entropy over all designs with these marginals."""
     pi = torch.tensor([0.9, 0.6, 0.3, 0.2], dtype=torch.float64)
     p = fit_conditional_poisson(pi).numpy()
     rows, ours = law_by_enumeration(p, 2)

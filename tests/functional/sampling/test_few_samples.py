@@ -24,7 +24,7 @@ Law = dict[tuple[int, ...], Fraction]
 
 
 def minimum_support_by_splitting(pi: list[Fraction], n: int) -> Law:
-    """Deville & Tillé's splitting in its own words: p -> (p - alpha s) / (1 - alpha), with the n largest as s."""
+    """Deville & Tillé's splitting as published: p -> (p - alpha s) / (1 - alpha), with the n largest as s."""
     law: Law = {}
     p, left = list(pi), Fraction(1)
     while True:
@@ -130,7 +130,7 @@ def test_lists_hold_at_most_n_samples_with_the_given_probabilities(values, data)
         assert (support.units > 0).all()
         assert (support.samples.diff(dim=1) > 0).all()
         joint = support_joint_probs(support, len(pi))
-        # The sum of the input is off by rounding, which the open terms share out.
+        # The sum of the input is off by rounding, which is spread over the open terms.
         torch.testing.assert_close(joint.diagonal(), pi, rtol=0, atol=2e-13)
         torch.testing.assert_close(joint.sum(1), n * joint.diagonal(), rtol=1e-14, atol=0)
         assert (joint.diagonal()[pi >= 1 - 1e-13] == 1).all()
@@ -138,7 +138,7 @@ def test_lists_hold_at_most_n_samples_with_the_given_probabilities(values, data)
 
 
 @pytest.mark.parametrize("n", [1, 410, 2048, 4095])
-def test_lists_stand_4096_terms(n):
+def test_lists_handle_4096_terms(n):
     pi = proportional_inclusion_probs(1 / torch.arange(1, 4097, dtype=torch.float64).sqrt(), n)
     for support in (minimum_support(pi), systematic_support(pi)):
         marginals = torch.zeros(4096, dtype=torch.int64)
@@ -146,7 +146,7 @@ def test_lists_stand_4096_terms(n):
         torch.testing.assert_close(marginals.double() / ONE, pi, rtol=0, atol=1e-12)
 
 
-def test_whole_units_share_out_whatever_the_sum_is_off():
+def test_whole_units_spread_the_rounding_error_of_the_sum():
     pi = torch.rand(4000, generator=torch.Generator().manual_seed(0))
     pi = proportional_inclusion_probs(pi, 1777).float()  # float32: the sum is off by up to 1e-3
     parts = open_terms(pi)

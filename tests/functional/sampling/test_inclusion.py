@@ -35,7 +35,7 @@ def algorithm_1(lam: np.ndarray, n: int) -> np.ndarray:
 
 
 def algorithm_2(lam: np.ndarray, n: int, C: float, sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Algorithm 2, line by line; line 30 with the sign mended, or as printed for ``sign=-1``."""
+    """Algorithm 2, line by line; line 30 with the sign corrected, or as printed for ``sign=-1``."""
     N = len(lam)
     best_pi = (np.arange(N) < n).astype(float)
     best_w = best_pi.copy()
@@ -111,7 +111,7 @@ def test_proportional_equals_algorithm_1_of_the_paper():
         np.testing.assert_allclose(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), expected, atol=4e-15)
 
 
-def test_collective_equals_algorithm_2_of_the_paper_with_the_sign_mended():
+def test_collective_equals_algorithm_2_of_the_paper_with_the_sign_corrected():
     differs_from_top_n = 0
     for lam, n, C in random_spectra(300, seed=1):
         pi = collective_inclusion_probs(torch.tensor(lam), n, C)
@@ -135,7 +135,7 @@ def collective_by_bisection(lam: np.ndarray, n: int, C: float) -> np.ndarray:
 
 
 def test_collective_finds_the_water_level_where_terms_and_break_points_coincide():
-    """Values that are C apart, and ties: Newton's method between the same two break points for ever, if it may."""
+    """Ties, and values whose ratio is C: here an unguarded Newton's method would never leave two break points."""
     rng = np.random.default_rng(3)
     for k in range(2000):
         N, C = int(rng.integers(2, 60)), float(rng.choice([1.5, 2, 10, 1e6]))
@@ -162,7 +162,7 @@ def test_no_optimiser_beats_the_unbiased_design():
         best = optimum(lambda pi, lam=lam: unbiased_error(pi, lam), len(lam), n)
         scale = (lam**2).sum()
         assert ours <= best + 1e-9 * scale
-        assert best <= ours + 1e-5 * scale  # and the optimiser did look
+        assert best <= ours + 1e-5 * scale  # and the optimiser did come close
 
 
 def test_no_optimiser_beats_the_collective_design():
@@ -211,7 +211,7 @@ def test_collective_satisfies_the_optimality_conditions(problem):
     if (lam > 0).sum() > n:
         assert (pi[lam.argsort(stable=True)].diff() >= 0).all()
         # Marginal gains lam^2 C / (1 + (C - 1) pi)^2: equal inside, larger at one, smaller at zero.
-        # In units of the level, lam / (1 + (C - 1) pi), where equality can be tested relatively.
+        # In units of the level, lam / (1 + (C - 1) pi), where equality can be tested with a relative tolerance.
         gain = lam / (1 + (C - 1) * pi)
         low = gain[pi < 1].max()
         high = gain[pi > 0].min()

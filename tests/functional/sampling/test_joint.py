@@ -63,7 +63,7 @@ def test_certain_and_impossible_terms_come_with_everything_and_with_nothing():
 
 
 @pytest.mark.parametrize("pi", [[1.0, 1.0, 0.0], [1.0]])
-def test_designs_without_choice_have_products(pi):
+def test_joint_probabilities_without_choice_are_products(pi):
     pi = torch.tensor(pi, dtype=torch.float64)
     joint = conditional_poisson_joint_probs(pi, round(float(pi.sum())))
     assert torch.equal(joint, torch.outer(pi, pi))
@@ -86,7 +86,7 @@ def test_successive_pairs_equal_enumeration_of_all_orders(sizes, n):
     np.testing.assert_allclose(joint, successive_by_enumeration(sizes, n), atol=1e-11, rtol=0)
 
 
-def test_leaving_two_out_equals_the_law_of_the_others():
+def test_leaving_two_out_equals_the_law_of_the_remaining_terms():
     p = np.random.default_rng(0).random(9)
     actual = leave_two_out_probabilities(torch.tensor(p), 2, 4)
     for i, j in itertools.combinations(range(9), 2):
@@ -113,7 +113,8 @@ def test_identities_hold_for_any_spectrum(values, data):
     torch.testing.assert_close(joint.diagonal(), pi, rtol=0, atol=1e-12)
     torch.testing.assert_close(joint.sum(1), n * pi, rtol=0, atol=1e-11)
     assert (joint >= 0).all()
-    # Negatively dependent, as every conditional Poisson design: pairs are rarer than for independent terms.
+    # Terms are negatively dependent, as in every conditional Poisson design: pairs are rarer than for independent
+    # terms.
     excess = joint - torch.outer(pi, pi)
     assert (excess.fill_diagonal_(0.0) <= 1e-12).all()
 

@@ -21,8 +21,8 @@ def test_equals_a_general_root_finder(sizes, n):
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.one_of(st.sampled_from([0.0, -1.0]), st.floats(-140, 0)), min_size=2, max_size=40), st.data())
-def test_sums_to_n_and_rises_with_size_whatever_the_unit(logs, data):
-    """Fourth powers over fifteen decades are e^-138."""
+def test_sums_to_n_and_rises_with_size_in_any_unit(logs, data):
+    """Fourth powers over fifteen decades go down to e^-138."""
     n = data.draw(st.integers(1, len(logs) - 1))
     log_sizes = torch.tensor(logs, dtype=torch.float64).sort().values
     probs = manly_inclusion_probs(log_sizes, n)
@@ -46,7 +46,7 @@ def test_infinite_sizes_are_certain_and_zero_sizes_fill_up(logs, n, expected):
     np.testing.assert_allclose(probs, expected, rtol=1e-15)
 
 
-def test_is_off_by_as_much_as_is_said():
+def test_is_off_by_as_much_as_the_docstring_says():
     logs = -4 * torch.arange(1, 65, dtype=torch.float64).log()
     exact, approximate = successive_inclusion_probs(logs, 7), manly_inclusion_probs(logs, 7)
     assert (approximate / exact - 1).abs().max().item() == pytest.approx(0.084, abs=0.002)

@@ -39,7 +39,7 @@ def enumerated_error(s: torch.Tensor, probs: torch.Tensor, omega: torch.Tensor, 
 
 @pytest.fixture
 def mixed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Singular values, inclusion probabilities of two groups, their sizes."""
+    """Singular values, the inclusion probabilities of two groups, and the group sizes."""
     s = 1 / torch.arange(1, 7).double()
     probs = torch.stack([collective_inclusion_probs(s, n, 5) for n in (1, 3)])
     return s, probs, torch.tensor([3.0, 2.0])
@@ -88,14 +88,14 @@ def test_one_group_is_the_collective_formula() -> None:
     torch.testing.assert_close(joint_multipliers(pi[None], torch.tensor([6.0]))[0], collective_multipliers(pi, 6.0))
 
 
-def test_a_term_that_some_hold_for_certain_is_theirs() -> None:
+def test_a_term_that_some_hold_for_certain_gets_zero_weight_from_all_others() -> None:
     probs = torch.tensor([[1.0, 0.5], [0.3, 0.5]]).double()
     omega = joint_multipliers(probs, torch.tensor([2.0, 3.0]))
     assert omega[:, 0].tolist() == [2.5, 0.0]
     assert float(joint_discrepancy(torch.ones(2), probs[:, :1].expand(2, 2), torch.tensor([2.0, 3.0]))) == 0.0
 
 
-def test_shapes_and_empty_groups_are_refused() -> None:
+def test_bad_shapes_and_empty_groups_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must have shape \(G, N\)"):
         joint_multipliers(torch.ones(3), torch.ones(1))
     with pytest.raises(ValueError, match="Every group must have clients"):
@@ -140,7 +140,7 @@ def test_each_coordinated_client_has_the_given_probabilities() -> None:
         pair += z[0] * z[1]
     sigma = (pi * (1 - pi) / draws).sqrt()
     assert bool(((held / draws - pi).abs() <= 5 * sigma + 1e-12).all())
-    # negative control: independent clients would hold a term together with probability pi^2, these do so less often
+    # negative control: two independent clients both hold a term with probability pi^2, these do so less often
     independent = pi**2
     spread = 5 * (independent * (1 - independent) / draws).sqrt()
     assert bool(((pair / draws - independent)[(pi > 0.05) & (pi < 0.95)] < -spread[(pi > 0.05) & (pi < 0.95)]).any())
@@ -176,7 +176,7 @@ def test_error_of_real_draws_is_the_formula() -> None:
     assert abs(mean - float(group_discrepancy(s, pi, omega, c))) > 5 * sigma  # negative control
 
 
-def test_coverage_is_one_minus_nobody() -> None:
+def test_coverage_is_one_minus_the_probability_that_nobody_holds_a_term() -> None:
     probs = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)).double()
     slow = sum(1 - np.prod([1 - float(probs[c, i]) for c in range(3)]) for i in range(5)) / 5
     assert float(expected_coverage(probs)) == pytest.approx(slow, rel=1e-12)

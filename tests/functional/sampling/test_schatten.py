@@ -51,7 +51,7 @@ def test_kkt_conditions_hold(logs: list[float], zeros: int, ties: bool, share: f
     inner = (pi > 1e-9) & (pi < 1 - 1e-3) & (s > 0)
     x = 1 / pi[inner] - 1
     log_price = p * s[inner].log() + (1 + p * x ** (p - 1) + (p - 1) * x**p).log()
-    if len(log_price) > 1:  # all inner terms have one price
+    if len(log_price) > 1:  # all inner terms have the same price
         assert float(log_price.max() - log_price.min()) < 1e-6
     if int((s > 0).sum()) > n:  # otherwise the first zero terms fill up, and flipping changes which those are
         torch.testing.assert_close(schatten_inclusion_probs(7.5 * s.flip(0), n, p).flip(0), pi, rtol=1e-9, atol=1e-7)

@@ -120,7 +120,7 @@ def test_large_tables_keep_the_marginals_in_a_narrow_band(s, n):
 
 
 def test_a_table_filled_by_fourier_transform_would_be_wrong_in_its_tails():
-    """The negative control of the all-positive recursion: 8 deviations from the mean not one digit is left."""
+    """The negative control of the all-positive recursion: 8 standard deviations from the mean, no digit is correct."""
     p = np.full(300, 0.5)
     exact = np.ones(1)
     for x in p:
@@ -133,7 +133,7 @@ def test_a_table_filled_by_fourier_transform_would_be_wrong_in_its_tails():
 PI = torch.tensor([1.0, 0.9, 0.0, 0.7, 0.6, 0.4, 0.3, 0.1], dtype=torch.float64)
 
 
-def test_every_sample_uses_n_uniforms_whatever_happens():
+def test_every_sample_uses_exactly_n_uniforms():
     table, generator, other = table_for(PI), torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     one_by_one = torch.cat([draw_from_table(table, 1, generator) for _ in range(20)])
     assert torch.equal(draw_from_table(table, 20, torch.Generator().manual_seed(0)), one_by_one)

@@ -31,7 +31,7 @@ def marginals_by_enumeration(sizes: np.ndarray, n: int) -> np.ndarray:
 
 
 def marginals_by_fine_quadrature(log_sizes: np.ndarray, n: int) -> np.ndarray:
-    """Trapezoid in log time, step 0.02, over all times that matter to anyone; counts by a dynamic programme."""
+    """Trapezoid in log time, step 0.02, over all times that matter for any term; counts by a dynamic programme."""
     x = np.arange(-log_sizes.max() - 40, -log_sizes.min() + 5, 0.02)
     expected = np.exp(log_sizes[:, None] + x)
     arrived, waiting = -np.expm1(-expected), np.exp(-expected)
@@ -74,7 +74,7 @@ def test_marginals_equal_enumeration_of_all_orders(sizes, n):
     expected = marginals_by_enumeration(sizes, n)
     actual = successive_inclusion_probs(torch.tensor(sizes).log(), n).numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-10, rtol=0)
-    # Small probabilities are accurate relative to themselves, too: multipliers are their inverses.
+    # Small probabilities need a small relative error, too: multipliers are their inverses.
     np.testing.assert_allclose(actual, expected, rtol=1e-8)
 
 
@@ -190,7 +190,7 @@ def test_fit_reproduces_the_probabilities():
         [0.25] * 4,
     ],
 )
-def test_fit_stands_extreme_probabilities(pi):
+def test_fit_handles_extreme_probabilities(pi):
     pi = torch.tensor(pi, dtype=torch.float64)
     fitted = fit_log_sizes(pi)
     torch.testing.assert_close(successive_inclusion_probs(fitted, round(float(pi.sum()))), pi, rtol=0, atol=1e-10)
@@ -212,7 +212,7 @@ INF = math.inf
         ([INF, 0.0, 0.0, -INF], 2, [1, 0.5, 0.5, 0]),
     ],
 )
-def test_infinite_sizes_are_always_and_zero_sizes_only_drawn_to_fill_up(log_sizes, n, expected):
+def test_infinite_sizes_are_always_drawn_and_zero_sizes_only_to_fill_up(log_sizes, n, expected):
     logs = torch.tensor(log_sizes, dtype=torch.float64)
     pi = successive_inclusion_probs(logs, n)
     torch.testing.assert_close(pi, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)

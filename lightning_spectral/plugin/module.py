@@ -39,11 +39,12 @@ from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module,
 from lightning_spectral.protocol.exact_sum import MOST_TERMS
 from lightning_spectral.protocol.records import ClientTask, Download, IdleTask, RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server import scheduling
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.metrics import round_metrics
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import Engine
-from lightning_spectral.server.scheduling import num_turns, predicted_work, turns
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -211,15 +212,16 @@ class FederatedModule(ServerHooks):
     @property
     def num_turns(self) -> int:
         """Turns of every process in a round: one for each client in a single process, with idle ones in several."""
-        return num_turns(self._cohort_size, self.processes.size)
+        return scheduling.num_slots(self._cohort_size, self.processes.size)
 
     def turns(self, round_idx: int) -> list[int | None]:
         """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
         client_ids = self.cohort(round_idx)
         sizes = self.data.partition.sizes_of(client_ids)
         ratios = self.engine.keep_ratios[client_ids].tolist()
-        work = [predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
-        return turns(client_ids, work, self.processes.size)[self.processes.rank]
+        work = [scheduling.predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
+        slots = scheduling.schedule([WorkUnit(c) for c in client_ids], work, self.processes.size)[self.processes.rank]
+        return [None if unit is None else unit.client_id for unit in slots]
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""

@@ -17,7 +17,7 @@ from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.local_hooks import BeforeStep
 from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.client.user_step import batch_outputs, loss_of, num_accepted
-from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.exclusion import ExclusionReason
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LocalResult:
 
     num_steps: int
     loss: float
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     failure: str = ""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.protocol.exact_sum import LARGEST, largest_magnitude
-from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.server.processes import Processes
 
 Tensors = Mapping[str, Tensor]
@@ -152,7 +152,7 @@ class ClientOutcome:
     loss: float
     downlink_bytes: int
     uplink_bytes: int
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
 
@@ -176,7 +176,7 @@ class RoundSummary:
     seconds: Mapping[str, float]
     diagnostics: Mapping[str, float]
     logged: Mapping[str, LoggedValue]
-    left_out: Mapping[Reason, int] = field(default_factory=dict)
+    left_out: Mapping[ExclusionReason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lightning_spectral.client.local_optimizer import LocalOptimizer
 from lightning_spectral.client.local_trainer import LocalSettings, LocalTrainer
 from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
-from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import (
     ClientOutcome,
     ClientTask,
@@ -275,7 +275,7 @@ class Engine:
             diagnostics["virtual_seconds"] = self._fates.seconds
         self._round = None
         gone = clients_by_reason(outcomes)
-        counts = {reason: len(gone.get(reason, ())) for reason in self.faults.reasons(self.conditions)}
+        counts = {reason: len(gone.get(reason, ())) for reason in self.faults.exclusion_reasons(self.conditions)}
         return RoundSummary(round_idx, outcomes, dict(self._seconds), diagnostics, round_means(outcomes), counts)
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
@@ -320,9 +320,9 @@ class Engine:
             self._sizes[keep_ratio] = num_parameters, download.num_bytes, upload.num_bytes
         return self._sizes[keep_ratio]
 
-    def _leave_out(self, task: ClientTask, reason: Reason, failure: str) -> None:
+    def _leave_out(self, task: ClientTask, reason: ExclusionReason, failure: str) -> None:
         """Go on without a client, and say so unless that was to be expected."""
-        what = f"{WHAT_HAPPENED[reason]} ({failure})" if failure else WHAT_HAPPENED[reason]
+        what = f"{EXPLANATIONS[reason]} ({failure})" if failure else EXPLANATIONS[reason]
         if self.faults.ends_run(reason):
             raise ClientError(
                 f"Round {task.round_idx}, client {task.client_id}: {what}; to go on without such clients, write "

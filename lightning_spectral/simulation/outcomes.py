@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_spectral.errors import check_is
-from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.rng import derived_seed
 from lightning_spectral.simulation.clock import Turn, VirtualClock
 from lightning_spectral.simulation.dropout import ClientDropout
@@ -24,7 +24,7 @@ class Fate:
         seconds: When it is done, by the virtual clock; NaN without a clock, or if it never is.
     """
 
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     seconds: float = math.nan
 
 
@@ -70,9 +70,9 @@ class Conditions:
             self.clock.check(num_clients, clients_per_round)
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:
+    def exclusion_reasons(self) -> tuple[ExclusionReason, ...]:
         """Why clients may be left out under these conditions."""
-        possible: dict[Reason, bool] = {
+        possible: dict[ExclusionReason, bool] = {
             "dropped_out": self.dropout is not None,
             "late": self.clock is not None and self.clock.deadline < math.inf,
             "surplus": self.clock is not None and self.clock.keep_first is not None,

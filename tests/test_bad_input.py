@@ -201,7 +201,7 @@ class TestSetup:
             ls.FederatedModule(lit, clients_per_round=8193)
 
     def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, quiet: Any) -> None:
-        with pytest.raises(ValueError, match="lists 2 ratios for 12 clients"):
+        with pytest.raises(ValueError, match="lists 2 values for 12 clients"):
             fit(lit, data, quiet, algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5]))
 
     def test_a_checkpoint_of_an_ordinary_run(

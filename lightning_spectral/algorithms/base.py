@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.local_optimizer import LocalOptimizer
+from lightning_spectral.protocol.per_client import Assigned, assign
 from lightning_spectral.protocol.records import Cohort, Download, Upload
 from lightning_spectral.protocol.statistics import RunningMean
 
@@ -25,9 +25,9 @@ class Algorithm(ABC, Generic[RoundT]):
     one round lives in the value that `refresh` returns and the other methods receive.
     """
 
-    def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
-        """Keep ratio of every client, shape ``(num_clients,)``; a pure function of its arguments. Here: all hold 1."""
-        return torch.ones(1, dtype=torch.float64).expand(num_clients)
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Keep ratio of every client; a pure function of its arguments. Here: 1 for all."""
+        return assign(1.0, num_clients, seed, "keep ratios")
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if this algorithm cannot train ``server``. Here: it can."""

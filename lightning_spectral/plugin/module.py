@@ -218,7 +218,7 @@ class FederatedModule(ServerHooks):
         """Clients that this process trains in a round, in order; ``None`` for a turn in which it idles."""
         client_ids = self.cohort(round_idx)
         sizes = self.data.partition.sizes_of(client_ids)
-        ratios = self.engine.keep_ratios[client_ids].tolist()
+        ratios = map(self.engine.keep_ratios.of, client_ids)
         work = [scheduling.predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
         slots = scheduling.schedule([WorkUnit(c) for c in client_ids], work, self.processes.size)[self.processes.rank]
         return [None if unit is None else unit.client_id for unit in slots]

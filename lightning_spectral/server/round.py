@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.client.gradient_watch import GradientWatch
@@ -22,6 +22,7 @@ from lightning_spectral.client.local_trainer import LocalSettings, LocalTrainer
 from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import (
     ClientOutcome,
     ClientTask,
@@ -33,10 +34,11 @@ from lightning_spectral.protocol.records import (
 )
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
 from lightning_spectral.protocol.statistics import add_up
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.fault_policy import Faults, clients_by_reason
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import Processes, raise_everywhere
-from lightning_spectral.simulation import Conditions, Fates, Turn
+from lightning_spectral.simulation import Conditions, SimulatedRound, SimulatedTask
 
 STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
 
@@ -60,7 +62,7 @@ class Engine:
     Args:
         server: The user's module with dense weights.
         algorithm: What travels, prepared for ``server``.
-        keep_ratios: Keep ratio of every client, shape ``(num_clients,)``.
+        keep_ratios: Keep ratio of every client.
         make_sub_model: From a keep ratio and the recorder of what clients log to a sub-model.
         local_trainer: Runs a client's local epochs.
         local_epochs: Passes over a client's data in a round.
@@ -78,7 +80,7 @@ class Engine:
         server: nn.Module,
         algorithm: Algorithm[Any],
         *,
-        keep_ratios: Tensor,
+        keep_ratios: Assigned[float],
         make_sub_model: Callable[[float, Recorder], SubModel],
         local_trainer: LocalTrainer,
         local_epochs: int,
@@ -100,6 +102,7 @@ class Engine:
         self.processes = Processes() if processes is None else processes
         self.faults = Faults() if faults is None else faults
         self.conditions = Conditions() if conditions is None else conditions
+        self._simulation = self.conditions.prepare(len(keep_ratios), seed)
         self.server_moves = False
         self._make_sub_model = make_sub_model
         self._sub_models: dict[float, SubModel] = {}
@@ -108,7 +111,7 @@ class Engine:
         self._round: Any = None
         self._places: dict[int, int] = {}
         self._failure: Exception | None = None
-        self._fates = Fates()
+        self._simulated = SimulatedRound()
         self._sizes: dict[float, tuple[int, int, int]] = {}
         self._participation_checked = False
 
@@ -139,8 +142,9 @@ class Engine:
             members = {ratio: tuple(client_ids) for ratio, client_ids in groups.items()}
             cohort = Cohort(self.seed, round_idx, members, num_examples, self.processes)
             self._round = self.algorithm.refresh(self.server, cohort)
-            turns = {client_id: self._turn(client_id, size) for client_id, size in num_examples.items()}
-            self._fates = self.conditions.fates(self.seed, round_idx, turns)
+            units = [WorkUnit(client_id, coefficient=size) for client_id, size in num_examples.items()]
+            tasks = {unit: self._simulated_task(unit.client_id, num_examples[unit.client_id]) for unit in units}
+            self._simulated = self._simulation.outcomes(round_idx, tasks)
 
     def expects(self, task: ClientTask | IdleTask) -> TypeGuard[ClientTask]:
         """Whether there is a client to train in this turn, in a round that has not failed here."""
@@ -162,13 +166,13 @@ class Engine:
 
     def send(self, task: ClientTask) -> Download:
         """Draw what one client gets and load it into the sub-model of its keep ratio, if it is going to train."""
-        keep_ratio, fate = self._keep_ratio(task.client_id), self._fates.of(task.client_id)
-        if fate.left_out == "no_data":
+        keep_ratio, simulated = self._keep_ratio(task.client_id), self._simulated.of(WorkUnit(task.client_id))
+        if simulated.left_out == "no_data":
             return Download(keep_ratio, {})  # it says so before anything is sent
         with self._timed("sample"), _blamed(task, "sampling"):
             key = (self.seed, task.round_idx, task.client_id)
             download = self.algorithm.sample(self._round, keep_ratio, key)
-        if fate.left_out is None:
+        if simulated.left_out is None:
             with self._timed("load"), _blamed(task, "loading"):
                 self.algorithm.load(self.sub_model(keep_ratio).module, download)
         return download
@@ -181,9 +185,9 @@ class Engine:
             ValueError: If the first client's turn shows a sharded layer that takes no part in training, or gradients
                 that reach the server's own weights.
         """
-        fate = self._fates.of(task.client_id)
-        if fate.left_out is not None:
-            return LocalResult(0, math.nan, fate.left_out)
+        simulated = self._simulated.of(WorkUnit(task.client_id))
+        if simulated.left_out is not None:
+            return LocalResult(0, math.nan, simulated.left_out)
         try:
             result = self._train(task, download)
         except ClientError as error:
@@ -243,7 +247,7 @@ class Engine:
             uplink_bytes=uplink_bytes,
             left_out=left_out,
             logged=logged,
-            virtual_seconds=self._fates.of(task.client_id).seconds,
+            virtual_seconds=self._simulated.of(WorkUnit(task.client_id)).seconds,
         )
         self._outcomes.append(outcome)
         return outcome
@@ -272,7 +276,7 @@ class Engine:
                 self.algorithm.apply(self.server, self._round)
         diagnostics = dict(self.algorithm.diagnostics(self._round))
         if self.conditions.clock is not None:
-            diagnostics["virtual_seconds"] = self._fates.seconds
+            diagnostics["virtual_seconds"] = self._simulated.seconds
         self._round = None
         gone = clients_by_reason(outcomes)
         counts = {reason: len(gone.get(reason, ())) for reason in self.faults.exclusion_reasons(self.conditions)}
@@ -302,13 +306,13 @@ class Engine:
         return self._sub_models[keep_ratio]
 
     def _keep_ratio(self, client_id: int) -> float:
-        return float(self.keep_ratios[client_id])
+        return float(self.keep_ratios.of(client_id))
 
-    def _turn(self, client_id: int, num_examples: int) -> Turn:
+    def _simulated_task(self, client_id: int, num_examples: int) -> SimulatedTask:
         """What a client is asked to do; how large its sub-model is, only for a clock that wants to know."""
         keep_ratio = self._keep_ratio(client_id)
         sizes = (0, 0, 0) if self.conditions.clock is None else self._sub_model_sizes(keep_ratio, client_id)
-        return Turn(keep_ratio, num_examples, self.local_settings.local_epochs, *sizes)
+        return SimulatedTask(keep_ratio, num_examples, self.local_settings.local_epochs, *sizes)
 
     def _sub_model_sizes(self, keep_ratio: float, client_id: int) -> tuple[int, int, int]:
         """Parameters, bytes down and bytes up of the sub-models of one keep ratio: those of any of its clients."""

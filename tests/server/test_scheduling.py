@@ -39,6 +39,10 @@ def test_the_last_process_is_at_most_a_third_later_than_in_the_best_of_all_deali
     assert makespan([float(w) for w in work], deal(work, num_processes)) <= bound * best + 1e-9
 
 
+def test_equal_pieces_are_dealt_by_index() -> None:
+    assert deal([1.0, 2.0, 2.0, 2.0, 1.0], num_processes=2) == [[1, 3], [2, 0, 4]]
+
+
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_every_unit_has_one_slot_and_all_processes_as_many(num_clients: int, num_processes: int) -> None:
     length = num_slots(num_clients, num_processes)

@@ -201,7 +201,7 @@ class TestSetup:
             ls.FederatedModule(lit, clients_per_round=8193)
 
     def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, quiet: Any) -> None:
-        with pytest.raises(ValueError, match="lists 2 ratios for 12 clients"):
+        with pytest.raises(ValueError, match="lists 2 values for 12 clients"):
             fit(lit, data, quiet, algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5]))
 
     def test_a_checkpoint_of_an_ordinary_run(
@@ -256,9 +256,7 @@ class TestClients:
             trainer.fit(model, poisoned_data(values))
             return nn.utils.parameters_to_vector(module.parameters()).detach(), history.rows[0]
 
-        with pytest.warns(
-            ls.SpectralWarning, match="Round 0: client 2 is left out of the average: its update is not finite"
-        ):
+        with pytest.warns(ls.SpectralWarning, match="Round 0: client 2 is left out of the average: update not finite"):
             weights, row = run([1.0, 2.0, math.nan], cohort=3)
         assert bool(torch.isfinite(weights).all())
         assert (row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) == (2.0, 1.0, 8.0)
@@ -274,7 +272,7 @@ class TestClients:
             pytest.warns(ls.SpectralWarning),
             pytest.raises(
                 ls.RoundError,
-                match=r"Round 0: 2 of 2 clients are left out \(clients (0, 1|1, 0); .* is not finite or too",
+                match=r"Round 0: 2 of 2 clients are left out \(clients 0 and 1: update not finite or too",
             ),
         ):
             fit(module, poisoned_data([math.nan, math.nan]), quiet, clients_per_round=2)

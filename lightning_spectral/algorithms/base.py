@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.per_client import Assigned, assign
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -28,9 +28,9 @@ class Algorithm(ABC, Generic[RoundT]):
     next lives in the module that `start` returns.
     """
 
-    def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
-        """Keep ratio of every client, shape ``(num_clients,)``; a pure function of its arguments. Here: all hold 1."""
-        return torch.ones(1, dtype=torch.float64).expand(num_clients)
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Keep ratio of every client; a pure function of its arguments. Here: 1 for all."""
+        return assign(1.0, num_clients, seed, "keep ratios")
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if this algorithm cannot train ``server``. Here: it can."""

@@ -17,14 +17,14 @@ from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.functional.factors import check_granularity, singular_terms
+from lightning_spectral.functional.factors import check_granularity, check_keep_ratio, singular_terms
 from lightning_spectral.functional.local_training import check_tau
 from lightning_spectral.nn.layers.blocks import as_rows, assemble, by_parameter
 from lightning_spectral.nn.plan.planner import check_undecided, plan_layers
 from lightning_spectral.nn.plan.report import LayerReport
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
-from lightning_spectral.protocol.per_client import KeepRatio, assign_keep_ratios, check_keep_ratios
+from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -71,7 +71,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     """
 
     strategy: ShardingStrategy = field(default_factory=Collective)
-    keep_ratio: KeepRatio = 0.2
+    keep_ratio: PerClient[float] = 0.2
     design: Design | None = None
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
@@ -84,7 +84,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     plan: LayerReport | None = None
 
     def __post_init__(self) -> None:
-        check_keep_ratios(self.keep_ratio)
+        check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
         check_tau(self.clip_tau)
         check_is("strategy", self.strategy, ShardingStrategy)
         if self.design is not None:
@@ -95,9 +95,14 @@ class SpectralSharding(Algorithm[SpectralRound]):
         if self.plan is not None:
             check_undecided(self.exclude, self.split, self.keep_first_and_last_dense)
 
-    def keep_ratios(self, num_clients: int, seed: int) -> Tensor:
-        """Keep ratio of every client, shape ``(num_clients,)``: exact shares, drawn from the seed."""
-        return assign_keep_ratios(self.keep_ratio, num_clients, seed)
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Keep ratio of every client: exact shares, drawn from the seed.
+
+        Raises:
+            ValueError: If a list of ratios has another length than ``num_clients``.
+        """
+        check_num_entries("keep_ratio", self.keep_ratio, num_clients)
+        return assign(self.keep_ratio, num_clients, seed, "keep ratios")
 
     def report(self, server: nn.Module) -> LayerReport:
         """The treatment of every layer of ``server``.

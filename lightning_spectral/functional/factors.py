@@ -72,7 +72,7 @@ def check_granularity(granularity: int) -> None:
 
 def check_keep_ratio(keep_ratio: float) -> None:
     """Raise ``ValueError`` unless ``keep_ratio`` is in (0, 1]."""
-    if not 0.0 < keep_ratio <= 1.0:
+    if not (isinstance(keep_ratio, float | int) and 0.0 < keep_ratio <= 1.0):
         raise ValueError(
             f"`keep_ratio` must be in (0, 1], got {keep_ratio!r}: it is the share of singular terms a client holds."
         )

@@ -40,12 +40,12 @@ from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.exact_sum import MOST_TERMS
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server import scheduling
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Run
-from lightning_spectral.server.scheduling import num_turns, predicted_work, turns
 from lightning_spectral.server.turn import Turn
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
@@ -201,14 +201,15 @@ class FederatedModule(RoundHooks, Host):
     @property
     def num_slots(self) -> int:
         """Positions in every process's schedule of a round: one for each client in a single process."""
-        return num_turns(self._cohort_size, self.processes.size)
+        return scheduling.num_slots(self._cohort_size, self.processes.size)
 
     def schedule(self, round_idx: int) -> list[Slot]:
         """Whom this process trains in a round, in order, and where it idles."""
         units = self.cohort(round_idx)
-        work = [predicted_work(int(unit.coefficient), self.engine.run.keep_ratio_of(unit)) for unit in units]
-        places = turns(list(range(len(units))), work, self.processes.size)[self.processes.rank]
-        return [Slot(round_idx, None if place is None else units[place]) for place in places]
+        keep_ratio_of = self.engine.run.keep_ratio_of
+        work = [scheduling.predicted_work(int(unit.coefficient), keep_ratio_of(unit)) for unit in units]
+        slots = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
+        return [Slot(round_idx, unit) for unit in slots]
 
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""

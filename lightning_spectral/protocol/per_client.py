@@ -1,79 +1,139 @@
-"""Which client has which keep ratio."""
+"""Settings of clients: one for all, given in shares, or one per client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.factors import check_keep_ratio
 from lightning_spectral.protocol.rng import derived_generator
 
-KeepRatio = float | Mapping[float, float] | Sequence[float]
+__all__ = ["Assigned", "PerClient", "assign", "check_num_entries", "check_per_client"]
+
+T = TypeVar("T", bound=Hashable)
+PerClient: TypeAlias = T | Mapping[T, float] | Sequence[T]
 
 
-def check_keep_ratios(keep_ratio: KeepRatio) -> None:
-    """Raise ``ValueError`` unless every ratio is in (0, 1] and shares are positive and sum to 1."""
-    ratios = _distinct(keep_ratio)
-    if not ratios or not all(isinstance(ratio, float | int) for ratio in ratios):
-        raise ValueError(
-            f"`keep_ratio` must be a number, {{ratio: share}} or a list with one number per client, got {keep_ratio!r}."
-        )
-    for ratio in ratios:
-        check_keep_ratio(ratio)
-    if isinstance(keep_ratio, Mapping):
-        _check_shares(keep_ratio)
+@dataclass(frozen=True, eq=False)
+class Assigned(Generic[T]):
+    """The value that each client of a federation has.
+
+    Attributes:
+        values: The distinct values, in the order in which they were given. In a small federation a value with a small
+            share may belong to nobody.
+        indices: Which of ``values`` each client has, int64, shape ``(num_clients,)``. If there is only one value, a
+            single number in memory.
+    """
+
+    values: tuple[T, ...]
+    indices: Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def of(self, client_id: int) -> T:
+        """The value of one client."""
+        return self.values[int(self.indices[client_id])]
 
 
-def assign_keep_ratios(keep_ratio: KeepRatio, num_clients: int, seed: int) -> Tensor:
-    """Keep ratio of every client.
-
-    Shares are exact: each ratio gets its share of the clients rounded down, and the clients left over go to the
-    largest remainders. Which client gets which is drawn from the seed alone.
+def check_per_client(argument: str, value: PerClient[T], check_entry: Callable[[T], None]) -> None:
+    """Check a setting in its constructor, where the number of clients is not yet known.
 
     Args:
-        keep_ratio: One ratio for all; or ``{ratio: share of clients}``; or one ratio per client.
-        num_clients: Number of clients.
-        seed: The run's seed.
-
-    Returns:
-        Shape ``(num_clients,)``, float64.
+        argument: Its name, for error messages.
+        value: One for all clients, ``{value: share of clients}``, or a list with one per client.
+        check_entry: Raises if a single value is out of range.
 
     Raises:
-        ValueError: If a list of ratios has another length than ``num_clients``.
+        ValueError: If nothing is given, or shares are not positive or do not sum to 1.
 
     Example:
-        >>> ratios = assign_keep_ratios({0.2: 0.6, 0.4: 0.4}, num_clients=10, seed=0)
-        >>> [(ratios == r).sum().item() for r in (0.2, 0.4)]
-        [6, 4]
+        >>> check_per_client("keep_ratio", {0.2: 0.6, 0.4: 0.5}, lambda ratio: None)
+        Traceback (most recent call last):
+        ValueError: Shares of `keep_ratio` must sum to 1, got 0.6 + 0.5 = 1.1; write {value: share of clients}.
     """
-    if isinstance(keep_ratio, Mapping):
-        ratios = torch.tensor(list(keep_ratio), dtype=torch.float64)
-        in_order = ratios.repeat_interleave(_exact_counts(list(keep_ratio.values()), num_clients))
-        return in_order[torch.randperm(num_clients, generator=derived_generator(seed, "keep ratios"))]
-    if isinstance(keep_ratio, Sequence):
-        if len(keep_ratio) != num_clients:
-            raise ValueError(
-                f"`keep_ratio` lists {len(keep_ratio)} ratios for {num_clients} clients; give one per client, "
-                "one for all, or {ratio: share}."
-            )
-        return torch.tensor(keep_ratio, dtype=torch.float64)
-    return torch.tensor(keep_ratio, dtype=torch.float64).expand(num_clients)  # one number in memory
-
-
-def _distinct(keep_ratio: KeepRatio) -> list[float]:
-    return list(keep_ratio) if isinstance(keep_ratio, Mapping | Sequence) else [keep_ratio]
-
-
-def _check_shares(shares: Mapping[float, float]) -> None:
-    for ratio, share in shares.items():
-        if not share > 0.0:
-            raise ValueError(f"Shares of `keep_ratio` must be positive, got {share!r} for ratio {ratio}; leave it out.")
-    if abs(sum(shares.values()) - 1.0) > 1e-9:
+    entries = _entries(value)
+    if not entries:
         raise ValueError(
-            f"Shares of `keep_ratio` must sum to 1, got {dict(shares)} with sum {sum(shares.values()):g}; "
-            "write {ratio: share of clients}, e.g. {0.2: 0.6, 0.4: 0.4}."
+            f"`{argument}` must be one value for all clients, {{value: share of clients}} or a list with one value per "
+            f"client, got {value!r}."
+        )
+    for entry in entries:
+        check_entry(entry)
+    if isinstance(value, Mapping):
+        _check_shares(argument, value)
+
+
+def check_num_entries(argument: str, value: PerClient[T], num_clients: int) -> None:
+    """Raise ``ValueError`` if a list has another length than the federation has clients.
+
+    Example:
+        >>> check_num_entries("keep_ratio", [0.2, 0.4], num_clients=3)
+        Traceback (most recent call last):
+        ValueError: `keep_ratio` lists 2 values for 3 clients; give one per client, one for all, or {value: share}.
+    """
+    if _is_list(value) and len(_entries(value)) != num_clients:
+        raise ValueError(
+            f"`{argument}` lists {len(_entries(value))} values for {num_clients} clients; give one per client, one for "
+            "all, or {value: share}."
+        )
+
+
+def assign(value: PerClient[T], num_clients: int, seed: int, purpose: str) -> Assigned[T]:
+    """Assign a setting to the clients of a federation.
+
+    Shares are exact: each value gets its share of the clients rounded down, and the clients left over go to the
+    largest remainders. Which client gets which value is drawn from ``(seed, purpose)`` alone.
+
+    Args:
+        value: One for all clients, ``{value: share of clients}``, or a list with one per client; already checked.
+        num_clients: Number of clients.
+        seed: The run's seed.
+        purpose: What is drawn, for `derived_generator`.
+
+    Example:
+        >>> ratios = assign({0.2: 0.6, 0.4: 0.4}, num_clients=10, seed=0, purpose="keep ratios")
+        >>> [ratios.of(client_id) for client_id in range(10)].count(0.2)
+        6
+    """
+    entries = _entries(value)
+    assert not _is_list(value) or len(entries) == num_clients, "`check_num_entries` comes first"
+    values = tuple(dict.fromkeys(entries))
+    if len(values) == 1:
+        return Assigned(values, torch.zeros(1, dtype=torch.long).expand(num_clients))
+    if isinstance(value, Mapping):
+        in_order = torch.arange(len(values)).repeat_interleave(_exact_counts(list(value.values()), num_clients))
+        return Assigned(values, in_order[torch.randperm(num_clients, generator=derived_generator(seed, purpose))])
+    index_of = {entry: index for index, entry in enumerate(values)}
+    return Assigned(values, torch.tensor([index_of[entry] for entry in entries]))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _entries(value: PerClient[T]) -> Sequence[T]:
+    """All values that are written down: one, the keys of the shares, or the list."""
+    if isinstance(value, Mapping):
+        return list(value)
+    return cast("Sequence[T]", value) if _is_list(value) else [cast("T", value)]
+
+
+def _check_shares(argument: str, shares: Mapping[T, float]) -> None:
+    for value, share in shares.items():
+        if not (isinstance(share, float | int) and share > 0.0):
+            raise ValueError(
+                f"Shares of `{argument}` must be positive numbers, got {share!r} for {value!r}; leave out what no "
+                "client has."
+            )
+    if abs(sum(shares.values()) - 1.0) > 1e-9:
+        terms = " + ".join(f"{share:g}" for share in shares.values())
+        raise ValueError(
+            f"Shares of `{argument}` must sum to 1, got {terms} = {sum(shares.values()):g}; write {{value: share of "
+            "clients}."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spectral.protocol.exact_sum import LARGEST, largest_magnitude
-from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Tensors = Mapping[str, Tensor]
@@ -113,7 +113,7 @@ class Upload:
     num_steps: int = 0
     loss: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     failure: Failure | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -158,7 +158,7 @@ class ClientOutcome:
     loss: float
     downlink_bytes: int
     uplink_bytes: int
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ class RoundSummary:
     seconds: Mapping[str, float]
     diagnostics: Mapping[str, float]
     logged: Mapping[str, LoggedValue]
-    left_out: Mapping[Reason, int] = field(default_factory=dict)
+    left_out: Mapping[ExclusionReason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

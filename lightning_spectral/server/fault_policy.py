@@ -1,4 +1,4 @@
-"""What a run does about clients that do not deliver."""
+"""Which faults of clients end a run, and which a round tolerates."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from lightning_spectral.errors import RoundError, check_is
-from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome
-from lightning_spectral.simulation.outcomes import Conditions
+from lightning_spectral.simulation import Conditions
 
-REMEDIES: dict[Reason, str] = {
-    "error": "The warnings say what failed.",
+REMEDIES: dict[ExclusionReason, str] = {
+    "error": "The warnings show what failed.",
     "not_finite": "Lower the learning rate, or clip (`clip_tau`), and look at these clients' data.",
-    "no_update": "Look at these clients' data, and at what `training_step` skips.",
+    "no_update": "Look at these clients' data, and at which batches `training_step` skips.",
     "no_data": "Use fewer clients or another partitioner.",
     "dropped_out": "Lower the probability of `ClientDropout`.",
     "late": "Raise the deadline of `VirtualClock`, or lower the keep ratio.",
@@ -28,11 +28,11 @@ class Raise:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Go on without the client: it is in no average, and counted.
+    """Go on without the client: it enters no average, and is counted.
 
     Args:
         max_share: Largest share of a round's clients that may be left out for this reason; if there are more,
-            `RoundError` ends the run. At 1 even a round without any client left goes by: it changes nothing.
+            `RoundError` ends the run. At 1 a round may lose every client; it then changes nothing.
 
     Raises:
         ValueError: If ``max_share`` is outside [0, 1].
@@ -47,7 +47,7 @@ class LeaveOut:
 
 @dataclass(frozen=True)
 class Faults:
-    """For each thing that may go wrong with a client, whether it ends the run or the round goes on without it.
+    """Whether a fault of a client ends the run, or the round goes on without that client.
 
     Args:
         on_error: An exception in the client's local training.
@@ -84,19 +84,19 @@ class Faults:
             if not isinstance(answer, Raise | LeaveOut):
                 check_is(field.name, answer, LeaveOut)
 
-    def answer(self, reason: Reason) -> Raise | LeaveOut:
-        """What to do about a client; one that is surplus is always left out."""
+    def answer(self, reason: ExclusionReason) -> Raise | LeaveOut:
+        """What to do about a client left out for this reason; a surplus one never ends the run."""
         answer: Raise | LeaveOut = LeaveOut(1.0) if reason == "surplus" else getattr(self, f"on_{reason}")
         return answer
 
-    def ends_run(self, reason: Reason) -> bool:
-        """Whether a single such client ends the run."""
+    def ends_run(self, reason: ExclusionReason) -> bool:
+        """Whether one client with this fault ends the run."""
         return isinstance(self.answer(reason), Raise)
 
-    def reasons(self, conditions: Conditions) -> tuple[Reason, ...]:
+    def exclusion_reasons(self, conditions: Conditions) -> tuple[ExclusionReason, ...]:
         """Why clients may be left out of a run's rounds."""
-        own: tuple[Reason, ...] = ("error", "not_finite", "no_update", "no_data")
-        return tuple(reason for reason in own + conditions.reasons if not self.ends_run(reason))
+        own: tuple[ExclusionReason, ...] = ("error", "not_finite", "no_update", "no_data")
+        return tuple(reason for reason in own + conditions.exclusion_reasons if not self.ends_run(reason))
 
     def check_round(self, round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
         """Refuse a round that lost more clients than allowed.
@@ -108,17 +108,23 @@ class Faults:
             answer = self.answer(reason)
             if isinstance(answer, LeaveOut) and len(client_ids) / len(outcomes) > answer.max_share:
                 raise RoundError(
-                    f"Round {round_idx}: {len(client_ids)} of {len(outcomes)} clients are left out (clients "
-                    f"{', '.join(map(str, client_ids))}; of each: {WHAT_HAPPENED[reason]}), more than the share of "
+                    f"Round {round_idx}: {len(client_ids)} of {len(outcomes)} clients are left out "
+                    f"({_named(sorted(client_ids))}: {EXPLANATIONS[reason]}), more than the share of "
                     f"{answer.max_share:g} that `Faults.on_{reason}` allows; the server's weights are unchanged. "
                     f"{REMEDIES[reason]}"
                 )
 
 
-def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[Reason, list[int]]:
+def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason, list[int]]:
     """Ids of the clients that were left out, by reason."""
-    gone: dict[Reason, list[int]] = defaultdict(list)
+    gone: dict[ExclusionReason, list[int]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.left_out is not None:
             gone[outcome.left_out].append(outcome.client_id)
     return dict(gone)
+
+
+def _named(client_ids: Sequence[int]) -> str:
+    """Clients by name: "client 3", "clients 3 and 5" or "clients 3, 5 and 7"."""
+    *others, last = map(str, client_ids)
+    return f"clients {', '.join(others)} and {last}" if others else f"client {last}"

@@ -21,7 +21,7 @@ from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.sub_model_sizes import SubModelSize
-from lightning_spectral.simulation import Turn as SimulatedTask
+from lightning_spectral.simulation import SimulatedTask
 
 
 class OpenRound:
@@ -51,8 +51,8 @@ class OpenRound:
         with self.clock.measure("refresh"):
             self.cohort = self._cohort()
             self.opened: Any = run.algorithm.open(run.server, run.state, self.cohort)
-            tasks = {unit.client_id: self._simulated_task(unit) for unit in num_examples}
-            self.simulated = run.conditions.fates(run.seed, round_idx, tasks)
+            tasks = {unit: self._simulated_task(unit) for unit in num_examples}
+            self.simulated = run.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
         groups: dict[float, list[WorkUnit]] = defaultdict(list)
@@ -137,7 +137,7 @@ class OpenRound:
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)
         gone = clients_by_reason(outcomes)
-        counts = {reason: len(gone.get(reason, ())) for reason in run.faults.reasons(run.conditions)}
+        counts = {reason: len(gone.get(reason, ())) for reason in run.faults.exclusion_reasons(run.conditions)}
         means = round_means(outcomes)
         return RoundSummary(self.round_idx, tuple(outcomes), dict(self.clock.seconds), diagnostics, means, counts)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.protocol.stage_clock import Profile
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.sub_model_sizes import SubModelSizes
-from lightning_spectral.simulation import Conditions
+from lightning_spectral.simulation import Conditions, Simulation
 
 
 def _no_options() -> tuple[tuple[Options, ...], ...]:
@@ -32,7 +34,7 @@ class Run:
         server: The user's module with dense weights.
         algorithm: What travels, prepared for ``server``.
         state: What the algorithm owns between rounds; ``None`` for nothing.
-        keep_ratios: Keep ratio of every client, shape ``(num_clients,)``.
+        keep_ratios: Keep ratio of every client.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
         options: Asked once a round: for each of the user's optimizers, the options of its parameter groups.
@@ -47,7 +49,7 @@ class Run:
     server: nn.Module
     algorithm: Algorithm[Any]
     state: nn.Module | None
-    keep_ratios: Tensor
+    keep_ratios: Assigned[float]
     seed: int
     local_epochs: int = 1
     options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
@@ -60,4 +62,9 @@ class Run:
 
     def keep_ratio_of(self, unit: WorkUnit) -> float:
         """Share of the singular terms that a unit's client holds."""
-        return float(self.keep_ratios[unit.client_id])
+        return float(self.keep_ratios.of(unit.client_id))
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Dropout and device speed, as they were assigned to the clients."""
+        return self.conditions.prepare(len(self.keep_ratios), self.seed)

@@ -1,14 +1,16 @@
-"""Which process does what: work dealt so that processes finish together, or turn by turn."""
+"""Which process does what: work dealt so that all finish together, or slot by slot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-Turns = list[int | None]
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Slots = list[WorkUnit | None]
 
 
 def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
-    """Deal pieces of work to processes, the longest first, each to whoever has least so far.
+    """Deal pieces of work to processes, the longest first, each to the process that has least so far.
 
     Args:
         work: Predicted time of each piece, any unit, not negative.
@@ -18,7 +20,7 @@ def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
         For each process its pieces, by index, longest first. A pure function: ties go to the lower index.
 
     Reference:
-        Graham (1969): the last process is done at most 4/3 as late as with the best of all dealings.
+        Graham (1969): the last process finishes at most 4/3 as late as under the best possible dealing.
 
     Example:
         >>> deal([1.0, 5.0, 4.0, 2.0], num_processes=2)
@@ -33,43 +35,44 @@ def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
     return dealt
 
 
-def num_turns(num_clients: int, num_processes: int) -> int:
-    """Turns that every process takes in a round, clients and idle ones.
+def num_slots(num_units: int, num_processes: int) -> int:
+    """Length of a round's schedule: how many slots each process has, the idle ones included.
 
     Example:
-        >>> num_turns(10, num_processes=1), num_turns(10, num_processes=3), num_turns(2, num_processes=3)
+        >>> num_slots(10, num_processes=1), num_slots(10, num_processes=3), num_slots(2, num_processes=3)
         (10, 4, 1)
     """
-    return max(1, -(-num_clients // num_processes))
+    return max(1, -(-num_units // num_processes))
 
 
-def turns(client_ids: Sequence[int], work: Sequence[float], num_processes: int) -> list[Turns]:
-    """The turns of every process in one round, ``None`` where it idles; in a single one, the clients as they come.
+def schedule(units: Sequence[WorkUnit], work: Sequence[float], num_processes: int) -> list[Slots]:
+    """Schedule a round: for each process, the unit that it trains in each slot, or ``None`` where it idles.
 
-    Lightning lets no process begin a turn before all have ended the one before, so a turn lasts as long as its
-    longest client. Clients of like size therefore share a turn: sorted, longest first, and dealt row by row. With P
-    processes a round is longer than an even share of its work by at most (P - 1) / P times the difference between the
-    longest client and the shortest, if nobody idles.
+    Lightning lets no process begin a slot before all have finished the one before, so a slot lasts as long as its
+    longest unit. Units of similar size therefore share a slot: they are sorted, longest first, and dealt row by row.
+    With P processes a round is longer than an even share of its work by at most (P - 1) / P times the difference
+    between the longest unit and the shortest, if nobody idles. A single process takes the units in the given order.
 
     Args:
-        client_ids: The round's clients.
-        work: Predicted time of each, any unit.
+        units: The round's units.
+        work: Predicted time of each, any unit of time.
         num_processes: How many share the round.
 
     Example:
-        >>> turns([7, 8, 9], [50.0, 100.0, 40.0], num_processes=2)
+        >>> slots = schedule([WorkUnit(7), WorkUnit(8), WorkUnit(9)], [50.0, 100.0, 40.0], num_processes=2)
+        >>> [[unit and unit.client_id for unit in process] for process in slots]
         [[8, 9], [7, None]]
     """
     if num_processes == 1:
-        return [list(client_ids)]
-    order = sorted(range(len(client_ids)), key=lambda i: (-work[i], i))
-    sorted_ids: Turns = [client_ids[i] for i in order]
-    idle = num_turns(len(client_ids), num_processes) * num_processes - len(sorted_ids)
-    return [[*sorted_ids, *[None] * idle][process::num_processes] for process in range(num_processes)]
+        return [list(units)]
+    order = sorted(range(len(units)), key=lambda i: (-work[i], i))
+    row_by_row: Slots = [units[i] for i in order]
+    row_by_row += [None] * (num_slots(len(units), num_processes) * num_processes - len(units))
+    return [row_by_row[process::num_processes] for process in range(num_processes)]
 
 
 def predicted_work(num_examples: int, keep_ratio: float) -> float:
-    """Time of a client's turn, in units of one example through the whole model.
+    """Predicted time of a client's turn, in units of one example through the whole model.
 
     Half of a step's time does not depend on the number of terms: activations, batches, the layers that stay dense.
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 
 from lightning_spectral.errors import ClientError, SpectralWarning
-from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.round import OpenRound, address, client_error, named
@@ -30,7 +30,7 @@ class Turn:
         self.round = opened
         self.unit = unit
         self.num_examples = opened.num_examples[unit]
-        self.simulated = opened.simulated.of(unit.client_id)
+        self.simulated = opened.simulated.of(unit)
         self.download: Download | None = None
         self.upload: Upload | None = None
         self._receipt = Receipt(unit, opened.run.keep_ratio_of(unit))
@@ -100,7 +100,7 @@ class Turn:
         self.round.outcomes.append(outcome)
         return outcome
 
-    def _outcome(self, upload: Upload, left_out: Reason | None) -> ClientOutcome:
+    def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
         return ClientOutcome(
             round_idx=self.round_idx,
             unit=self.unit,
@@ -115,9 +115,9 @@ class Turn:
             virtual_seconds=self.simulated.seconds,
         )
 
-    def _leave_out(self, reason: Reason, message: str) -> None:
+    def _leave_out(self, reason: ExclusionReason, message: str) -> None:
         """Go on without the client, with a warning unless that was to be expected."""
-        what = f"{WHAT_HAPPENED[reason]} ({message})" if message else WHAT_HAPPENED[reason]
+        what = f"{EXPLANATIONS[reason]} ({message})" if message else EXPLANATIONS[reason]
         if self.round.run.faults.ends_run(reason):
             raise ClientError(
                 f"Round {self.round_idx}, {named(self.unit)}: {what}; to go on without such clients, write "

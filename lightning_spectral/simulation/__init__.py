@@ -1,7 +1,17 @@
-"""Who of a round's clients will report back, and when: simulated, and known before anybody trains."""
+"""Simulated dropout and device speed: which clients of a round report back, and when."""
 
-from lightning_spectral.simulation.clock import DeviceProfile, Turn, VirtualClock
+from lightning_spectral.simulation.clock import DeviceProfile, SimulatedTask, VirtualClock
+from lightning_spectral.simulation.conditions import Conditions
 from lightning_spectral.simulation.dropout import ClientDropout
-from lightning_spectral.simulation.outcomes import Conditions, Fate, Fates
+from lightning_spectral.simulation.outcomes import SimulatedOutcome, SimulatedRound, Simulation
 
-__all__ = ["ClientDropout", "Conditions", "DeviceProfile", "Fate", "Fates", "Turn", "VirtualClock"]
+__all__ = [
+    "ClientDropout",
+    "Conditions",
+    "DeviceProfile",
+    "SimulatedOutcome",
+    "SimulatedRound",
+    "SimulatedTask",
+    "Simulation",
+    "VirtualClock",
+]

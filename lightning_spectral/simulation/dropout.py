@@ -2,50 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
 from lightning_spectral.protocol.rng import derived_seed
+from lightning_spectral.protocol.work_unit import WorkUnit
 
-__all__ = ["ClientDropout"]
+__all__ = ["ClientDropout", "drops_out"]
 
 
 @dataclass(frozen=True)
 class ClientDropout:
-    """Lets a client that was sent its sub-model vanish: it trains nothing and returns nothing.
+    """Lets clients drop out of rounds: such a client is sent its sub-model, trains nothing and returns nothing.
 
-    Whether it does depends on the run's seed, the round and the client alone: not on who else takes part, nor on
-    where a run was resumed.
+    Whether a client drops out depends on the run's seed, the round and the client alone: not on who else takes part,
+    nor on where a run was resumed.
 
     Args:
-        probability: Probability p of dropping out of a round, in [0, 1]: one for all clients, or one for each.
+        probability: Probability p of dropping out of a round, in [0, 1]: one for all clients; ``{probability: share of
+            clients}``; or one per client.
 
     Raises:
-        ValueError: If a probability is outside [0, 1].
+        ValueError: If a probability is outside [0, 1], or shares are not positive or do not sum to 1.
 
     Example:
-        >>> dropout = ClientDropout(probability=0.25)
-        >>> sum(dropout.drops(0, 0, client_id) for client_id in range(1000))
-        250
+        >>> dropout = ClientDropout({0.0: 0.5, 0.5: 0.5})  # half of the clients are on mains power
+        >>> [dropout.assign(num_clients=6, seed=0).of(client_id) for client_id in range(6)]
+        [0.5, 0.5, 0.5, 0.0, 0.0, 0.0]
     """
 
-    probability: float | Sequence[float]
+    probability: PerClient[float]
 
     def __post_init__(self) -> None:
-        for p in [self.probability] if isinstance(self.probability, float | int) else self.probability:
-            if not 0.0 <= p <= 1.0:
-                raise ValueError(f"`probability` must be in [0, 1], got {p!r}.")
+        check_per_client("probability", self.probability, _check_probability)
 
     def check(self, num_clients: int) -> None:
         """Raise ``ValueError`` if probabilities are listed for another number of clients."""
-        if isinstance(self.probability, Sequence) and len(self.probability) != num_clients:
-            raise ValueError(
-                f"`probability` lists {len(self.probability)} numbers for {num_clients} clients; give one per client, "
-                "or one for all."
-            )
+        check_num_entries("probability", self.probability, num_clients)
 
-    def drops(self, seed: int, round_idx: int, client_id: int) -> bool:
-        """Whether a client drops out of a round."""
-        p = self.probability[client_id] if isinstance(self.probability, Sequence) else self.probability
-        # a derived seed is a uniform integer below 2**63: no generator is needed for a single coin
-        return derived_seed(seed, "client dropout", round_idx, client_id) < p * 2**63
+    def assign(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Each client's probability, the same in every round."""
+        return assign(self.probability, num_clients, seed, "dropout probability")
+
+
+def drops_out(probability: float, seed: int, round_idx: int, unit: WorkUnit) -> bool:
+    """Whether a unit drops out of a round: a coin of its own for each unit and round.
+
+    Example:
+        >>> sum(drops_out(0.25, 0, 0, WorkUnit(client_id)) for client_id in range(1000))
+        250
+    """
+    # a derived seed is a uniform integer below 2**63: no generator is needed for a single coin
+    return derived_seed(seed, "client dropout", round_idx, *unit.ids) < probability * 2**63
+
+
+def _check_probability(probability: float) -> None:
+    if not (isinstance(probability, float | int) and 0.0 <= probability <= 1.0):
+        raise ValueError(f"`probability` must be in [0, 1], got {probability!r}.")

@@ -1,121 +1,115 @@
-"""Who of a round's clients will deliver: known before anybody trains, so nobody trains in vain."""
+"""Which clients of a round report back: known before anybody trains, so nobody trains in vain."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lightning_spectral.errors import check_is
-from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.exclusion import ExclusionReason
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.rng import derived_seed
-from lightning_spectral.simulation.clock import Turn, VirtualClock
-from lightning_spectral.simulation.dropout import ClientDropout
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.simulation.clock import DeviceProfile, SimulatedTask, VirtualClock
+from lightning_spectral.simulation.dropout import drops_out
 
-__all__ = ["Conditions", "Fate", "Fates"]
+__all__ = ["SimulatedOutcome", "SimulatedRound", "Simulation"]
+
+Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Fate:
-    """What will become of a client's turn.
+class SimulatedOutcome:
+    """Whether a unit reports back in a round, and when.
 
     Attributes:
         left_out: Why its update will not be used; ``None`` if it is to train.
         seconds: When it is done, by the virtual clock; NaN without a clock, or if it never is.
     """
 
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     seconds: float = math.nan
 
 
 @dataclass(frozen=True)
-class Fates:
-    """What will become of a round.
+class SimulatedRound:
+    """The outcomes of all units of a round.
 
     Attributes:
-        clients: A fate for each client, by id.
+        outcomes: One for each unit, by `WorkUnit.key`.
         seconds: How long the round takes, by the virtual clock; NaN without one.
     """
 
-    clients: Mapping[int, Fate] = field(default_factory=dict)
+    outcomes: Mapping[Key, SimulatedOutcome] = field(default_factory=dict)
     seconds: float = math.nan
 
-    def of(self, client_id: int) -> Fate:
-        """A client's fate; one of whom nothing is known trains."""
-        return self.clients.get(client_id, Fate())
+    def of(self, unit: WorkUnit) -> SimulatedOutcome:
+        """The outcome of one unit, whatever its coefficient."""
+        return self.outcomes[unit.key]
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """Under which conditions clients work, simulated.
+class Simulation:
+    """Dropout and device speed of the clients of one run; see `Conditions.prepare`.
 
     Attributes:
-        dropout: Who vanishes; ``None`` for nobody.
-        clock: How long they take; ``None`` if nobody looks.
+        seed: The run's seed.
+        probabilities: Each client's probability of dropping out; ``None`` if none do.
+        clock: From a device and a task to seconds; ``None`` if time plays no part.
+        profiles: Each client's device; ``None`` without a clock.
     """
 
-    dropout: ClientDropout | None = None
+    seed: int
+    probabilities: Assigned[float] | None = None
     clock: VirtualClock | None = None
+    profiles: Assigned[DeviceProfile] | None = None
 
-    def __post_init__(self) -> None:
-        for name, kind in {"dropout": ClientDropout, "clock": VirtualClock}.items():
-            if getattr(self, name) is not None:
-                check_is(name, getattr(self, name), kind)
+    def outcomes(self, round_idx: int, tasks: Mapping[WorkUnit, SimulatedTask]) -> SimulatedRound:
+        """The outcome of each unit: a pure function of the arguments, whatever their order.
 
-    def check(self, num_clients: int, clients_per_round: int) -> None:
-        """Raise ``ValueError`` if the conditions do not fit the federation."""
-        if self.dropout is not None:
-            self.dropout.check(num_clients)
-        if self.clock is not None:
-            self.clock.check(num_clients, clients_per_round)
-
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Why clients may be left out under these conditions."""
-        possible: dict[Reason, bool] = {
-            "dropped_out": self.dropout is not None,
-            "late": self.clock is not None and self.clock.deadline < math.inf,
-            "surplus": self.clock is not None and self.clock.keep_first is not None,
-        }
-        return tuple(reason for reason, is_possible in possible.items() if is_possible)
-
-    def fates(self, seed: int, round_idx: int, turns: Mapping[int, Turn]) -> Fates:
-        """What will become of each client: a pure function of its arguments, whatever their order.
-
-        A client without data says so at once; one that drops out is never heard of; of the others, in the order in
-        which they are done, the first `VirtualClock.keep_first` are kept, unless they are late.
+        A client without data says so at once; one that drops out is never heard of again. Of the others, in the order
+        in which they finish, the first `VirtualClock.keep_first` are kept, unless they are late.
 
         Args:
-            seed: The run's seed.
             round_idx: Communication round, from 0.
-            turns: What each client is asked to do, by id.
+            tasks: What each unit is asked to do.
         """
-        fates = {client_id: self._alone(seed, round_idx, client_id, turn) for client_id, turn in turns.items()}
+        outcomes = {unit.key: self._without_others(round_idx, unit, task) for unit, task in tasks.items()}
         if self.clock is None:
-            return Fates(fates)
-        done = [client_id for client_id, fate in fates.items() if fate.left_out is None]
-        # equal devices are done together: who comes first is then a matter of chance, and not of the client's number
-        done.sort(key=lambda c: (fates[c].seconds, derived_seed(seed, "photo finish", round_idx, c)))
-        for client_id in done[self.clock.keep_first :] if self.clock.keep_first is not None else []:
-            fates[client_id] = Fate("surplus", fates[client_id].seconds)
-        return Fates(fates, _round_seconds(self.clock, list(fates.values())))
+            return SimulatedRound(outcomes)
+        if self.clock.keep_first is not None:
+            finished = [unit for unit in tasks if outcomes[unit.key].left_out is None]
+            finished.sort(key=lambda unit: (outcomes[unit.key].seconds, self._photo_finish(round_idx, unit)))
+            for unit in finished[self.clock.keep_first :]:
+                outcomes[unit.key] = SimulatedOutcome("surplus", outcomes[unit.key].seconds)
+        return SimulatedRound(outcomes, _round_seconds(self.clock, outcomes.values()))
 
-    def _alone(self, seed: int, round_idx: int, client_id: int, turn: Turn) -> Fate:
-        if turn.num_examples == 0:
-            return Fate("no_data")
-        if self.dropout is not None and self.dropout.drops(seed, round_idx, client_id):
-            return Fate("dropped_out")
-        if self.clock is None:
-            return Fate()
-        seconds = self.clock.seconds(seed, client_id, turn)
-        return Fate("late" if seconds > self.clock.deadline else None, seconds)
+    def _without_others(self, round_idx: int, unit: WorkUnit, task: SimulatedTask) -> SimulatedOutcome:
+        """The outcome as far as it depends on this unit alone: all but being surplus."""
+        if task.num_examples == 0:
+            return SimulatedOutcome("no_data")
+        if self._drops_out(round_idx, unit):
+            return SimulatedOutcome("dropped_out")
+        if self.clock is None or self.profiles is None:
+            return SimulatedOutcome()
+        seconds = self.clock.seconds(self.profiles.of(unit.client_id), task)
+        return SimulatedOutcome("late" if seconds > self.clock.deadline else None, seconds)
+
+    def _drops_out(self, round_idx: int, unit: WorkUnit) -> bool:
+        if self.probabilities is None:
+            return False
+        return drops_out(self.probabilities.of(unit.client_id), self.seed, round_idx, unit)
+
+    def _photo_finish(self, round_idx: int, unit: WorkUnit) -> int:
+        """Place among equal devices, which finish together: drawn, so that no client's number puts it first."""
+        return derived_seed(self.seed, "photo finish", round_idx, *unit.ids)
 
 
-def _round_seconds(clock: VirtualClock, fates: Sequence[Fate]) -> float:
-    """When the server stops waiting: it has all or enough, or the deadline is over."""
-    kept = [fate.seconds for fate in fates if fate.left_out is None]
+def _round_seconds(clock: VirtualClock, outcomes: Collection[SimulatedOutcome]) -> float:
+    """When the server stops waiting: it has all or enough, or the deadline has passed."""
+    kept = [outcome.seconds for outcome in outcomes if outcome.left_out is None]
     is_enough = clock.keep_first is not None and len(kept) >= clock.keep_first
-    is_missed = any(fate.left_out in ("dropped_out", "late") for fate in fates)
+    is_missed = any(outcome.left_out in ("dropped_out", "late") for outcome in outcomes)
     if is_missed and not is_enough and clock.deadline < math.inf:
         return clock.deadline
     return max(kept, default=0.0)

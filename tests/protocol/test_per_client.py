@@ -1,33 +1,158 @@
+"""One law for keep ratios, devices and dropout probabilities: one for all, exact shares, or one per client."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spectral.algorithms import SpectralSharding
-from lightning_spectral.protocol.per_client import assign_keep_ratios
+import lightning_spectral as ls
+from lightning_spectral.protocol.per_client import Assigned, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.rng import derived_generator
+
+SLOW, MEDIUM, FAST = (ls.DeviceProfile(speed, speed, speed) for speed in (1.0, 10.0, 100.0))
 
 
-@given(num_clients=st.integers(1, 500), seed=st.integers(0, 3), share=st.floats(0.01, 0.99))
-def test_shares_are_exact_to_the_client(num_clients: int, seed: int, share: float) -> None:
-    ratios = assign_keep_ratios({0.2: share, 0.4: 1.0 - share}, num_clients, seed)
-    assert len(ratios) == num_clients
-    assert abs(int((ratios == 0.2).sum()) - share * num_clients) < 1.0
+def keep_ratios(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
+    return ls.SpectralSharding(keep_ratio=value).keep_ratios(num_clients, seed)
 
 
-def test_shares_that_divide_evenly_are_hit() -> None:
-    ratios = assign_keep_ratios({0.1: 0.2, 0.2: 0.5, 1.0: 0.3}, 100, seed=0)
-    assert [int((ratios == r).sum()) for r in (0.1, 0.2, 1.0)] == [20, 50, 30]
+def devices(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
+    return ls.VirtualClock(value).assign(num_clients, seed)
 
 
-def test_who_gets_which_ratio_is_drawn_from_the_seed_alone() -> None:
-    first, again, other = (assign_keep_ratios({0.2: 0.5, 0.4: 0.5}, 50, seed) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def probabilities(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
+    return ls.ClientDropout(value).assign(num_clients, seed)
 
 
-def test_one_ratio_for_all_or_one_each() -> None:
-    assert assign_keep_ratios(0.3, 3, seed=0).tolist() == [0.3] * 3
-    assert assign_keep_ratios([0.1, 0.2, 0.1], 3, seed=5).tolist() == [0.1, 0.2, 0.1]
+# who uses the law, under which purpose, and three values that it accepts
+USERS = [
+    pytest.param(keep_ratios, "keep ratios", (0.1, 0.2, 1.0), id="keep ratios"),
+    pytest.param(devices, "device profile", (SLOW, MEDIUM, FAST), id="devices"),
+    pytest.param(probabilities, "dropout probability", (0.0, 0.2, 0.9), id="dropout probabilities"),
+]
+SHARES = [(0.2, 0.5, 0.3), (0.07, 0.2, 0.73), (1 / 3, 1 / 3, 1 / 3)]
+
+
+def everyone(assigned: Assigned[Any]) -> list[Any]:
+    return [assigned.of(client_id) for client_id in range(len(assigned))]
+
+
+def by_hand(shares: dict[Any, float], num_clients: int, seed: int, purpose: str) -> list[Any]:
+    """The law, one client after another."""
+    counts = {value: math.floor(share * num_clients + 1e-9) for value, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda value: counts[value] - shares[value] * num_clients)
+    for value in by_remainder[: num_clients - sum(counts.values())]:
+        counts[value] += 1
+    in_order = [value for value, count in counts.items() for _ in range(count)]
+    permutation = torch.randperm(num_clients, generator=derived_generator(seed, purpose))
+    return [in_order[place] for place in permutation]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("num_clients", [1, 2, 10, 101])
+@pytest.mark.parametrize(("user", "purpose", "values"), USERS)
+def test_shares_are_assigned_as_by_hand(
+    user: Callable[..., Assigned[Any]],
+    purpose: str,
+    values: tuple[Any, ...],
+    num_clients: int,
+    shares: tuple[float, ...],
+) -> None:
+    value = dict(zip(values, shares, strict=True))
+    for seed in range(3):
+        assert everyone(user(value, num_clients, seed)) == by_hand(value, num_clients, seed, purpose)
+
+
+@pytest.mark.parametrize(("user", "purpose", "values"), USERS)
+def test_every_value_has_exactly_its_share_of_the_clients(user: Any, purpose: str, values: tuple[Any, ...]) -> None:
+    assigned = everyone(user(dict(zip(values, (0.2, 0.5, 0.3), strict=True)), 1000, seed=3))
+    assert [assigned.count(value) for value in values] == [200, 500, 300]
+
+
+@given(num_clients=st.integers(1, 500), seed=st.integers(0, 3), percent=st.integers(1, 99))
+def test_a_share_that_does_not_divide_evenly_is_off_by_less_than_a_client(
+    num_clients: int, seed: int, percent: int
+) -> None:
+    assigned = everyone(assign({"a": percent / 100, "b": 1.0 - percent / 100}, num_clients, seed, "test"))
+    assert len(assigned) == num_clients
+    assert abs(assigned.count("a") - Fraction(percent, 100) * num_clients) < 1
+
+
+@pytest.mark.parametrize(("user", "purpose", "values"), USERS)
+def test_who_has_which_value_is_drawn_from_the_seed_alone(user: Any, purpose: str, values: tuple[Any, ...]) -> None:
+    shares = dict(zip(values, (0.2, 0.5, 0.3), strict=True))
+    first, again, other = (everyone(user(shares, 50, seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_different_settings_are_drawn_independently() -> None:
+    """Or slow devices would be those of small keep ratios, without anybody having asked for it."""
+    drawn = [everyone(assign({0: 0.5, 1: 0.5}, 50, 0, user.values[1])) for user in USERS]  # type: ignore[attr-defined]
+    assert len({tuple(indices) for indices in drawn}) == len(USERS)
+
+
+@pytest.mark.parametrize(("user", "purpose", "values"), USERS)
+def test_one_for_all_or_one_per_client(user: Any, purpose: str, values: tuple[Any, ...]) -> None:
+    a, b, c = values
+    assert everyone(user(b, 3, seed=0)) == [b, b, b]
+    assert everyone(user([c, a, c, b], 4, seed=5)) == [c, a, c, b]
+    assert user([c, a, c, b], 4, seed=5).values == (c, a, b)
+
+
+@pytest.mark.parametrize("form", [lambda value: value, lambda value: {value: 1.0}, lambda value: [value] * 10**6])
+@pytest.mark.parametrize(("user", "purpose", "values"), USERS)
+def test_a_million_clients_with_one_value_take_one_number_in_memory(
+    user: Any, purpose: str, values: tuple[Any, ...], form: Any
+) -> None:
+    assigned = user(form(values[0]), 10**6, seed=0)
+    assert (len(assigned), assigned.of(10**6 - 1), assigned.values) == (10**6, values[0], values[:1])
+    assert assigned.indices.untyped_storage().nbytes() == assigned.indices.element_size() == 8
+
+
+def test_who_is_no_client_has_no_value() -> None:
+    for value in (0.5, {0.5: 0.5, 1.0: 0.5}, [0.5, 1.0, 0.5]):
+        with pytest.raises(IndexError):
+            keep_ratios(value, 3, seed=0).of(3)
+
+
+@pytest.mark.parametrize(("user", "purpose", "values"), USERS)
+def test_what_is_not_one_setting_of_every_client_is_refused(user: Any, purpose: str, values: tuple[Any, ...]) -> None:
+    a, b, _ = values
+    for value, message in [
+        ([], r"must be one value for all clients, .* or a list with one value per client, got \[\]"),
+        ({}, r"must be one value for all clients, .* or a list with one value per client, got \{\}"),
+        ({a: 0.6, b: 0.5}, r"Shares of `\w+` must sum to 1, got 0.6 \+ 0.5 = 1.1; write {value: share of clients}"),
+        ({a: 1.2, b: -0.2}, r"Shares of `\w+` must be positive numbers, got -0.2 for .*; leave out"),
+        ({a: 1.0, b: 0.0}, r"Shares of `\w+` must be positive numbers, got 0.0 for"),
+        ({a: math.nan, b: 1.0}, r"Shares of `\w+` must be positive numbers, got nan for"),
+        ({a: "half", b: 0.5}, r"Shares of `\w+` must be positive numbers, got 'half' for"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            user(value, 2, seed=0)
+
+
+def test_the_error_names_the_argument() -> None:
+    with pytest.raises(ValueError, match="`speed` must be one value for all"):
+        check_per_client("speed", [], lambda value: None)
+    with pytest.raises(ValueError, match="Shares of `speed` must sum to 1"):
+        check_per_client("speed", {1: 0.5}, lambda value: None)
+    with pytest.raises(ValueError, match="`speed` lists 2 values for 3 clients; give one per client, one for all, or"):
+        check_num_entries("speed", [1, 2], 3)
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="`keep_ratio` lists 2 values for 3 clients"):
+        ls.SpectralSharding(keep_ratio=[0.1, 0.2]).keep_ratios(3, seed=0)
+    with pytest.raises(ValueError, match="`profiles` lists 1 values for 2 clients"):
+        ls.VirtualClock([SLOW]).check(2, clients_per_round=1)
+    with pytest.raises(ValueError, match="`probability` lists 3 values for 2 clients"):
+        ls.ClientDropout([0.1] * 3).check(2)
 
 
 @pytest.mark.parametrize(
@@ -36,19 +161,12 @@ def test_one_ratio_for_all_or_one_each() -> None:
         ({"keep_ratio": 0.0}, r"`keep_ratio` must be in \(0, 1\], got 0.0"),
         ({"keep_ratio": {0.2: 0.6, 1.4: 0.4}}, "got 1.4"),
         ({"keep_ratio": [0.2, -1.0]}, "got -1.0"),
-        ({"keep_ratio": {0.2: 0.6, 0.4: 0.5}}, "must sum to 1, got .* with sum 1.1"),
-        ({"keep_ratio": {0.2: 1.2, 0.4: -0.2}}, "must be positive, got -0.2 for ratio 0.4"),
-        ({"keep_ratio": []}, r"or a list with one number per client, got \[\]"),
-        ({"keep_ratio": "0.2"}, "or a list with one number per client, got '0.2'"),
+        ({"keep_ratio": "0.2"}, r"`keep_ratio` must be in \(0, 1\], got '0.2'"),
+        ({"keep_ratio": [0.2, None]}, r"`keep_ratio` must be in \(0, 1\], got None"),
         ({"clip_tau": 0.5}, "`tau` must be at least 1, got 0.5"),
         ({"frobenius_decay": -1e-4}, "`frobenius_decay` must be at least 0, got -0.0001"),
     ],
 )
 def test_settings_out_of_range_are_refused_in_the_constructor(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SpectralSharding(**options)  # type: ignore[arg-type]
-
-
-def test_a_list_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="lists 2 ratios for 3 clients"):
-        assign_keep_ratios([0.1, 0.2], 3, seed=0)
+        ls.SpectralSharding(**options)  # type: ignore[arg-type]

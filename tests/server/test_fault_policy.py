@@ -14,12 +14,13 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
-from lightning_spectral.protocol.exclusion import WHAT_HAPPENED, Reason
+from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
+from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.simulation import Conditions
 
 FAST = ls.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
 SLOW = ls.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
-REASONS: tuple[Reason, ...] = get_args(Reason)
+REASONS: tuple[ExclusionReason, ...] = get_args(ExclusionReason)
 POLICIES = tuple(reason for reason in REASONS if reason != "surplus")  # which is no fault, and has no policy
 ALGORITHMS = [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
 BAD, NUM_CLIENTS = 2, 6  # the client with the fault
@@ -79,8 +80,8 @@ class ByClient(ls.Partitioner):
         return Partition.from_lists([[] if c in self.without else list(range(4 * c, 4 * c + 4)) for c in everyone])
 
 
-def federation(reason: Reason | None, bad: set[int]) -> tuple[ls.FederatedDataModule, dict[str, Any]]:
-    """Data and conditions under which exactly the clients of ``bad`` meet with ``reason``."""
+def federation(reason: ExclusionReason | None, bad: set[int]) -> tuple[ls.FederatedDataModule, dict[str, Any]]:
+    """Data and conditions under which exactly the clients of ``bad`` are left out for ``reason``."""
     x = torch.linspace(0.5, 2.0, 4 * NUM_CLIENTS)[:, None].repeat(1, 2)
     value = {"error": math.inf, "not_finite": math.nan, "no_update": -1.0}.get(reason or "")
     if value is not None:
@@ -97,7 +98,12 @@ def federation(reason: Reason | None, bad: set[int]) -> tuple[ls.FederatedDataMo
 
 
 def run(
-    quiet: Any, reason: Reason | None, bad: set[int], max_epochs: int = 2, algorithm: Any = None, **settings: Any
+    quiet: Any,
+    reason: ExclusionReason | None,
+    bad: set[int],
+    max_epochs: int = 2,
+    algorithm: Any = None,
+    **settings: Any,
 ) -> tuple[torch.Tensor, ls.RoundHistory, ls.CommunicationLedger]:
     module, history, ledger = LitFragile(), ls.RoundHistory(), ls.CommunicationLedger()
     data, conditions = federation(reason, bad)
@@ -109,14 +115,16 @@ def run(
     return state, history, ledger
 
 
-def leave_out(reason: Reason, max_share: float = 0.5) -> ls.Faults:
+def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.Faults:
     return ls.Faults() if reason == "surplus" else ls.Faults(**{f"on_{reason}": ls.LeaveOut(max_share)})
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["FedAvg", "spectral", "mixed"])
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(reason: Reason, algorithm: Any, quiet: Any) -> None:
-    """The oracle is a client that does not train: it drops out. All reasons come to the same weights, bit by bit."""
+def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
+    reason: ExclusionReason, algorithm: Any, quiet: Any
+) -> None:
+    """The oracle is a client that does not train: it drops out. All reasons lead to the same weights, bit for bit."""
     dropped, reference, _ = run(quiet, "dropped_out", {BAD}, algorithm=algorithm)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ls.SpectralWarning)
@@ -128,13 +136,13 @@ def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(reason: Reason,
         same = ("fl/loss", "fl/examples", "fl/lr", "seen", "plain")
         assert [row[name] for name in same] == [other[name] for name in same]
     assert {(row.client_id, row.left_out) for row in ledger.rows if row.left_out} == {(BAD, reason)}
-    told = [f"Round {r}: client {BAD} is left out of the average: {WHAT_HAPPENED[reason]}" for r in (0, 1)]
+    told = [f"Round {r}: client {BAD} is left out of the average: {EXPLANATIONS[reason]}" for r in (0, 1)]
     assert len(said) == (0 if reason in EXPECTED else 2)
     assert all(str(warning.message).startswith(text) for warning, text in zip(said, told, strict=False))
 
 
 @pytest.mark.parametrize("reason", POLICIES)
-def test_raise_ends_the_run_and_names_the_client(reason: Reason, quiet: Any) -> None:
+def test_raise_ends_the_run_and_names_the_client(reason: ExclusionReason, quiet: Any) -> None:
     kind: Any = ValueError if reason == "no_data" else ls.ClientError
     with pytest.raises(kind, match=rf"(Round 0, )?client\w* {BAD}.*"):
         run(quiet, reason, {BAD}, faults=ls.Faults(**{f"on_{reason}": ls.Raise()}))
@@ -142,12 +150,12 @@ def test_raise_ends_the_run_and_names_the_client(reason: Reason, quiet: Any) -> 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("reason", POLICIES)
-def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(reason: Reason, quiet: Any) -> None:
+def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(reason: ExclusionReason, quiet: Any) -> None:
     module = LitFragile()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     bad = {1, 2, 4}
     data, conditions = federation(reason, bad)
-    named = f"3 of 6 clients are left out .*; of each: {WHAT_HAPPENED[reason]}.*of 0.49 that `Faults.on_{reason}`"
+    named = rf"3 of 6 clients are left out \(clients 1, 2 and 4: {EXPLANATIONS[reason]}\), .* that `Faults.on_{reason}`"
     settings = {"clients_per_round": NUM_CLIENTS, **conditions}
     with pytest.raises(ls.RoundError, match=named):
         pl.Trainer(max_epochs=1, **quiet).fit(
@@ -155,6 +163,21 @@ def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(reason: Re
         )
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     run(quiet, reason, bad, max_epochs=1, faults=leave_out(reason, 0.5))  # exactly the share is allowed
+
+
+@pytest.mark.parametrize(
+    ("client_ids", "named"), [([3], "client 3"), ([5, 3], "clients 3 and 5"), ([5, 11, 3], "clients 3, 5 and 11")]
+)
+def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], named: str) -> None:
+    outcomes = [ClientOutcome(4, c, 1.0, 10, 0, math.nan, 0, 0, left_out="late") for c in client_ids]
+    with pytest.raises(ls.RoundError) as caught:
+        ls.Faults(on_late=ls.LeaveOut(0.5)).check_round(4, outcomes)
+    n = len(client_ids)
+    assert str(caught.value) == (
+        f"Round 4: {n} of {n} clients are left out ({named}: missed the deadline), more than the share of 0.5 that "
+        "`Faults.on_late` allows; the server's weights are unchanged. Raise the deadline of `VirtualClock`, or lower "
+        "the keep ratio."
+    )
 
 
 def momentum(parameters: Any) -> Any:
@@ -165,7 +188,9 @@ def momentum(parameters: Any) -> Any:
 @pytest.mark.parametrize("reason", POLICIES)
 @pytest.mark.filterwarnings("ignore:Round . client . is left out:lightning_spectral.SpectralWarning")
 @pytest.mark.filterwarnings("ignore:Round .. client . is left out:lightning_spectral.SpectralWarning")
-def test_a_round_that_nobody_survives_changes_nothing_and_says_so(reason: Reason, algorithm: Any, quiet: Any) -> None:
+def test_a_round_that_nobody_survives_changes_nothing_and_says_so(
+    reason: ExclusionReason, algorithm: Any, quiet: Any
+) -> None:
     module, history = LitFragile(), ls.RoundHistory()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     everyone = set(range(NUM_CLIENTS))
@@ -231,8 +256,8 @@ def test_no_local_epochs_is_no_fault(quiet: Any) -> None:
 def test_metrics_name_the_reasons_that_this_run_allows() -> None:
     faults = ls.Faults(on_error=ls.LeaveOut(), on_late=ls.Raise())
     clock = ls.VirtualClock(FAST, deadline=1.0, keep_first=1)
-    assert ls.Faults().reasons(Conditions()) == ("not_finite", "no_update")
-    assert faults.reasons(Conditions(ls.ClientDropout(0.1), clock)) == (
+    assert ls.Faults().exclusion_reasons(Conditions()) == ("not_finite", "no_update")
+    assert faults.exclusion_reasons(Conditions(ls.ClientDropout(0.1), clock)) == (
         *("error", "not_finite", "no_update"),
         *("dropped_out", "surplus"),
     )

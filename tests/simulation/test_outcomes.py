@@ -1,5 +1,6 @@
-"""The virtual clock against sums by hand; who is late, who is surplus, and how long a round takes."""
+"""The virtual clock against sums by hand; which clients are late or surplus, and how long a round takes."""
 
+import itertools
 import math
 from typing import Any
 
@@ -8,69 +9,84 @@ import pytest
 import torch
 
 import lightning_spectral as ls
-from lightning_spectral.simulation import Conditions, Fate, Turn
+from lightning_spectral.protocol.rng import derived_seed
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.simulation import Conditions, SimulatedOutcome, SimulatedRound, SimulatedTask
 
-TURN = Turn(0.5, num_examples=10, local_epochs=2, num_parameters=100, downlink_bytes=400, uplink_bytes=300)
+TASK = SimulatedTask(0.5, num_examples=10, local_epochs=2, num_parameters=100, downlink_bytes=400, uplink_bytes=300)
 
 
 def device(seconds: float) -> ls.DeviceProfile:
-    """A device that takes so long to receive ``TURN`` and no time for anything else."""
+    """A device that takes so long to receive ``TASK`` and no time for anything else."""
     return ls.DeviceProfile(downlink=400 / seconds, uplink=math.inf, macs_per_second=math.inf)
 
 
-def fates(seconds: list[float], dropped: list[float] | None = None, turn: Turn = TURN, **options: Any) -> Any:
+def units(num_clients: int) -> list[WorkUnit]:
+    return [WorkUnit(client_id) for client_id in range(num_clients)]
+
+
+def simulated(
+    seconds: list[float], dropped: list[float] | None = None, task: SimulatedTask = TASK, **options: Any
+) -> SimulatedRound:
+    """A round of clients that take so many seconds each."""
     clock = ls.VirtualClock([device(s) for s in seconds], **options)
-    dropout = None if dropped is None else ls.ClientDropout(dropped)
-    return Conditions(dropout, clock).fates(0, 0, dict.fromkeys(range(len(seconds)), turn))
+    simulation = Conditions(None if dropped is None else ls.ClientDropout(dropped), clock).prepare(len(seconds), seed=0)
+    return simulation.outcomes(0, dict.fromkeys(units(len(seconds)), task))
+
+
+def left_out(result: SimulatedRound, num_clients: int) -> list[str | None]:
+    return [result.of(unit).left_out for unit in units(num_clients)]
 
 
 @pytest.mark.parametrize(
     ("macs", "forward"), [(None, 100), ({0.5: 70.0, 1.0: 90.0}, 70), (lambda keep_ratio: 1000 * keep_ratio, 500)]
 )
 def test_seconds_are_bytes_over_bandwidth_plus_work_over_speed(macs: Any, forward: int) -> None:
-    clock = ls.VirtualClock(ls.DeviceProfile(downlink=200.0, uplink=60.0, macs_per_second=50.0), macs=macs)
-    assert clock.seconds(0, 0, TURN) == pytest.approx(400 / 200 + 3 * forward * 10 * 2 / 50 + 300 / 60, rel=1e-12)
+    profile = ls.DeviceProfile(downlink=200.0, uplink=60.0, macs_per_second=50.0)
+    seconds = ls.VirtualClock(profile, macs=macs).seconds(profile, TASK)
+    assert seconds == pytest.approx(400 / 200 + 3 * forward * 10 * 2 / 50 + 300 / 60, rel=1e-12)
 
 
 def test_a_round_takes_as_long_as_its_slowest_client() -> None:
-    result = fates([3.0, 1.0, 2.0])
-    assert [result.of(c) for c in range(3)] == [Fate(None, 3.0), Fate(None, 1.0), Fate(None, 2.0)]
+    result = simulated([3.0, 1.0, 2.0])
+    assert [result.of(unit) for unit in units(3)] == [SimulatedOutcome(None, seconds) for seconds in (3.0, 1.0, 2.0)]
     assert result.seconds == 3.0
 
 
-def test_who_takes_longer_than_the_deadline_is_late_and_the_server_waits_until_then() -> None:
-    result = fates([3.0, 1.0, 2.0], deadline=2.0)
-    assert [result.of(c).left_out for c in range(3)] == ["late", None, None]
+def test_a_client_slower_than_the_deadline_is_late_and_the_server_waits_until_then() -> None:
+    result = simulated([3.0, 1.0, 2.0], deadline=2.0)
+    assert left_out(result, 3) == ["late", None, None]
     assert result.seconds == 2.0
-    assert fates([1.0, 1.5], deadline=2.0).seconds == 1.5  # all are there: nobody waits for the deadline
+    assert simulated([1.0, 1.5], deadline=2.0).seconds == 1.5  # all are there: nobody waits for the deadline
 
 
 def test_the_first_to_finish_are_kept() -> None:
-    result = fates([3.0, 1.0, 4.0, 2.0], keep_first=2)
-    assert [result.of(c).left_out for c in range(4)] == ["surplus", None, "surplus", None]
+    result = simulated([3.0, 1.0, 4.0, 2.0], keep_first=2)
+    assert left_out(result, 4) == ["surplus", None, "surplus", None]
     assert result.seconds == 2.0
 
 
 def test_over_selection_makes_up_for_clients_that_drop_out_or_are_late() -> None:
-    result = fates([3.0, 1.0, 9.0, 2.0, 4.0], dropped=[0, 1, 0, 0, 0], keep_first=2, deadline=5.0)
-    assert [result.of(c).left_out for c in range(5)] == [None, "dropped_out", "late", None, "surplus"]
+    result = simulated([3.0, 1.0, 9.0, 2.0, 4.0], dropped=[0, 1, 0, 0, 0], keep_first=2, deadline=5.0)
+    assert left_out(result, 5) == [None, "dropped_out", "late", None, "surplus"]
     assert result.seconds == 3.0
 
 
-def test_the_server_waits_for_the_missed_until_the_deadline() -> None:
-    assert fates([1.0, 2.0], dropped=[0, 1], deadline=5.0).seconds == 5.0
-    assert fates([1.0, 2.0], dropped=[0, 1]).seconds == 1.0  # without one it knows at once
-    assert fates([1.0, 2.0], dropped=[1, 1]).seconds == 0.0
-    assert math.isnan(fates([1.0, 2.0], dropped=[0, 1]).of(1).seconds)
-    no_data = Turn(0.5, num_examples=0, local_epochs=1)
-    assert fates([1.0, 2.0], turn=no_data, deadline=5.0).seconds == 0.0  # who has no data says so at once
+def test_the_server_waits_for_missing_clients_until_the_deadline() -> None:
+    assert simulated([1.0, 2.0], dropped=[0, 1], deadline=5.0).seconds == 5.0
+    assert simulated([1.0, 2.0], dropped=[0, 1]).seconds == 1.0  # without one it knows at once
+    assert simulated([1.0, 2.0], dropped=[1, 1]).seconds == 0.0
+    assert math.isnan(simulated([1.0, 2.0], dropped=[0, 1]).of(WorkUnit(1)).seconds)
+    no_data = SimulatedTask(0.5, num_examples=0, local_epochs=1)
+    assert simulated([1.0, 2.0], task=no_data, deadline=5.0).seconds == 0.0  # a client without data says so at once
 
 
 def test_which_of_equal_devices_comes_first_is_drawn_evenly() -> None:
-    clock, rounds, kept = ls.VirtualClock(device(1.0), keep_first=3), 2000, torch.zeros(5)
+    simulation = Conditions(clock=ls.VirtualClock(device(1.0), keep_first=3)).prepare(5, seed=0)
+    rounds, kept = 2000, torch.zeros(5)
     for round_idx in range(rounds):
-        result = Conditions(clock=clock).fates(0, round_idx, dict.fromkeys(range(5), TURN))
-        kept += torch.tensor([result.of(c).left_out is None for c in range(5)])
+        result = simulation.outcomes(round_idx, dict.fromkeys(units(5), TASK))
+        kept += torch.tensor([reason is None for reason in left_out(result, 5)])
     sigma = math.sqrt(rounds * 0.6 * 0.4)
     assert kept.sum() == 3 * rounds
     assert (kept - 0.6 * rounds).abs().max() < 5 * sigma
@@ -96,36 +112,88 @@ def test_the_cost_table_tells_the_clock_the_work(lit: Any, toy: Any, quiet: Any)
 
 
 @pytest.mark.parametrize("options", [{"keep_first": 3}, {"deadline": 2.5}, {"keep_first": 2, "deadline": 3.0}])
-def test_fates_do_not_depend_on_the_order_of_clients(options: dict[str, Any]) -> None:
+def test_outcomes_do_not_depend_on_the_order_of_clients_or_of_rounds(options: dict[str, Any]) -> None:
     profiles = {device(1.0): 0.25, device(2.0): 0.5, device(3.0): 0.25}
-    conditions = Conditions(ls.ClientDropout(0.3), ls.VirtualClock(profiles, **options))
-    for round_idx in range(20):
-        forward = conditions.fates(5, round_idx, {c: TURN for c in range(8)})
-        backward = conditions.fates(5, round_idx, {c: TURN for c in reversed(range(8))})
-        assert {c: repr(forward.of(c)) for c in range(8)} == {c: repr(backward.of(c)) for c in range(8)}
-        assert forward.seconds == backward.seconds
+    conditions = Conditions(ls.ClientDropout({0.1: 0.5, 0.5: 0.5}), ls.VirtualClock(profiles, **options))
+    one, other = conditions.prepare(8, seed=5), conditions.prepare(8, seed=5)
+    forward = [one.outcomes(round_idx, dict.fromkeys(units(8), TASK)) for round_idx in range(20)]
+    backward = [other.outcomes(round_idx, dict.fromkeys(units(8)[::-1], TASK)) for round_idx in reversed(range(20))]
+    for a, b in zip(forward, reversed(backward), strict=True):
+        assert repr(sorted(a.outcomes.items())) == repr(sorted(b.outcomes.items()))  # as text, where NaN equals NaN
+        assert a.seconds == b.seconds
 
 
-def test_profiles_have_their_shares_and_stay_with_their_clients() -> None:
+def test_a_client_drops_out_or_not_whoever_else_takes_part() -> None:
+    simulation = Conditions(ls.ClientDropout(0.5)).prepare(64, seed=0)
+    together = simulation.outcomes(3, dict.fromkeys(units(64), TASK))
+    assert [simulation.outcomes(3, {unit: TASK}).of(unit) for unit in units(64)] == [
+        together.of(unit) for unit in units(64)
+    ]
+
+
+@pytest.mark.parametrize("model", ["", "words"])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_dropout_and_photo_finish_are_drawn_as_by_hand(seed: int, model: str) -> None:
+    """From the client alone where there is a single model, as before models had names."""
+    conditions = Conditions(ls.ClientDropout(0.3), ls.VirtualClock(device(1.0), keep_first=3))
+    for round_idx in range(10):
+        tasks = dict.fromkeys([WorkUnit(client_id, model, 80.0) for client_id in range(8)], TASK)
+        result = conditions.prepare(8, seed).outcomes(round_idx, tasks)
+        ids = {client_id: (client_id, model) if model else (client_id,) for client_id in range(8)}
+        coins = {c: derived_seed(seed, "client dropout", round_idx, *ids[c]) / 2**63 for c in range(8)}
+        finished = [c for c in range(8) if coins[c] >= 0.3]
+        finished.sort(key=lambda c: derived_seed(seed, "photo finish", round_idx, *ids[c]))
+        reasons = (
+            {c: "dropped_out" for c in range(8)} | dict.fromkeys(finished[:3]) | dict.fromkeys(finished[3:], "surplus")
+        )
+        assert {c: result.of(WorkUnit(c, model)).left_out for c in range(8)} == reasons
+
+
+def test_models_of_one_client_are_units_of_their_own() -> None:
+    simulation = Conditions(ls.ClientDropout(0.5)).prepare(64, seed=0)
+    tasks = {WorkUnit(c, model): TASK for c in range(64) for model in ("words", "images")}
+    result = simulation.outcomes(0, tasks)
+    words, images = ([result.of(WorkUnit(c, model)).left_out for c in range(64)] for model in ("words", "images"))
+    assert words != images
+
+
+def test_devices_stay_with_their_clients() -> None:
     slow, fast = device(9.0), device(1.0)
-    clock, num_clients = ls.VirtualClock({slow: 0.2, fast: 0.8}), 5000
-    profiles = [clock.profile(0, c) for c in range(num_clients)]
-    assert abs(profiles.count(slow) - 0.2 * num_clients) < 5 * math.sqrt(num_clients * 0.2 * 0.8)
-    assert profiles == [clock.profile(0, c) for c in range(num_clients)]
-    assert profiles != [clock.profile(1, c) for c in range(num_clients)]
+    simulation = Conditions(clock=ls.VirtualClock({slow: 0.2, fast: 0.8})).prepare(50, seed=0)
+    rounds = [simulation.outcomes(round_idx, dict.fromkeys(units(50), TASK)) for round_idx in range(3)]
+    seconds = [[result.of(unit).seconds for unit in units(50)] for result in rounds]
+    assert sorted(seconds[0]) == [1.0] * 40 + [9.0] * 10
+    assert seconds[0] == seconds[1] == seconds[2]
+
+
+def test_shares_of_dropout_are_exact_and_stay_with_their_clients() -> None:
+    simulation = Conditions(ls.ClientDropout({0.0: 0.7, 1.0: 0.3})).prepare(50, seed=0)
+    rounds = [left_out(simulation.outcomes(round_idx, dict.fromkeys(units(50), TASK)), 50) for round_idx in range(3)]
+    assert rounds[0].count("dropped_out") == 15
+    assert rounds[0] == rounds[1] == rounds[2]
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_dropouts_are_as_frequent_as_said(probability: float) -> None:
-    dropout, n = ls.ClientDropout(probability), 5000
-    dropped = sum(dropout.drops(1, round_idx, c) for round_idx in range(50) for c in range(n // 50))
+    simulation, n = Conditions(ls.ClientDropout(probability)).prepare(100, seed=1), 5000
+    rounds = [simulation.outcomes(round_idx, dict.fromkeys(units(100), TASK)) for round_idx in range(n // 100)]
+    dropped = sum(left_out(result, 100).count("dropped_out") for result in rounds)
     assert abs(dropped - n * probability) <= 5 * math.sqrt(n * probability * (1 - probability))
 
 
 def test_dropouts_differ_between_rounds_and_seeds() -> None:
-    dropout = ls.ClientDropout(0.5)
-    draws = [tuple(dropout.drops(seed, r, c) for c in range(64)) for seed in range(2) for r in range(2)]
-    assert len(set(draws)) == 4
+    draws = set()
+    for seed, round_idx in itertools.product(range(2), range(2)):
+        simulation = Conditions(ls.ClientDropout(0.5)).prepare(64, seed)
+        draws.add(tuple(left_out(simulation.outcomes(round_idx, dict.fromkeys(units(64), TASK)), 64)))
+    assert len(draws) == 4
+
+
+def test_conditions_that_are_the_same_for_a_million_clients_cost_no_memory() -> None:
+    simulation = Conditions(ls.ClientDropout(0.3), ls.VirtualClock(device(1.0))).prepare(10**6, seed=0)
+    for assigned in (simulation.probabilities, simulation.profiles):
+        assert assigned is not None
+        assert (len(assigned), assigned.indices.untyped_storage().nbytes()) == (10**6, 8)
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})], ids=repr)
@@ -171,14 +239,16 @@ def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: An
         (lambda: ls.DeviceProfile(0.0, 1.0, 1.0), "`downlink` must be positive, got 0.0"),
         (lambda: ls.VirtualClock(device(1.0), deadline=0.0), "`deadline` must be positive, got 0.0 seconds"),
         (lambda: ls.VirtualClock(device(1.0), keep_first=0), "`keep_first` must be at least 1, got 0"),
-        (lambda: ls.VirtualClock({device(1.0): 0.5}), "must be positive and sum to 1, got .0.5."),
         (lambda: ls.VirtualClock([3.0]), "`profiles` must be an instance of DeviceProfile, got 3.0"),  # type: ignore[list-item]
-        (lambda: ls.VirtualClock([device(1.0)]).check(2, 1), "`profiles` lists 1 devices for 2 clients"),
         (lambda: ls.VirtualClock(device(1.0), keep_first=3).check(9, 2), "at most clients_per_round=2, got 3"),
-        (lambda: ls.VirtualClock(device(1.0), macs={1.0: 3.0}).seconds(0, 0, TURN), "no entry for keep ratio 0.5"),
+        (
+            lambda: ls.VirtualClock(device(1.0), macs={1.0: 3.0}).seconds(device(1.0), TASK),
+            "no entry for keep ratio 0.5",
+        ),
         (lambda: ls.ClientDropout(1.1), r"`probability` must be in \[0, 1\], got 1.1"),
         (lambda: ls.ClientDropout([0.1, -1.0]), r"`probability` must be in \[0, 1\], got -1.0"),
-        (lambda: ls.ClientDropout([0.1]).check(2), "`probability` lists 1 numbers for 2 clients"),
+        (lambda: ls.ClientDropout({0.1: 0.5, 2.0: 0.5}), r"`probability` must be in \[0, 1\], got 2.0"),
+        (lambda: ls.ClientDropout("often"), r"`probability` must be in \[0, 1\], got 'often'"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_that_cannot_be_meant(make: Any, message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 
 
@@ -32,7 +32,7 @@ class LedgerRow(NamedTuple):
     keep_ratio: float
     downlink_bytes: int
     uplink_bytes: int
-    left_out: Reason | None = None
+    left_out: ExclusionReason | None = None
     virtual_seconds: float | None = None
     model: str = ""
 

@@ -1,0 +1,139 @@
+"""Algorithms that own something from round to round: what `start` returns is saved, stepped and resumed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseRound
+
+BETA = 0.7
+
+
+class Velocity(nn.Module):
+    """One buffer for each parameter of the server."""
+
+    def __init__(self, server: nn.Module) -> None:
+        super().__init__()
+        for index, parameter in enumerate(server.parameters()):
+            self.register_buffer(f"velocity_{index}", torch.zeros_like(parameter))
+
+
+@dataclass(frozen=True)
+class ServerMomentum(ls.FedAvg):
+    """``v <- beta v + pseudo-gradient`` in the algorithm, and a plain step of ``v`` at the server."""
+
+    beta: float = BETA
+
+    def start(self, server: nn.Module, seed: int) -> nn.Module:
+        return Velocity(server)
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
+        super().close(server, state, opened)
+        assert state is not None
+        for parameter, velocity in zip(server.parameters(), state.buffers(), strict=True):
+            velocity.mul_(self.beta).add_(parameter.grad)
+            parameter.grad = velocity.clone()
+
+
+class Master(nn.Module):
+    """A parameter for each of the server's, which the server optimizer steps in its place."""
+
+    def __init__(self, server: nn.Module) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(p.detach().clone() for p in server.parameters())
+
+
+class MasterWeights(ls.FedAvg):
+    """The server's weights are a copy of those in the state."""
+
+    def start(self, server: nn.Module, seed: int) -> nn.Module:
+        return Master(server)
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
+        super().close(server, state, opened)
+        assert state is not None
+        for own, master in zip(server.parameters(), state.parameters(), strict=True):
+            own.grad, master.grad = None, own.grad
+
+    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
+        assert state is not None
+        with torch.no_grad():
+            for own, master in zip(server.parameters(), state.parameters(), strict=True):
+                own.copy_(master)
+
+
+def run(
+    lit_mlp: Any, data: Any, quiet: Any, algorithm: Any, rounds: int = 3, ckpt: Path | None = None, **options: Any
+) -> tuple[ls.FederatedModule, pl.Trainer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = lit_mlp()
+    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=4, **options)
+    trainer = pl.Trainer(max_epochs=rounds, **quiet)
+    trainer.fit(model, data, ckpt_path=ckpt)
+    return model, trainer
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_momentum_in_the_state_is_that_of_the_server_optimizer(lit_mlp: Any, data: Any, quiet: Any) -> None:
+    plain, _ = run(lit_mlp, data, quiet, ls.FedAvg())
+    expected, _ = run(lit_mlp, data, quiet, ls.FedAvg(), server_optimizer=ls.FedAvgM(lr=1.0, momentum=BETA))
+    ours, _ = run(lit_mlp, data, quiet, ServerMomentum())
+    assert same(ours.module.state_dict(), expected.module.state_dict())
+    assert not same(ours.module.state_dict(), plain.module.state_dict())
+
+
+@pytest.mark.parametrize("server_optimizer", [None, ls.FedAvgM(lr=1.0, momentum=BETA), ls.FedAdam(lr=0.01)], ids=repr)
+def test_parameters_of_the_state_are_stepped_and_settled_into_the_server(
+    server_optimizer: Any, lit_mlp: Any, data: Any, quiet: Any
+) -> None:
+    expected, _ = run(lit_mlp, data, quiet, ls.FedAvg(), server_optimizer=server_optimizer)
+    ours, _ = run(lit_mlp, data, quiet, MasterWeights(), server_optimizer=server_optimizer)
+    assert same(ours.module.state_dict(), expected.module.state_dict())
+    assert all(parameter.grad is None for parameter in ours.parameters())  # of the state too
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@pytest.mark.parametrize(
+    ("algorithm", "names"),
+    [
+        (ServerMomentum(), [f"state.velocity_{i}" for i in range(6)]),
+        (MasterWeights(), [f"state.weights.{i}" for i in range(6)]),
+    ],
+    ids=["buffers", "parameters"],
+)
+def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
+    algorithm: Any, names: list[str], lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+) -> None:
+    options = {"server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
+    whole, _ = run(lit_mlp, data, quiet, algorithm, rounds=4, **options)
+    part, trainer = run(lit_mlp, data, quiet, algorithm, rounds=2, **options)
+    trainer.save_checkpoint(tmp_path / "2.ckpt")
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=False)["state_dict"]
+    assert [name for name in saved if name.startswith("state.")] == names
+    assert same(saved, part.state_dict())
+    assert all(bool(saved[name].any()) for name in names)
+    resumed, trainer = run(lit_mlp, data, quiet, algorithm, rounds=4, ckpt=tmp_path / "2.ckpt", **options)
+    assert trainer.global_step == 4
+    assert same(resumed.state_dict(), whole.state_dict())
+    assert not same(part.state_dict(), whole.state_dict())
+
+
+def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_mlp: Any) -> None:
+    class Drawn(ls.FedAvg):
+        def start(self, server: nn.Module, seed: int) -> nn.Module:
+            return nn.ParameterList([torch.tensor(float(seed))])
+
+    algorithm = Drawn()
+    one, two = (ls.FederatedModule(lit_mlp(), algorithm=algorithm, clients_per_round=1, seed=s) for s in (3, 5))
+    assert [float(model.state_dict()["state.0"]) for model in (one, two)] == [3.0, 5.0]
+    assert ls.FederatedModule(lit_mlp(), clients_per_round=1).state is None

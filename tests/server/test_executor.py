@@ -1,0 +1,136 @@
+"""Rounds without Lightning: what runs the device half is exchangeable, and the order of its answers has no effect."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_spectral as ls
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.protocol.records import Download, RoundSummary, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.run import Run
+from lightning_spectral.server.turn import play
+from lightning_spectral.simulation import Conditions
+
+SIZES = (40, 30, 20, 15, 10, 5)
+ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
+
+
+class Backwards(SequentialExecutor):
+    """Lets everyone train before it answers, the last one first."""
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        uploads = [self.kept(self.device.run(download)) for download in downloads]
+        return reversed(uploads)
+
+    def kept(self, upload: Upload) -> Upload:
+        return replace(upload, tensors={name: tensor.clone() for name, tensor in upload.tensors.items()})
+
+
+class Careless(Backwards):
+    """Forgets that the next client trains in the same memory."""
+
+    def kept(self, upload: Upload) -> Upload:
+        return upload
+
+
+@pytest.fixture
+def uneven(toy: Any) -> ls.FederatedDataModule:
+    keys = [client_id for client_id, size in enumerate(SIZES) for _ in range(size)]
+    return ls.FederatedDataModule(toy, ls.NaturalPartitioner(keys), batch_size=4)
+
+
+def new(lit_mlp: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return lit_mlp()
+
+
+def played(
+    algorithm: Any,
+    make_executor: Callable[[Device], Executor],
+    server: Any,
+    data: ls.FederatedDataModule,
+    rounds: int = 2,
+    **conditions: Any,
+) -> tuple[dict[str, Tensor], list[RoundSummary]]:
+    """Rounds of all clients with plain averaging at the server; its weights afterwards."""
+    (template,), _ = server.configure_optimizers()
+    algorithm = algorithm.prepare(server)
+    run = Run(
+        server,
+        algorithm,
+        None,
+        algorithm.keep_ratios(data.num_clients, 0),
+        seed=0,
+        local_epochs=2,
+        options=lambda: (options_of(template),),
+        **conditions,
+    )
+    side, recipes = algorithm.client_side(server), [recipe_of(template, server)]
+    engine = Engine(run, lambda: make_executor(Device(server, side, recipes, data.client_data, LocalSettings())))
+    optimizer, summaries = torch.optim.SGD(server.parameters(), lr=1.0), []
+    units = {WorkUnit(client_id, coefficient=size): size for client_id, size in enumerate(SIZES)}
+    for round_idx in range(rounds):
+        play(engine.open_round(round_idx, units), units)
+        summaries.append(engine.close_round())
+        optimizer.step()
+        engine.settle()
+        optimizer.zero_grad()
+    return server.state_dict(), summaries
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
+def test_answers_in_reversed_order_give_the_same_weights_bit_for_bit(algorithm: Any, lit_mlp: Any, uneven: Any) -> None:
+    start = new(lit_mlp).state_dict()
+    in_order, expected = played(algorithm, SequentialExecutor, new(lit_mlp), uneven)
+    backwards, summaries = played(algorithm, Backwards, new(lit_mlp), uneven)
+    assert same(in_order, backwards)
+    assert not same(in_order, start)
+    for ours, theirs in zip(summaries, expected, strict=True):
+        assert ours.clients == theirs.clients  # in the cohort's order, whoever answered first
+        assert ours.diagnostics == theirs.diagnostics
+    careless, _ = played(algorithm, Careless, new(lit_mlp), uneven)
+    assert not same(in_order, careless)  # or the test would show nothing
+
+
+@pytest.mark.parametrize("executor", [SequentialExecutor, Backwards])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
+def test_a_round_without_lightning_is_that_of_a_trainer(
+    algorithm: Any, executor: Any, lit_mlp: Any, uneven: Any, quiet: dict[str, Any]
+) -> None:
+    module = new(lit_mlp)
+    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
+    pl.Trainer(max_epochs=1, **quiet).fit(model, uneven)
+    weights, _ = played(algorithm, executor, new(lit_mlp), uneven, rounds=1)
+    assert same(weights, module.state_dict())
+
+
+@pytest.mark.parametrize("executor", [SequentialExecutor, Backwards])
+def test_who_will_not_report_back_is_not_asked_to_train(executor: Any, lit_mlp: Any, uneven: Any) -> None:
+    asked: list[int] = []
+
+    class Watched(executor):  # type: ignore[misc]
+        def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+            downloads = list(downloads)
+            asked.extend(download.unit.client_id for download in downloads)
+            return super().run(downloads)  # type: ignore[no-any-return]
+
+    gone = Conditions(ls.ClientDropout([0.0, 1.0, 0.0, 0.0, 1.0, 0.0]))
+    _, (summary,) = played(ls.FedAvg(), Watched, new(lit_mlp), uneven, rounds=1, conditions=gone)
+    assert asked == [0, 2, 3, 5]
+    assert summary.left_out["dropped_out"] == 2
+    assert [client.left_out for client in summary.clients] == [None, "dropped_out", None, None, "dropped_out", None]

@@ -18,7 +18,7 @@ from torch.multiprocessing import start_processes
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import LitMLP
+from conftest import LitMLP, Remembering
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms
@@ -102,6 +102,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
     "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
     "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
+    "a store of clients": {"algorithm": Remembering(), "clients_per_round": 9, "rounds": 3},
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
@@ -119,6 +120,7 @@ ONLY_WITH_TWO = {
     "batch norm",
     "cut cohort",
     "clients left out",
+    "a store of clients",
     "spectral",
 }
 RESUMED = "spectral, FedAdam"

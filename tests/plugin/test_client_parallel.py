@@ -95,7 +95,7 @@ def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_every_process_ends_as_a_single_one(name: str, num_processes: int, results: Results) -> None:
     (alone,) = results(name, 1)
     assert alone["error"] is None
-    assert alone["global_step"] == 2
+    assert alone["global_step"] == RUNS.RUNS[name].get("rounds", 2)
     for one in results(name, num_processes):
         assert_same_run(one, alone)
 
@@ -105,6 +105,8 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     rows = {name: results(name, 1)[0]["history"][0] for name in SAME}
     assert rows["clients left out"]["fl/clients_left_out"] > 0
     assert rows["cut cohort"]["fl/clients"] == 4
+    remembered = [row["fl/store_bytes"] for row in results("a store of clients", 1)[0]["history"]]
+    assert remembered == [16 * 9, 16 * 12, 16 * 12]  # nine of twelve clients a round: at least six come again
     rounds = results("errors, dropout and over-selection", 1)[0]["history"]
     for reason in ("error", "dropped_out", "surplus"):
         assert sum(row[f"fl/left_out_{reason}"] for row in rounds) > 0, reason

@@ -119,6 +119,45 @@ class TestRounds:
         assert ls.SVDRefresh not in kinds
         assert kinds.count(ls.Aggregation) == kinds.count(ls.SubmodelSampling) == 1
 
+    @pytest.mark.parametrize("place", [None, 0, 1, 2])
+    def test_aggregation_acts_after_all_others_wherever_it_is_listed(
+        self, place: int | None, lit: Any, data: Any, quiet: Any
+    ) -> None:
+        calls: list[tuple[Any, ...]] = []
+
+        class Spy(ls.RoundCallback):
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+                calls.append(("client end", self.name, turn.unit.client_id, num_received(pl_module)))
+
+            def on_cohort_end(self, trainer: pl.Trainer, pl_module: Any, round_idx: int) -> None:
+                calls.append(("cohort end", self.name, round_idx, num_received(pl_module), trainer.global_step))
+
+            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+                assert not pl_module.engine.round_is_open
+                calls.append(("round end", self.name, summary.round_idx, trainer.global_step))
+
+        def num_received(pl_module: Any) -> int:
+            return len(pl_module.engine.round.outcomes)
+
+        callbacks: list[pl.Callback] = [Spy("A"), Spy("B")]
+        if place is not None:
+            callbacks.insert(place, ls.Aggregation())
+        ledger = ls.CommunicationLedger()
+        trainer = pl.Trainer(max_epochs=2, callbacks=[*callbacks, ledger], **quiet)
+        trainer.fit(federate(lit, clients_per_round=2), data)
+        assert sum(isinstance(callback, ls.Aggregation) for callback in trainer.callbacks) == 1
+        expected: list[tuple[Any, ...]] = []
+        for round_idx in (0, 1):
+            ids = [row.client_id for row in ledger.rows if row.round_idx == round_idx]
+            for received, client_id in enumerate(ids):
+                expected += [("client end", name, client_id, received) for name in "AB"]
+            expected += [("cohort end", name, round_idx, 2, round_idx) for name in "AB"]
+            expected += [("round end", name, round_idx, round_idx + 1) for name in "AB"]
+        assert calls == expected
+
 
 class TestResume:
     def run(self, lit_mlp: Any, data: Any, tmp_path: Path, rounds: int, ckpt: str | None = None) -> Any:

@@ -16,6 +16,7 @@ from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.simulation import Conditions
 
 FAST = ls.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
@@ -169,7 +170,7 @@ def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(reason: Ex
     ("client_ids", "named"), [([3], "client 3"), ([5, 3], "clients 3 and 5"), ([5, 11, 3], "clients 3, 5 and 11")]
 )
 def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], named: str) -> None:
-    outcomes = [ClientOutcome(4, c, 1.0, 10, 0, math.nan, 0, 0, left_out="late") for c in client_ids]
+    outcomes = [ClientOutcome(4, WorkUnit(c), 1.0, 10, 0, math.nan, 0, 0, left_out="late") for c in client_ids]
     with pytest.raises(ls.RoundError) as caught:
         ls.Faults(on_late=ls.LeaveOut(0.5)).check_round(4, outcomes)
     n = len(client_ids)

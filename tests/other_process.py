@@ -1,0 +1,103 @@
+"""An executor whose devices live in another process: it gets the device half once, then downloads alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from conftest import LitMLP
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_optimizer import OptimizerRecipe
+from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.protocol.records import Download, Upload
+
+
+@dataclass
+class OtherProcess:
+    """Sends pickled downloads to a process of its own, and reads pickled uploads, last one first.
+
+    Attributes:
+        side: The device half of the algorithm.
+        module: The user's module; with the half and the recipes, all that is sent at the start.
+        recipes: Of the user's optimizers.
+        make_data: Called in the other process, which has data of its own: from a download to its client's data.
+        sent: Types of everything that was sent after the start.
+        received: Types of everything that came back.
+    """
+
+    side: ClientSide
+    module: Any
+    recipes: list[OptimizerRecipe]
+    make_data: Callable[[], Callable[[Download], ClientData]]
+    sent: set[type] = field(default_factory=set)
+    received: set[type] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        start = pickle.dumps((self.side, self.module, self.recipes, self.make_data))
+        self._process = context.Process(target=serve, args=(theirs, start), daemon=True)
+        self._process.start()
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        """Yield uploads in reversed order: each is a copy, so any order will do."""
+        asked = list(downloads)
+        for download in asked:
+            self.sent.add(type(download))
+            self._pipe.send_bytes(pickle.dumps(download))
+        uploads = [pickle.loads(self._pipe.recv_bytes()) for _ in asked]
+        self.received.update(map(type, uploads))
+        yield from reversed(uploads)
+
+    def close(self) -> None:
+        """End the other process."""
+        self._pipe.send_bytes(pickle.dumps(None))
+        self._process.join(timeout=60)
+
+
+def serve(pipe: Connection, start: bytes) -> None:
+    """What runs in the other process: a device, which sees neither server nor round."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    side, module, recipes, make_data = pickle.loads(start)
+    device = Device(module, side, recipes, make_data(), LocalSettings())
+    while (download := pickle.loads(pipe.recv_bytes())) is not None:
+        pipe.send_bytes(pickle.dumps(device.run(download)))
+
+
+def toy_data() -> ls.FederatedDataModule:
+    """The same wherever it is made."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 6, generator=generator)
+    toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), val=toy, batch_size=4)
+
+
+def data_of_clients() -> Callable[[Download], ClientData]:
+    return toy_data().client_data
+
+
+class Unpicklable(RuntimeError):
+    """An error that cannot travel."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        super().__init__("the sensor is broken")
+        self.what = what
+
+
+class LitFails(LitMLP):
+    """Fails on every client."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise Unpicklable(lambda: None)

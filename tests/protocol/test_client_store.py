@@ -1,0 +1,148 @@
+"""What the server keeps of single clients, alone and in a run."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_spectral as ls
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+
+def filled() -> ClientStore:
+    store = ClientStore()
+    store[WorkUnit(7)] = {"loss": torch.tensor(0.5, dtype=torch.float64)}
+    store[WorkUnit(3, "words")] = {"control": torch.ones(2, 3), "turns": torch.tensor([4])}
+    store[WorkUnit(3)] = {}
+    return store
+
+
+def same(one: Any, two: Any) -> bool:
+    """Keys in the same order, and equal tensors."""
+    if isinstance(one, Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+
+
+def test_a_store_is_empty_until_somebody_writes() -> None:
+    store = Cohort(0, 0, {}).store
+    assert (len(store), list(store), store.num_bytes, store.state_dict(), store.changes()) == (0, [], 0, {}, {})
+    assert WorkUnit(0) not in store
+    with pytest.raises(KeyError):
+        store[WorkUnit(0)]
+    assert Cohort(0, 0, {}).store is not store
+
+
+def test_a_store_keeps_copies() -> None:
+    store, given = ClientStore(), torch.ones(2, requires_grad=True)
+    store[WorkUnit(0)] = {"control": given}
+    with torch.no_grad():
+        given.fill_(9.0)
+    kept = store[WorkUnit(0)]["control"]
+    assert kept.tolist() == [1.0, 1.0]
+    assert not kept.requires_grad
+
+
+def test_client_and_model_are_the_key_and_the_coefficient_is_not() -> None:
+    store = filled()
+    assert list(store) == [(3, ""), (3, "words"), (7, "")]
+    assert WorkUnit(3, "words", coefficient=80.0) in store
+    assert WorkUnit(7, "words") not in store
+    store[WorkUnit(7, coefficient=2.0)] = {"turns": torch.tensor(1)}
+    assert len(store) == 3
+    assert list(store[WorkUnit(7)]) == ["turns"]  # in place of all that was there
+
+
+def test_bytes_are_those_of_all_tensors() -> None:
+    assert filled().num_bytes == 8 + 4 * 6 + 8
+
+
+def test_what_is_saved_is_loaded_and_later_writes_do_not_reach_it() -> None:
+    store, loaded = filled(), ClientStore()
+    saved = store.state_dict()
+    store[WorkUnit(7)] = {"loss": torch.tensor(9.0)}
+    store[WorkUnit(8)] = {}
+    assert same(saved, filled().state_dict())
+    loaded[WorkUnit(0)] = {"gone": torch.ones(1)}
+    loaded.load_state_dict(saved)
+    assert same(loaded.state_dict(), filled().state_dict())
+    assert loaded.changes() == {}
+    loaded[WorkUnit(8)] = {}
+    assert (8, "") not in saved
+
+
+def test_processes_that_exchange_their_changes_end_with_the_same() -> None:
+    one, two = filled(), filled()
+    one.changes(), two.changes()  # what both have already
+    one[WorkUnit(1)] = {"loss": torch.tensor(1.0)}
+    one[WorkUnit(7)] = {"loss": torch.tensor(7.0)}
+    two[WorkUnit(2, "words")] = {"loss": torch.tensor(2.0)}
+    ours, theirs = one.changes(), two.changes()
+    assert (list(ours), list(theirs)) == ([(1, ""), (7, "")], [(2, "words")])
+    one.merge(theirs)
+    two.merge(ours)
+    assert same(one.state_dict(), two.state_dict())
+    assert list(one) == [(1, ""), (2, "words"), (3, ""), (3, "words"), (7, "")]
+    assert one.changes() == two.changes() == {}  # what came from another is not said again
+
+
+class TestInARun:
+    def run(
+        self, algorithm: Any, lit_mlp: Any, data: Any, quiet: Any, rounds: int, ckpt: Path | None = None
+    ) -> tuple[dict[str, Tensor], ls.RoundHistory, dict[int, float], pl.Trainer]:
+        """Weights, history and the last loss of every client."""
+        losses: dict[int, float] = {}
+
+        class Losses(ls.RoundCallback):
+            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+                losses.update({client.client_id: client.loss for client in summary.clients})
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = lit_mlp()
+        history = ls.RoundHistory()
+        trainer = pl.Trainer(max_epochs=rounds, callbacks=[history, Losses()], **quiet)
+        trainer.fit(ls.FederatedModule(module, algorithm=algorithm, clients_per_round=5), data, ckpt_path=ckpt)
+        return module.state_dict(), history, losses, trainer
+
+    def saved(self, trainer: pl.Trainer, path: Path) -> Any:
+        trainer.save_checkpoint(path)
+        return torch.load(path, weights_only=False)
+
+    def test_what_an_algorithm_writes_is_in_the_checkpoint(
+        self, remembering: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        _, history, losses, trainer = self.run(remembering(), lit_mlp, data, quiet, 3)
+        kept = self.saved(trainer, tmp_path / "3.ckpt")["federation_clients"]
+        assert {key: float(entry["loss"]) for key, entry in kept.items()} == {(c, ""): x for c, x in losses.items()}
+        assert sum(int(entry["turns"]) for entry in kept.values()) == 3 * 5
+        assert max(int(entry["turns"]) for entry in kept.values()) > 1
+        assert history.column("fl/store_bytes")[0] == 5 * 16
+        assert history.column("fl/store_bytes")[2] == len(losses) * 16
+        assert trainer.callback_metrics["fl/store_bytes"] == len(losses) * 16
+
+    def test_a_run_that_keeps_nothing_says_nothing(self, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
+        _, history, _, trainer = self.run(ls.FedAvg(), lit_mlp, data, quiet, 1)
+        assert "federation_clients" not in self.saved(trainer, tmp_path / "1.ckpt")
+        assert history.column("fl/store_bytes") == []
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+    def test_a_resumed_run_remembers_its_clients(
+        self, remembering: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        whole, _, _, trainer = self.run(remembering(), lit_mlp, data, quiet, 4)
+        expected = self.saved(trainer, tmp_path / "whole.ckpt")["federation_clients"]
+        *_, trainer = self.run(remembering(), lit_mlp, data, quiet, 2)
+        checkpoint = self.saved(trainer, tmp_path / "2.ckpt")
+        resumed, _, _, trainer = self.run(remembering(), lit_mlp, data, quiet, 4, tmp_path / "2.ckpt")
+        assert same(resumed, whole)
+        assert same(self.saved(trainer, tmp_path / "resumed.ckpt")["federation_clients"], expected)
+        del checkpoint["federation_clients"]
+        torch.save(checkpoint, tmp_path / "forgetful.ckpt")
+        forgetful, *_ = self.run(remembering(), lit_mlp, data, quiet, 4, tmp_path / "forgetful.ckpt")
+        assert not same(forgetful, whole)  # or the test would show nothing

@@ -24,7 +24,7 @@ import lightning_spectral as ls
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
-from lightning_spectral.nn.plan.report import aligned
+from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.records import Cohort
 
 COHORT, EXAMPLES, BATCH_SIZE, LOCAL_EPOCHS = 10, 500, 32, 2
@@ -105,7 +105,7 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
 
 def parts_of_refresh(server: nn.Module, stage: dict[str, float]) -> None:
     """The parts that can be named, done once more: singular values, and what follows from them."""
-    for block in SHARDING.report(server).blocks.values():
+    for block in SHARDING.plan(server).blocks.values():
         weight = block.matrix(server.get_parameter(block.parameter))
         start = time.perf_counter()
         s = factorize(weight).s

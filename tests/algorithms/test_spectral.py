@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
-from lightning_spectral.nn.plan.swap import sharded_layers
+from lightning_spectral.nn import sharded_layers
 from lightning_spectral.protocol.records import Cohort, Download
 
 STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()]

@@ -170,11 +170,11 @@ def made(case: tuple[Callable[[], nn.Module], Any, dict[str, Any]]) -> tuple[nn.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = make()
-    return module, example, costs_of(module, example, **options)
+    return module, example, costs_of(module, example, ls.LayerChoices(**options))
 
 
 def replaced(module: nn.Module, keep_ratio: float, case: Any) -> nn.Module:
-    return ls.replace_layers(module, keep_ratio, case[1], **case[2])
+    return ls.replace_layers(module, keep_ratio, case[1], ls.LayerChoices(**case[2]))
 
 
 def flops(module: nn.Module, example: Any) -> int:
@@ -295,18 +295,18 @@ def ledger_of(
     ids=str,
 )
 def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, quiet: Any) -> None:
-    ratios = (0.2, 0.55)
-    table = ls.cost_table(Federated(), ratios, **options)
-    algorithm = ls.SpectralSharding(keep_ratio=dict.fromkeys(ratios, 0.5), **options)
+    ratios, choices = (0.2, 0.55), ls.LayerChoices(**options)
+    table = ls.cost_table(Federated(), ratios, layers=choices)
+    algorithm = ls.SpectralSharding(keep_ratio=dict.fromkeys(ratios, 0.5), layers=choices)
     sent = ledger_of(algorithm, Federated(), toy, quiet)
     assert {r: (cost.downlink_bytes, cost.uplink_bytes) for r, cost in table.at.items()} == sent
 
 
 def test_bytes_are_those_of_a_round_whose_plan_says_what_buffers_do(toy: TensorDataset, quiet: Any) -> None:
-    plan = ls.nn.plan_layers(Federated(), keep_buffers=["offset"])
-    table = ls.cost_table(Federated(), [0.2], plan=plan)
+    plan = ls.nn.plan_layers(Federated(), choices=ls.LayerChoices(keep_buffers=["offset"]))
+    table = ls.cost_table(Federated(), [0.2], layers=plan)
     assert table.at[0.2].uplink_bytes < ls.cost_table(Federated(), [0.2]).at[0.2].uplink_bytes
-    sent = ledger_of(ls.SpectralSharding(keep_ratio=0.2, plan=plan), Federated(), toy, quiet)
+    sent = ledger_of(ls.SpectralSharding(keep_ratio=0.2, layers=plan), Federated(), toy, quiet)
     assert sent == {0.2: (table.at[0.2].downlink_bytes, table.at[0.2].uplink_bytes)}
 
 

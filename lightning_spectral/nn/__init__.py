@@ -5,7 +5,7 @@ from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.budgets import keep_ratio_for
 from lightning_spectral.nn.cost.table import CostTable, cost_table
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
-from lightning_spectral.nn.layers.blocks import WeightBlock
+from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
 from lightning_spectral.nn.layers.grouped_conv import (
     SpectralShardedGroupedConv1d,
@@ -26,6 +26,7 @@ from lightning_spectral.nn.plan.validate import plan_of, validate
 
 __all__ = [
     "SHARDED_LAYERS",
+    "BlockCall",
     "BufferPlan",
     "Cost",
     "CostTable",

@@ -1,4 +1,4 @@
-"""What a client's model costs, as a function of its keep ratio."""
+"""The cost of a client's model, as a function of its keep ratio."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_spectral.functional.factors import num_terms_for
-from lightning_spectral.nn.cost.block_costs import BlockCall, BlockUse, Cost
+from lightning_spectral.nn.cost.block_costs import BlockUse, Cost
 from lightning_spectral.nn.cost.counted_pass import CountedPass, LayerCall, count_pass
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
@@ -106,13 +106,8 @@ def _uses(module: nn.Module, plan: ModulePlan, calls: Iterable[LayerCall]) -> It
         assert layer.sharded is not None
         for i, block in enumerate(layer.blocks):
             value_bytes = module.get_parameter(block.parameter).element_size()
-            uses = tuple(_of_block(call, i) for call in calls_of[name])
-            yield BlockUse(block, layer.sharded, value_bytes, uses)
-
-
-def _of_block(call: LayerCall, index: int) -> BlockCall:
-    i = index if len(call.positions) > 1 else 0
-    return BlockCall(call.positions[i], call.input_needs_grad[i], call.keeps)
+            block_calls = tuple(call.of_block(i) for call in calls_of[name])
+            yield BlockUse(block, layer.sharded, value_bytes, block_calls)
 
 
 def _cost_of_terms(blocks: Iterable[BlockUse], keep_ratio: float, granularity: int) -> Cost:

@@ -75,6 +75,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
     Example:
         >>> SpectralSharding(Collective(), keep_ratio={0.2: 0.6, 0.4: 0.4}).keep_ratio
         {0.2: 0.6, 0.4: 0.4}
+        >>> SpectralSharding(exclude=["head"]) == SpectralSharding(layers=LayerChoices(exclude=["head"]))
+        True
     """
 
     strategy: ShardingStrategy = field(default_factory=Collective)

@@ -142,7 +142,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def check_attention(dense: Any) -> str | None:
-    """Why an attention cannot be sharded, if so."""
+    """Why an attention cannot be sharded; ``None`` if it can."""
     if dense.bias_k is not None or dense.add_zero_attn:
         return "`add_bias_kv` and `add_zero_attn` are not supported"
     return None

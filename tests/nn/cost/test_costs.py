@@ -205,6 +205,16 @@ def test_multiplications_are_those_that_torch_counts(name: str) -> None:
         assert 2 * costs.at(keep_ratio).macs == flops(replaced(module, keep_ratio, EVERY[name]), example)
 
 
+def test_a_weight_that_is_read_counts_with_the_fewest_terms_that_the_granularity_allows() -> None:
+    """The first attention is dense, and reads the weight of its sharded `out_proj`."""
+    module, example = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), normal(2, 3, 16)
+    choices = ls.LayerChoices(term_granularity=4)
+    costs = costs_of(module, example, choices)
+    assert [use.block.name for use in costs.blocks if not use.calls] == ["self_attn.out_proj"]
+    counted = count_pass(ls.replace_layers(module, 0.1, example, choices), example)
+    assert (costs.at(0.1).macs, costs.at(0.1).kept_values) == (counted.macs, counted.kept_values)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_formulas_of_what_is_kept_agree_with_autograd(name: str) -> None:
     module, example, costs = made(EVERY[name])

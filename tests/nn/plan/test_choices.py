@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,7 @@ class TestSpectralSharding:
         assert short == long
         assert repr(short) == repr(long)
         assert list(short.plan(net()).sharded) == ["2", "4"]
+        assert replace(short, keep_ratio=0.4).layers == short.layers
 
     @pytest.mark.parametrize("layers", [CHOICES, plan_layers(net())], ids=["choices", "plan"])
     def test_exclude_beside_layers_is_refused(self, layers: ls.LayerChoices | ModulePlan) -> None:

@@ -24,7 +24,7 @@ from lightning_spectral.functional import (
     group_discrepancy,
 )
 from lightning_spectral.functional.factors import factorize, num_terms_for
-from lightning_spectral.nn.plan.report import aligned
+from lightning_spectral.nn.plan.text_table import aligned
 
 COHORT = 10
 STRATEGIES: dict[str, ls.ShardingStrategy] = {

@@ -124,7 +124,8 @@ def contenders(name: str, channels_last: bool, device: str, granularity: int) ->
         dense = dense.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     found = [Contender((name, memory, "full"), copy.deepcopy(dense), (x, y))]
     for r in KEEP_RATIOS:
-        sub = ls.replace_layers(dense, r, keep_first_and_last_dense=keep_ends, term_granularity=granularity)
+        choices = ls.LayerChoices(keep_first_and_last_dense=keep_ends, term_granularity=granularity)
+        sub = ls.replace_layers(dense, r, layers=choices)
         found.append(Contender((name, memory, f"{r}"), sub, (x, y)))
     return found
 

@@ -25,7 +25,7 @@ from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
-from lightning_spectral.nn.plan.report import aligned
+from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -108,7 +108,7 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
 
 def parts_of_refresh(server: nn.Module, stage: dict[str, float]) -> None:
     """Time the parts of the refresh separately, by repeating them: factorisation, strategy and design."""
-    for block in SHARDING.report(server).blocks.values():
+    for block in SHARDING.plan(server).blocks.values():
         weight = block.matrix(server.get_parameter(block.parameter))
         start = time.perf_counter()
         s = factorize(weight).s

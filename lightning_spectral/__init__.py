@@ -18,6 +18,7 @@ from lightning_spectral.designs import (
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.nn import (
     CostTable,
+    LayerChoices,
     SpectralShardedConv1d,
     SpectralShardedConv2d,
     SpectralShardedConv3d,
@@ -80,6 +81,7 @@ __all__ = [
     "GradientClip",
     "IIDPartitioner",
     "JointDesign",
+    "LayerChoices",
     "LeaveOut",
     "LocalHook",
     "MinimumSupport",

@@ -82,10 +82,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, keep_first_and_last_dense=False)
-COORDINATED = ls.SpectralSharding(
-    ls.Unbiased(), keep_ratio=0.4, design=ls.Coordinated(), keep_first_and_last_dense=False
-)
+EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
+SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=EVERY_LAYER)
+COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.Coordinated(), layers=EVERY_LAYER)
 RUNS: dict[str, dict[str, Any]] = {
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},

@@ -104,9 +104,8 @@ def fit(lit: pl.LightningModule, dataset: TensorDataset, quiet: Any, num_clients
 
 def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
     split = {"core.1": 3} if name == "split" else {}
-    return ls.SpectralSharding(
-        keep_ratio=keep_ratio, keep_first_and_last_dense=False, exclude=["head"], split=split, frobenius_decay=0.0
-    )
+    choices = ls.LayerChoices(exclude=["head"], split=split, keep_first_and_last_dense=False)
+    return ls.SpectralSharding(keep_ratio=keep_ratio, frobenius_decay=0.0, layers=choices)
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -127,7 +126,7 @@ def test_one_client_with_all_terms_hands_back_the_weight_it_trained(
     lit = LitCore(CORES[name]()).double()
     dataset = TensorDataset(flat.tensors[0].double(), flat.tensors[1])
     algorithm = options_for(name, 1.0)
-    report = algorithm.report(lit)
+    report = algorithm.plan(lit)
     kept: dict[str, Tensor] = {}
 
     class Keep(ls.RoundCallback):
@@ -155,7 +154,7 @@ def test_mixed_keep_ratios_train_every_layer(name: str, flat: TensorDataset, qui
     before = {key: value.clone() for key, value in lit.state_dict().items()}
     fit(lit, flat, quiet, algorithm=algorithm)
     after = lit.state_dict()
-    names = algorithm.report(lit).sharded_weights
+    names = algorithm.plan(lit).sharded_weights
     assert names
     assert not [name for name in names if torch.equal(before[name], after[name])]
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
@@ -200,7 +199,7 @@ def test_a_layer_never_used_stays_dense_if_seen_and_is_refused_by_name_if_not(
 
     lit = make(traced=True)
     fit(lit, flat, quiet, algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
-    assert list(algorithm.report(lit).sharded) == ["mid"]
+    assert list(algorithm.plan(lit).sharded) == ["mid"]
     # registered last, so that only `exclude` could save it: the head is registered before
     with pytest.raises(ValueError, match="do not take part in the forward pass of `training_step`: mid2"):
         fit(
@@ -274,21 +273,21 @@ def test_lora_layers_are_ordinary_once_they_are_not_zero(flat: TensorDataset, qu
     assert bool(lit.up.weight.any())
 
 
-def test_a_plan_fixes_the_treatment_and_knows_its_module(
+def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
     flat: TensorDataset, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lit = LitNet(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
-    plan = ls.validate(lit, torch.zeros(1, 32), exclude=["a"])
-    algorithm = ls.SpectralSharding(keep_ratio=0.5, plan=plan)
+    plan = ls.validate(lit, torch.zeros(1, 32), ls.LayerChoices(exclude=["a"]))
+    algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)
     fit(lit, flat, quiet, algorithm=algorithm)
-    assert list(algorithm.report(lit).sharded) == ["b"]
+    assert list(algorithm.plan(lit).sharded) == ["b"]
     wider = LitNet(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
     with pytest.raises(ValueError, match=r"another module: b.weight is \(8, 9\) as a matrix, not \(8, 8\)"):
         algorithm.check(wider)
     with pytest.raises(ValueError, match=r"another module: this one has no weights b\.weight"):
         algorithm.check(LitNet(lambda self, x: x, False, a=nn.Linear(8, 8)))
-    with pytest.raises(ValueError, match="give `exclude`, `split` and `keep_first_and_last_dense` to `validate`"):
-        ls.SpectralSharding(plan=plan, exclude=["b"])
+    with pytest.raises(ValueError, match="for a plan, into those that `validate` gets"):
+        ls.SpectralSharding(layers=plan, exclude=["b"])
 
 
 def test_buffers_can_keep_the_servers_value(flat: TensorDataset, quiet: dict[str, Any]) -> None:
@@ -296,8 +295,9 @@ def test_buffers_can_keep_the_servers_value(flat: TensorDataset, quiet: dict[str
         return LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
     kept = ["*running_*"]
-    planned = ls.SpectralSharding(plan=plan_layers(make(), keep_buffers=kept))
-    for algorithm in (ls.FedAvg(keep_buffers=kept), ls.SpectralSharding(keep_buffers=kept), planned):
+    choices = ls.LayerChoices(keep_buffers=kept)
+    planned = ls.SpectralSharding(layers=plan_layers(make(), choices=choices))
+    for algorithm in (ls.FedAvg(keep_buffers=kept), ls.SpectralSharding(layers=choices), planned):
         lit = make()
         fit(lit, flat, quiet, algorithm=algorithm)
         assert torch.equal(lit.norm.running_mean, torch.zeros(8))

@@ -93,11 +93,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
 def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, quiet: dict[str, Any]) -> None:
     make, logits, dataset, split, num_blocks = CASES[case]
     lit = LitLogits(make(), logits, dataset().tensors[0][:2])
-    algorithm = ls.SpectralSharding(keep_ratio=0.5, split=split)
-    report = ls.validate(lit, split=split)
-    assert len(report.blocks) == num_blocks
-    assert not report.problems
-    before = {name: lit.state_dict()[name].clone() for name in report.sharded_weights}
+    plan = ls.validate(lit, layers=ls.LayerChoices(split=split))
+    assert len(plan.blocks) == num_blocks
+    assert not plan.problems
+    algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)
+    before = {name: lit.state_dict()[name].clone() for name in plan.sharded_weights}
     data = ls.FederatedDataModule(dataset(), ls.IIDPartitioner(num_clients=4), batch_size=4)
     pl.Trainer(max_epochs=1, **quiet).fit(ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=3), data)
     assert not [name for name, weight in before.items() if torch.equal(weight, lit.state_dict()[name])]

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Optimizer
@@ -17,11 +17,12 @@ from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.functional.factors import check_granularity, check_keep_ratio, singular_terms
+from lightning_spectral.functional.factors import check_keep_ratio, singular_terms
 from lightning_spectral.functional.local_training import check_tau
-from lightning_spectral.nn.layers.blocks import as_rows, assemble, by_parameter
-from lightning_spectral.nn.plan.planner import check_undecided, plan_layers
-from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.layers.blocks import assemble, by_parameter
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.validate import check_layers, plan_of
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
@@ -44,19 +45,17 @@ class SpectralSharding(Algorithm[SpectralRound]):
             Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
             ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.
-        exclude: Shell-style patterns of layer names that stay dense.
-        split: From a pattern of layer names to the number of linear layers packed into each, e.g. ``{"*.qkv": 3}``.
-        keep_first_and_last_dense: Keep the first and the last layer dense, as the papers do.
-        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
-        term_granularity: Round numbers of terms up to a multiple of this: 16 often takes no more time than 7.
+        exclude: Shell-style patterns of layer names that stay dense: short for
+            ``layers=LayerChoices(exclude=...)``, and kept there.
+        layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
+            returned, which fixes the outcome for every layer. From choices it is made when training starts, with a
+            traced forward pass if the module has an ``example_input_array``.
         weigh_clients: Tell the strategy Kish's effective number of clients, which counts clients with more examples
             for more, in place of their number.
-        plan: What `validate` returned, to fix the treatment of every layer; ``None`` to decide when training starts,
-            with a traced forward pass if the module has an ``example_input_array``.
 
     Raises:
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
-            ``frobenius_decay`` is negative, or ``plan`` comes with choices that it has already made.
+            ``frobenius_decay`` is negative, or both ``exclude`` and ``layers`` are given.
 
     Note:
         Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
@@ -68,6 +67,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
     Example:
         >>> SpectralSharding(Collective(), keep_ratio={0.2: 0.6, 0.4: 0.4}).keep_ratio
         {0.2: 0.6, 0.4: 0.4}
+        >>> SpectralSharding(exclude=["head"]) == SpectralSharding(layers=LayerChoices(exclude=["head"]))
+        True
     """
 
     strategy: ShardingStrategy = field(default_factory=Collective)
@@ -75,15 +76,11 @@ class SpectralSharding(Algorithm[SpectralRound]):
     design: Design | None = None
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
-    exclude: Sequence[str] = ()
-    split: Mapping[str, int] = field(default_factory=dict)
-    keep_first_and_last_dense: bool = True
-    keep_buffers: Sequence[str] = ()
-    term_granularity: int = 1
+    exclude: InitVar[Sequence[str]] = ()
+    layers: LayerChoices | ModulePlan = LayerChoices()
     weigh_clients: bool = False
-    plan: LayerReport | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, exclude: Sequence[str]) -> None:
         check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
         check_tau(self.clip_tau)
         check_is("strategy", self.strategy, ShardingStrategy)
@@ -91,9 +88,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
             check_is("design", self.design, Design)
         if not self.frobenius_decay >= 0.0:
             raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
-        check_granularity(self.term_granularity)
-        if self.plan is not None:
-            check_undecided(self.exclude, self.split, self.keep_first_and_last_dense)
+        check_layers(self.layers)
+        if exclude:
+            object.__setattr__(self, "layers", _excluding(exclude, self.layers))
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client: exact shares, drawn from the seed.
@@ -104,38 +101,21 @@ class SpectralSharding(Algorithm[SpectralRound]):
         check_num_entries("keep_ratio", self.keep_ratio, num_clients)
         return assign(self.keep_ratio, num_clients, seed, "keep ratios")
 
-    def report(self, server: nn.Module) -> LayerReport:
-        """The treatment of every layer of ``server``.
+    def plan(self, server: nn.Module) -> ModulePlan:
+        """How clients hold every layer and buffer of ``server``.
 
         Raises:
-            ValueError: With every problem at once.
+            ValueError: With every problem at once, or if ``layers`` is the plan of another module.
         """
-        if self.plan is not None:
-            return self.plan.check()
-        return plan_layers(
-            server,
-            exclude=self.exclude,
-            split=self.split,
-            keep_first_and_last_dense=self.keep_first_and_last_dense,
-            keep_buffers=self.keep_buffers,
-        ).check()
+        return plan_of(server, self.layers)
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``plan`` is that of another module."""
-        report, own = self.report(server), dict(server.named_parameters())
-        if missing := [name for name in report.sharded_weights if name not in own]:
-            raise ValueError(f"`plan` is that of another module: this one has no weights {', '.join(missing)}.")
-        for name, blocks in by_parameter(list(report.blocks.values())):
-            planned = blocks[-1].rows[1], blocks[0].shape[1]
-            if (found := tuple(as_rows(own[name], blocks[0].transposed).shape)) != planned:
-                raise ValueError(f"`plan` is that of another module: {name} is {found} as a matrix, not {planned}.")
+        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module."""
+        self.plan(server)
 
     def prepare(self, server: nn.Module) -> SpectralSharding:
-        """This algorithm with the treatment of every layer decided, once for all rounds."""
-        if self.plan is not None:
-            return self
-        report = self.report(server)
-        return replace(self, plan=report, exclude=(), split={}, keep_first_and_last_dense=True)
+        """This algorithm with the plan of ``server`` as its ``layers``, made once for all rounds."""
+        return replace(self, layers=self.plan(server))
 
     def check_optimizer(self, template: Optimizer) -> None:
         """Say where the optimizer's weight decay goes, and which optimizers undo the clip."""
@@ -158,29 +138,28 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: sub-models, and optimizers that decay and clip their factors."""
-        report = self.report(server)
-        dense = tuple(averaged_tensors(server, report.sharded_weights, self._kept_buffers(report)))
-        return SpectralSide(report, dense, self.clip_tau, self.frobenius_decay, self.term_granularity)
-
-    def _kept_buffers(self, report: LayerReport) -> list[str]:
-        return [*self.keep_buffers, *report.kept_buffers]
+        plan = self.plan(server)
+        dense = tuple(averaged_tensors(server, plan.sharded_weights, plan.kept_buffers))
+        return SpectralSide(plan, dense, self.clip_tau, self.frobenius_decay)
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> SpectralRound:
         """Factorise every sharded matrix once; inclusion probabilities and multipliers for each keep ratio."""
-        report = self.report(server)
-        matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in report.blocks.items()]
+        plan = self.plan(server)
+        matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in plan.blocks.items()]
         terms = cohort.workers.share_out(matrices, _singular_terms, _decomposition_cost)
-        layers = {name: self._open(name, found, cohort) for (name, _), found in zip(matrices, terms, strict=True)}
-        averaged = averaged_tensors(server, report.sharded_weights, self._kept_buffers(report))
-        return SpectralRound(cohort, layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
+        granularity = plan.choices.term_granularity
+        named_terms = zip(plan.blocks, terms, strict=True)
+        layers = {name: self._open(name, found, cohort, granularity) for name, found in named_terms}
+        mean = MeanChange(averaged_tensors(server, plan.sharded_weights, plan.kept_buffers))
+        return SpectralRound(cohort, plan, layers, travelling_tensors(server, plan.sharded_weights), mean)
 
-    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
+    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int) -> LayerRound:
         sizes = {
             keep_ratio: cohort.effective_size(units) if self.weigh_clients else float(len(units))
             for keep_ratio, units in cohort.groups.items()
         }
-        with _blamed(name):
-            return open_layer(name, terms, self.strategy, self.design, cohort, sizes, granularity=self.term_granularity)
+        with _naming_layer(name):
+            return open_layer(name, terms, self.strategy, self.design, cohort, sizes, granularity=granularity)
 
     def send(self, opened: SpectralRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the unit's terms of every layer, independently."""
@@ -208,7 +187,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def close(self, server: nn.Module, state: nn.Module | None, opened: SpectralRound) -> None:
         """Pseudo-gradients of the dense tensors, and of each sharded weight from the mean change of its terms."""
         apply_mean_change(server, opened.mean.finish())
-        for name, blocks in by_parameter(list(self.report(server).blocks.values())):
+        for name, blocks in by_parameter(list(opened.plan.blocks.values())):
             weight = server.get_parameter(name)
             changes = [opened.layers[block.name].weight_change().to(weight.dtype) for block in blocks]
             weight.grad = -assemble(blocks, changes, weight)
@@ -218,14 +197,24 @@ class SpectralSharding(Algorithm[SpectralRound]):
         return opened.diagnostics()
 
 
+def _excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
+    choices = LayerChoices(exclude=exclude)
+    if layers != LayerChoices():
+        raise ValueError(
+            f"`exclude={choices.exclude}` is short for `layers=LayerChoices(exclude={choices.exclude})`, but `layers` "
+            "is given too. Put the patterns into its LayerChoices; for a plan, into those that `validate` gets."
+        )
+    return choices
+
+
 def _singular_terms(named_matrix: tuple[str, Tensor]) -> tuple[Tensor, ...]:
     name, matrix = named_matrix
-    with _blamed(name):
+    with _naming_layer(name):
         return singular_terms(matrix)
 
 
 @contextmanager
-def _blamed(name: str) -> Iterator[None]:
+def _naming_layer(name: str) -> Iterator[None]:
     """Name the layer whose weight is at fault."""
     try:
         yield

@@ -11,6 +11,7 @@ from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange
@@ -83,12 +84,14 @@ class SpectralRound:
 
     Attributes:
         cohort: Who takes part.
+        plan: How clients hold each layer.
         layers: The sharded layers by dotted name.
         tensors: What travels whole, by name.
         mean: Running sum of what comes back of it.
     """
 
     cohort: Cohort
+    plan: ModulePlan
     layers: Mapping[str, LayerRound]
     tensors: Mapping[str, Tensor]
     mean: MeanChange

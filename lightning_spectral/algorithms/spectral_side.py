@@ -10,9 +10,10 @@ from torch.optim import AdamW
 
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
+from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.plan.report import LayerReport
-from lightning_spectral.nn.plan.swap import sharded_layers, swap_layers
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.swap import swap_layers
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Upload
 
@@ -22,18 +23,16 @@ class SpectralSide(ClientSide):
     """Sub-models whose sharded layers hold the terms that were sent.
 
     Attributes:
-        plan: What happens to each layer.
+        plan: How clients hold each layer.
         dense: Names of the tensors that travel back whole.
         clip_tau: Bound on a term's effective learning rate.
         frobenius_decay: Coefficient of the penalty on sharded layers, beside the optimizer's own weight decay.
-        term_granularity: Numbers of terms are rounded up to a multiple of it.
     """
 
-    plan: LayerReport
+    plan: ModulePlan
     dense: tuple[str, ...]
     clip_tau: float
     frobenius_decay: float
-    term_granularity: int = 1
 
     @cached_property
     def weight_of(self) -> dict[str, str]:
@@ -51,7 +50,7 @@ class SpectralSide(ClientSide):
         """A copy of ``module`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
         # The dense weights that are about to be replaced are not worth copying.
         client: nn.Module = copy_module(module, [module.get_parameter(name) for name in self.plan.sharded_weights])
-        swap_layers(client, self.plan, lambda kind, dense, n: kind.like(dense, n), capacity, self.term_granularity)
+        swap_layers(client, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:

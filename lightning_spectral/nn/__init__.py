@@ -5,7 +5,7 @@ from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.budgets import keep_ratio_for
 from lightning_spectral.nn.cost.table import CostTable, cost_table
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
-from lightning_spectral.nn.layers.blocks import WeightBlock
+from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
 from lightning_spectral.nn.layers.grouped_conv import (
     SpectralShardedGroupedConv1d,
@@ -16,19 +16,23 @@ from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralS
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
 from lightning_spectral.nn.layers.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
-from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
+from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import SHARDED_LAYERS
-from lightning_spectral.nn.plan.planner import plan_layers, validate
-from lightning_spectral.nn.plan.report import BufferTreatment, LayerReport, LayerTreatment
-from lightning_spectral.nn.plan.swap import replace_layers, sharded_layers
+from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
+from lightning_spectral.nn.plan.planner import plan_layers
+from lightning_spectral.nn.plan.swap import replace_layers
+from lightning_spectral.nn.plan.validate import plan_of, validate
 
 __all__ = [
     "SHARDED_LAYERS",
-    "BufferTreatment",
+    "BlockCall",
+    "BufferPlan",
     "Cost",
     "CostTable",
-    "LayerReport",
-    "LayerTreatment",
+    "LayerChoices",
+    "LayerPlan",
+    "ModulePlan",
     "ShardedLayer",
     "SingularTerms",
     "SpectralShardedConv1d",
@@ -49,6 +53,7 @@ __all__ = [
     "cost_table",
     "keep_ratio_for",
     "plan_layers",
+    "plan_of",
     "replace_layers",
     "sharded_layers",
     "use_batch_statistics",

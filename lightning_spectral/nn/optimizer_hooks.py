@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.functional.local_training import check_tau, effective_lr_factors, frobenius_decay_gradients
-from lightning_spectral.nn.layers.terms import SingularTerms
-from lightning_spectral.nn.plan.swap import sharded_layers
+from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 
 
 @dataclass(frozen=True)

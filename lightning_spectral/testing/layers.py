@@ -17,7 +17,7 @@ __all__ = ["check_sharded_layer"]
 TOLERANCE = 1e-10  # rounding of a decomposition in float64
 
 
-def check_sharded_layer(kind: type[ShardedLayer], dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
+def check_sharded_layer(layer_type: type[ShardedLayer], dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
     """Check that a sharded layer is equivalent to a dense one, in training mode and in evaluation mode.
 
     With all terms it computes the same outputs, input gradients and bias gradients, and the gradients of the factors
@@ -25,7 +25,7 @@ def check_sharded_layer(kind: type[ShardedLayer], dense: nn.Module, *inputs: Any
     of every block. Loading other terms changes the values of the parameters, never the parameter objects.
 
     Args:
-        kind: The sharded class.
+        layer_type: The sharded class.
         dense: The dense layer, in float64 and without dropout.
         inputs: Arguments for its forward pass, in float64.
         num_parts: Number of layers that a packed linear layer combines.
@@ -38,14 +38,14 @@ def check_sharded_layer(kind: type[ShardedLayer], dense: nn.Module, *inputs: Any
         >>> linear = nn.Linear(5, 3, dtype=torch.float64)
         >>> check_sharded_layer(SpectralShardedLinear, linear, torch.randn(2, 5, dtype=torch.float64))
     """
-    blocks = kind.blocks_of(dense, num_parts)
+    blocks = layer_type.blocks_of(dense, num_parts)
     full = [block.num_singular for block in blocks]
     for training in (True, False):
         dense.train(training)
-        _check_full(kind.from_dense(copy.deepcopy(dense), full).train(training), dense, blocks, inputs)
+        _check_full(layer_type.from_dense(copy.deepcopy(dense), full).train(training), dense, blocks, inputs)
     for num_terms in ([1] * len(full), [(n + 1) // 2 for n in full], full):
-        _check_truncated(kind.from_dense(copy.deepcopy(dense), num_terms), dense, blocks, inputs, num_terms)
-        _check_loading(kind.like(copy.deepcopy(dense), num_terms), dense, blocks)
+        _check_truncated(layer_type.from_dense(copy.deepcopy(dense), num_terms), dense, blocks, inputs, num_terms)
+        _check_loading(layer_type.like(copy.deepcopy(dense), num_terms), dense, blocks)
 
 
 def _check_full(sharded: ShardedLayer, dense: nn.Module, blocks: Sequence[WeightBlock], inputs: Any) -> None:

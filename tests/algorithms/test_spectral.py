@@ -12,7 +12,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral_round import SpectralRound
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
-from lightning_spectral.nn.plan.swap import sharded_layers
+from lightning_spectral.nn import sharded_layers
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -263,6 +263,10 @@ def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any
             super().__init__()
             self.net = nn.Linear(6, 3)
 
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            events.append("on_train_batch_start")
+            return -1 if batch_idx == 2 else None
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             events.append("training_step")
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -273,5 +277,6 @@ def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any
     data.val, ledger = None, ls.CommunicationLedger()
     model = ls.FederatedModule(Lit(), algorithm=Algorithm(), clients_per_round=3, client_engine=engine)
     pl.Trainer(max_epochs=1, callbacks=[ledger], **quiet).fit(model, data)
-    step = ["before_forward", "training_step", "before a step of SGD"]
-    assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *step * 3]]
+    step = ["on_train_batch_start", "before_forward", "training_step", "before a step of SGD"]
+    turn = [*step, *step, "on_train_batch_start"]  # the epoch ends there: no forward pass, and nothing before it
+    assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *turn]]

@@ -161,10 +161,10 @@ def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> N
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_example_input_of_a_task_shows_which_layers_run(name: str) -> None:
-    report = plan_layers(task(name))
-    assert not report.problems
-    assert all(layer.in_forward for layer in report.layers)
-    assert report.sharded
+    plan = plan_layers(task(name))
+    assert not plan.problems
+    assert all(layer.in_forward for layer in plan.layers)
+    assert plan.sharded
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -93,7 +93,14 @@ def test_processes_that_exchange_their_changes_end_with_the_same() -> None:
 
 class TestInARun:
     def run(
-        self, algorithm: Any, lit_mlp: Any, data: Any, quiet: Any, rounds: int, ckpt: Path | None = None
+        self,
+        algorithm: Any,
+        lit_mlp: Any,
+        data: Any,
+        quiet: Any,
+        rounds: int,
+        ckpt: Path | None = None,
+        callbacks: Any = (),
     ) -> tuple[dict[str, Tensor], ls.RoundHistory, dict[int, float], pl.Trainer]:
         """Weights, history and the last loss of every client."""
         losses: dict[int, float] = {}
@@ -106,7 +113,7 @@ class TestInARun:
             torch.manual_seed(0)
             module = lit_mlp()
         history = ls.RoundHistory()
-        trainer = pl.Trainer(max_epochs=rounds, callbacks=[history, Losses()], **quiet)
+        trainer = pl.Trainer(max_epochs=rounds, callbacks=[history, Losses(), *callbacks], **quiet)
         trainer.fit(ls.FederatedModule(module, algorithm=algorithm, clients_per_round=5), data, ckpt_path=ckpt)
         return module.state_dict(), history, losses, trainer
 
@@ -146,3 +153,21 @@ class TestInARun:
         torch.save(checkpoint, tmp_path / "forgetful.ckpt")
         forgetful, *_ = self.run(remembering(), lit_mlp, data, quiet, 4, tmp_path / "forgetful.ckpt")
         assert not same(forgetful, whole)  # or the test would show nothing
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+    def test_a_checkpoint_within_a_round_remembers_nothing_of_that_round(
+        self, remembering: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    ) -> None:
+        """The round begins again in the resumed run, as its weights do: nobody has trained twice."""
+        whole, *_ = self.run(remembering(), lit_mlp, data, quiet, 3)
+
+        class SaveWithin(ls.RoundCallback):
+            def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+                if turn.round_idx == 1 and trainer.is_last_batch:
+                    trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+        self.run(remembering(), lit_mlp, data, quiet, 2, callbacks=[SaveWithin()])
+        kept = torch.load(tmp_path / "within.ckpt", weights_only=False)["federation_clients"]
+        assert [int(entry["turns"]) for entry in kept.values()] == [1] * 5  # of the first round alone
+        resumed, *_ = self.run(remembering(), lit_mlp, data, quiet, 3, tmp_path / "within.ckpt")
+        assert same(resumed, whole)

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from torch import nn
 
 from lightning_spectral.nn.cost.block_costs import Cost
-from lightning_spectral.nn.cost.costs import ONE_TERM, Costs, costs_of
-from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.cost.costs import FEWEST_TERMS, Costs, costs_of
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.trace import Example
 
 Budget = float | Sequence[float]
@@ -32,12 +33,7 @@ def keep_ratio_for(
     budget_bytes: Budget | None = None,
     budget_macs: Budget | None = None,
     budget_params: Budget | None = None,
-    exclude: Sequence[str] = (),
-    split: Mapping[str, int] | None = None,
-    keep_first_and_last_dense: bool = True,
-    keep_buffers: Sequence[str] = (),
-    term_granularity: int = 1,
-    plan: LayerReport | None = None,
+    layers: LayerChoices | ModulePlan = LayerChoices(),
 ) -> float | list[float]:
     """The largest keep ratio whose sub-model fits a budget.
 
@@ -50,12 +46,7 @@ def keep_ratio_for(
         budget_bytes: Bytes that may travel in a round, down and up together.
         budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
         budget_params: Number of parameters that the sub-model may have.
-        exclude: As in `validate`.
-        split: As in `validate`.
-        keep_first_and_last_dense: As in `validate`.
-        keep_buffers: As in `validate`.
-        term_granularity: As in `SpectralSharding`.
-        plan: What `validate` returned, instead of the choices above.
+        layers: As in `cost_table`.
 
     Returns:
         A keep ratio in ``(0, 1]``, or a list of them.
@@ -71,16 +62,7 @@ def keep_ratio_for(
     """
     given = {"budget_bytes": budget_bytes, "budget_macs": budget_macs, "budget_params": budget_params}
     name, budget = _only(given)
-    costs = costs_of(
-        module,
-        example_input,
-        exclude=exclude,
-        split=split,
-        keep_first_and_last_dense=keep_first_and_last_dense,
-        keep_buffers=keep_buffers,
-        term_granularity=term_granularity,
-        plan=plan,
-    )
+    costs = costs_of(module, example_input, layers)
     candidates = _candidates(costs)
     if isinstance(budget, Sequence):
         return [_largest(costs, candidates, name, entry) for entry in budget]
@@ -106,7 +88,7 @@ def _largest(costs: Costs, candidates: Sequence[float], name: str, budget: float
     num_fitting = bisect_right(candidates, budget, key=lambda keep_ratio: needed(costs.at(keep_ratio)))
     if num_fitting == 0:
         raise ValueError(
-            f"No sub-model fits `{name}={budget:,}`: the smallest takes {needed(costs.at(ONE_TERM)):,}. Raise the "
+            f"No sub-model fits `{name}={budget:,}`: the smallest takes {needed(costs.at(FEWEST_TERMS)):,}. Raise the "
             "budget, or shard more layers."
         )
     return candidates[num_fitting - 1]

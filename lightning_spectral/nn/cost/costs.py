@@ -1,24 +1,25 @@
-"""What a client's model costs, as a function of its keep ratio."""
+"""The cost of a client's model, as a function of its keep ratio."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_spectral.functional.factors import check_granularity, num_terms_for
-from lightning_spectral.nn.cost.block_costs import BlockCall, BlockUse, Cost
+from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.nn.cost.block_costs import BlockUse, Cost
 from lightning_spectral.nn.cost.counted_pass import CountedPass, LayerCall, count_pass
-from lightning_spectral.nn.plan.planner import check_undecided, plan_layers
-from lightning_spectral.nn.plan.report import LayerReport
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
 from lightning_spectral.nn.plan.trace import Example, detached_copy, example_of
+from lightning_spectral.nn.plan.validate import plan_of
 from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
 from lightning_spectral.protocol.records import num_bytes
 
-ONE_TERM = 1e-6  # a keep ratio at which every block has one term
+FEWEST_TERMS = 1e-6  # a keep ratio at which every block has as few terms as the granularity allows
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,7 @@ class Costs:
 
 
 def costs_of(
-    module: nn.Module,
-    example_input: Example = None,
-    *,
-    exclude: Sequence[str] = (),
-    split: Mapping[str, int] | None = None,
-    keep_first_and_last_dense: bool = True,
-    keep_buffers: Sequence[str] = (),
-    term_granularity: int = 1,
-    plan: LayerReport | None = None,
+    module: nn.Module, example_input: Example = None, layers: LayerChoices | ModulePlan = LayerChoices()
 ) -> Costs:
     """Count one pass of the module and one of its smallest sub-model; every other sub-model follows by formulas.
 
@@ -71,33 +64,24 @@ def costs_of(
         >>> costs.full.macs, costs.at(0.25).macs  # 4 of 16 terms: 4 * (16 + 16) instead of 16 * 16
         (416, 288)
     """
-    check_granularity(term_granularity)
     example = example_of(module) if example_input is None else example_input
     if example is None:
         raise ValueError(
             "What a module costs shows in a forward pass: give `example_input`, a batch as clients train on, or set "
             "the module's `example_input_array`."
         )
-    if plan is None:
-        plan = plan_layers(
-            module, example, exclude=exclude, split=split, keep_first_and_last_dense=keep_first_and_last_dense
-        )
-    else:
-        check_undecided(exclude, split, keep_first_and_last_dense)
-    return _count(module, example, plan.check(), [*keep_buffers, *plan.kept_buffers], term_granularity)
+    return _count(module, example, plan_of(module, layers, example))
 
 
-def _count(
-    module: nn.Module, example: Example, plan: LayerReport, keep_buffers: Sequence[str], granularity: int
-) -> Costs:
-    run = detached_copy(module)
+def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
+    run, granularity = detached_copy(module), plan.choices.term_granularity
     dense = count_pass(run, example)
-    swap_layers(run, plan, lambda kind, layer, num_terms: kind.like(layer, num_terms), ONE_TERM)
+    swap_layers(run, plan, lambda sharded, layer, num_terms: sharded.like(layer, num_terms), FEWEST_TERMS)
     smallest = count_pass(run, example, watched=plan.sharded)
     blocks = tuple(_uses(module, plan, smallest.calls))
-    full = _sent(module, (), keep_buffers) + _passed(dense)
-    rest = _sent(module, plan.sharded_weights, keep_buffers) + _passed(smallest)
-    return Costs(full, rest - _passed(_cost_of_terms(blocks, ONE_TERM)), blocks, granularity)
+    full = _sent(module, (), plan.kept_buffers) + _passed(dense)
+    rest = _sent(module, plan.sharded_weights, plan.kept_buffers) + _passed(smallest)
+    return Costs(full, rest - _passed(_cost_of_terms(blocks, FEWEST_TERMS, granularity)), blocks, granularity)
 
 
 def _sent(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
@@ -114,23 +98,18 @@ def _passed(counted: CountedPass | Cost) -> Cost:
     return Cost(macs=counted.macs, kept_values=counted.kept_values, kept_bytes=counted.kept_bytes)
 
 
-def _uses(module: nn.Module, plan: LayerReport, calls: Iterable[LayerCall]) -> Iterator[BlockUse]:
+def _uses(module: nn.Module, plan: ModulePlan, calls: Iterable[LayerCall]) -> Iterator[BlockUse]:
     calls_of: dict[str, list[LayerCall]] = defaultdict(list)
     for call in calls:
         calls_of[call.layer].append(call)
-    for name, treatment in plan.sharded.items():
-        assert treatment.sharded is not None
-        for i, block in enumerate(treatment.blocks):
+    for name, layer in plan.sharded.items():
+        assert layer.sharded is not None
+        for i, block in enumerate(layer.blocks):
             value_bytes = module.get_parameter(block.parameter).element_size()
-            uses = tuple(_of_block(call, i) for call in calls_of[name])
-            yield BlockUse(block, treatment.sharded, value_bytes, uses)
+            block_calls = tuple(call.of_block(i) for call in calls_of[name])
+            yield BlockUse(block, layer.sharded, value_bytes, block_calls)
 
 
-def _of_block(call: LayerCall, index: int) -> BlockCall:
-    i = index if len(call.positions) > 1 else 0
-    return BlockCall(call.positions[i], call.input_needs_grad[i], call.keeps)
-
-
-def _cost_of_terms(blocks: Iterable[BlockUse], keep_ratio: float, granularity: int = 1) -> Cost:
+def _cost_of_terms(blocks: Iterable[BlockUse], keep_ratio: float, granularity: int) -> Cost:
     costs = (use.cost(num_terms_for(use.block.num_singular, keep_ratio, granularity)) for use in blocks)
     return sum(costs, Cost())

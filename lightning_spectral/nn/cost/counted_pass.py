@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
-from lightning_spectral.nn.layers.conv import SpectralShardedConv
-from lightning_spectral.nn.layers.grouped_conv import SpectralShardedGroupedConv
+from lightning_spectral.nn.layers.blocks import BlockCall
+from lightning_spectral.nn.layers.recurrent import sequence_values
+from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.plan.trace import Example, run_example
 
@@ -30,21 +29,21 @@ class LayerCall:
 
     Attributes:
         layer: Its dotted name.
-        positions: How often each of its matrices is applied: entries of the batch times places in the sequence or the
-            image. One number, or one for each of an attention's query, key and value.
-        input_needs_grad: Whether what the matrix is applied to has a gradient, likewise.
-        keeps: Whether autograd kept anything; it does not under ``no_grad`` and in a checkpointed section.
+        inputs: How its matrices are applied: one entry for all blocks, or one for each, such as an attention's query,
+            key and value.
     """
 
     layer: str
-    positions: tuple[int, ...]
-    input_needs_grad: tuple[bool, ...]
-    keeps: bool
+    inputs: tuple[BlockCall, ...]
+
+    def of_block(self, index: int) -> BlockCall:
+        """How the block of this index is applied."""
+        return self.inputs[index if len(self.inputs) > 1 else 0]
 
 
 @dataclass(frozen=True)
 class CountedPass:
-    """What one forward pass came to.
+    """The counts of one forward pass.
 
     Attributes:
         macs: Multiply-accumulate operations of matrix products, convolutions, attention and recurrent layers.
@@ -91,7 +90,7 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
 
 
 class _Kept:
-    """The distinct memories of saved tensors; it holds them, so that none is used for another tensor meanwhile."""
+    """The distinct storages of saved tensors; holding them keeps their memory from being used again during the pass."""
 
     def __init__(self, others: Iterable[Any]) -> None:
         self._others = _storages(others)
@@ -99,7 +98,7 @@ class _Kept:
         self.num_values = self.num_bytes = self.num_packs = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The hook of autograd."""
+        """Note a saved tensor, as autograd's hook."""
         self.num_packs += 1
         for address, storage in _storages([tensor]).items():
             if address not in self._others and address not in self._saved:
@@ -110,7 +109,7 @@ class _Kept:
 
 
 class _Record:
-    """Hooks around sharded layers, and around recurrent ones, whose kernels torch's counter knows but in part."""
+    """Hooks around sharded layers, and around recurrent ones, whose kernels torch's counter does not know in full."""
 
     def __init__(self, kept: _Kept, counter: FlopCounterMode) -> None:
         self.kept, self.counter = kept, counter
@@ -120,25 +119,32 @@ class _Record:
 
     @property
     def macs(self) -> int:
-        """Multiplications so far."""
+        """Multiply-accumulate operations so far."""
         return int(self.counter.get_total_flops()) // 2 + self._unknown_macs
 
     def enter(self, *_: Any) -> None:
-        """The hook before a layer."""
+        """Note where the counts stand before a layer runs, as its forward pre-hook."""
         self._entered.append((self.kept.num_packs, self.macs))
 
     def leaver(self, name: str, is_watched: bool) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """The hook after a layer."""
+        """A forward hook that records the call of a layer.
+
+        Args:
+            name: Dotted name of the layer.
+            is_watched: Whether its calls are wanted; if not, it is a dense recurrent layer.
+        """
 
         def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             num_packs, macs = self._entered.pop()
-            inputs = _inputs(layer, args, kwargs)
-            positions = tuple(_num_positions(layer, x, output) for x in inputs)
             if isinstance(layer, nn.RNNBase):
-                self._unknown_macs += macs + recurrent_macs(layer, positions[0]) - self.macs
+                num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
+                self._unknown_macs += macs + recurrent_macs(layer, num_positions) - self.macs
             if is_watched:
-                needs_grad = tuple(x.requires_grad for x in inputs)
-                self.calls.append(LayerCall(name, positions, needs_grad, self.kept.num_packs > num_packs))
+                assert isinstance(layer, ShardedLayer)
+                keeps = self.kept.num_packs > num_packs
+                inputs = layer.matrix_inputs(*args, **kwargs)
+                calls = (BlockCall(layer.num_positions(x, output), x.requires_grad, keeps) for x in inputs)
+                self.calls.append(LayerCall(name, tuple(calls)))
 
         return leave
 
@@ -157,21 +163,6 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
     dense = sum(weight.numel() for weight in layer._flat_weights if weight is not None and weight.dim() == 2)
     rebuilt = sum(module.num_terms * size for module, size in zip(terms, sizes, strict=True))
     return int(num_positions * (dense + sum(sizes)) + rebuilt)
-
-
-def _inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What the layer's matrices are applied to: one tensor, or query, key and value."""
-    given = [*args, *kwargs.values()]
-    if isinstance(layer, SpectralShardedMultiheadAttention):
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        return [named[name] for name in ("query", "key", "value")]
-    return [given[0].data if isinstance(given[0], PackedSequence) else given[0]]
-
-
-def _num_positions(layer: nn.Module, x: Tensor, output: Any) -> int:
-    if isinstance(layer, SpectralShardedConv | SpectralShardedGroupedConv):
-        return int(output.numel()) // layer.weight_shape[0]
-    return x.numel() // x.shape[-1]
 
 
 def _storages(tensors: Iterable[Any]) -> Storages:

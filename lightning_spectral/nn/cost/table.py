@@ -11,7 +11,9 @@ from torch import nn
 
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import costs_of
-from lightning_spectral.nn.plan.report import LayerReport, aligned
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.nn.plan.trace import Example
 
 if TYPE_CHECKING:
@@ -78,13 +80,7 @@ def cost_table(
     module: nn.Module,
     keep_ratios: Sequence[float] = (0.2, 0.4, 0.6, 0.8),
     example_input: Example = None,
-    *,
-    exclude: Sequence[str] = (),
-    split: Mapping[str, int] | None = None,
-    keep_first_and_last_dense: bool = True,
-    keep_buffers: Sequence[str] = (),
-    term_granularity: int = 1,
-    plan: LayerReport | None = None,
+    layers: LayerChoices | ModulePlan = LayerChoices(),
 ) -> CostTable:
     """What each keep ratio costs a client, before any training.
 
@@ -98,16 +94,12 @@ def cost_table(
         keep_ratios: Shares of the singular terms, each in ``(0, 1]``.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments, on the module's device;
             ``None`` for Lightning's ``example_input_array`` of the module.
-        exclude: As in `validate`.
-        split: As in `validate`.
-        keep_first_and_last_dense: As in `validate`.
-        keep_buffers: As in `validate`; these buffers are sent down but not up.
-        term_granularity: As in `SpectralSharding`.
-        plan: What `validate` returned, instead of the choices above.
+        layers: Choices, or the plan that `validate` returned. Buffers that keep the server's value are sent down but
+            not up.
 
     Raises:
-        ValueError: If a ratio is out of range, there is no example, ``plan`` comes with choices that it has already
-            made, or with every problem that `validate` shows.
+        ValueError: If a ratio is out of range, there is no example, ``layers`` is the plan of another module, or with
+            every problem that `validate` shows.
 
     Note:
         The multiplications of normalisations, activations and other elementwise operations are not counted, as in
@@ -125,16 +117,7 @@ def cost_table(
         >>> table.at[0.1].parameters
         32778
     """
-    costs = costs_of(
-        module,
-        example_input,
-        exclude=exclude,
-        split=split,
-        keep_first_and_last_dense=keep_first_and_last_dense,
-        keep_buffers=keep_buffers,
-        term_granularity=term_granularity,
-        plan=plan,
-    )
+    costs = costs_of(module, example_input, layers)
     return CostTable(costs.full, {keep_ratio: costs.at(keep_ratio) for keep_ratio in keep_ratios})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
     @classmethod
     def blocks_of(cls, dense: nn.MultiheadAttention, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """Three: q, k and v, whether they are packed into one weight or not."""
+        """One block for each of q, k and v, whether they are packed into one weight or not."""
         if dense.in_proj_weight is not None:
             return row_blocks("in_proj_weight", dense.in_proj_weight, [f"blocks.{role}" for role in ROLES])
         names = [f"{role}_proj_weight" for role in ROLES]
@@ -62,6 +63,10 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     def like(cls, dense: nn.MultiheadAttention, num_terms: NumTerms) -> SpectralShardedMultiheadAttention:
         """An empty layer of the shape of ``dense``; it takes over its ``out_proj``."""
         return cls(dense, counts(num_terms))
+
+    def matrix_inputs(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Sequence[Tensor]:
+        """Query, key and value: one for each block."""
+        return query, key, value
 
     @property
     def in_proj_weight(self) -> Tensor | None:
@@ -137,7 +142,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def check_attention(dense: Any) -> str | None:
-    """Why an attention cannot be sharded, if so."""
+    """Why an attention cannot be sharded; ``None`` if it can."""
     if dense.bias_k is not None or dense.add_zero_attn:
         return "`add_bias_kv` and `add_zero_attn` are not supported"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,21 @@ class WeightBlock:
             torch.Size([3, 18])
         """
         return as_rows(weight, self.transposed)[slice(*self.rows)]
+
+
+class BlockCall(NamedTuple):
+    """One time that a forward pass applies a block.
+
+    Attributes:
+        num_positions: Number of vectors that the matrix is applied to: entries of the batch times places in the
+            sequence or the image.
+        input_needs_grad: Whether they have a gradient.
+        keeps: Whether autograd keeps anything; it does not under ``no_grad`` and in a checkpointed section.
+    """
+
+    num_positions: int
+    input_needs_grad: bool
+    keeps: bool
 
 
 def row_blocks(

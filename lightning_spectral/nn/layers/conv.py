@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.pointwise import pointwise
 from lightning_spectral.nn.layers.sharded import NumTerms, SpectralShardedLayer, counts
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
@@ -96,13 +97,22 @@ class SpectralShardedConv(SpectralShardedLayer):
         if self.padding_mode != "zeros":
             sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
             input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
-        if rebuilding_is_cheaper(self._num_positions(input, padding), self.num_terms, self.u.shape[0], self.v.shape[1]):
+        if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), self.v.shape[1]):
             return self._convolve(input, self.matrix(), self.bias, padding)
         hidden = self._convolve(input, self.v, None, padding)
         return pointwise(hidden, self.scaled_u(), self.bias, (1,) * len(self.kernel_size), type(self).conv)
 
-    def _num_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
-        """Positions of the output, over the whole batch."""
+    def num_positions(self, input: Tensor, output: Tensor) -> int:
+        """Positions of the output, over the whole batch: the kernel is applied once at each."""
+        return output.numel() // self.out_channels
+
+    @classmethod
+    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
+        """As in `ShardedLayer`, but torch keeps a rebuilt weight whether the input has a gradient or not."""
+        return super().kept_by_terms(block, call._replace(input_needs_grad=True), num_terms)
+
+    def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
+        """The same as `num_positions`, before there is an output."""
         sizes = input.shape[-len(self.kernel_size) :]
         batch = input.numel() // (self.in_channels * math.prod(sizes))
         if padding == "same":

@@ -83,7 +83,7 @@ class SpectralShardedTransposedLinear(SpectralShardedLinear):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """One: the weight, transposed."""
+        """The weight, transposed, as a single block."""
         return row_blocks("weight", dense.weight, [""], transposed=True)
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
+from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, row_blocks
 from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
 from lightning_spectral.nn.layers.terms import SingularTerms
 
@@ -48,6 +50,21 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         if name.startswith("weight_hr"):  # the projection of an LSTM: after the gates
             return [f"blocks.{name}"]
         return [f"blocks.{name}_{gate}" for gate in cls.gates]
+
+    def matrix_inputs(self, input: Tensor | PackedSequence, hx: Any = None) -> Sequence[Tensor]:
+        """The vectors of the sequence: each weight is used once at every position, also those of the hidden state."""
+        return (sequence_values(input),)
+
+    @classmethod
+    def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
+        """The rebuilt matrix, once per pass; using it takes as much whatever the number of terms."""
+        rows, columns = block.shape
+        return num_terms * rows * columns
+
+    @classmethod
+    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
+        """``U diag(omega)``; the rebuilt weight is kept whatever the number of terms."""
+        return num_terms * block.shape[0]
 
     @classmethod
     def like(cls: type[RecurrentT], dense: Any, num_terms: NumTerms) -> RecurrentT:
@@ -92,6 +109,17 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
 
     def flatten_parameters(self) -> None:
         """There is no lasting weight to flatten."""
+
+
+def sequence_values(input: Tensor | PackedSequence, hx: Any = None) -> Tensor:
+    """The vectors that a recurrent layer reads, called with ``input`` and ``hx``; shape ``(..., input_size)``.
+
+    Example:
+        >>> from torch.nn.utils.rnn import pack_sequence
+        >>> sequence_values(pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)])).shape
+        torch.Size([5, 4])
+    """
+    return input.data if isinstance(input, PackedSequence) else input
 
 
 class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):

@@ -1,4 +1,4 @@
-"""The contract of a sharded layer: what it makes of a dense one."""
+"""The contract of a sharded layer: how it is made from a dense one, and what its terms cost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter, row_blocks
-from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, assemble, by_parameter, row_blocks
+from lightning_spectral.nn.layers.terms import SingularTerms, rebuilding_is_cheaper
 
 if TYPE_CHECKING:  # a mix-in for modules
     _Base = nn.Module
@@ -78,6 +78,61 @@ class ShardedLayer(_Base):
         """The terms of every block, in order."""
         return [module for module in self.modules() if isinstance(module, SingularTerms)]
 
+    def matrix_inputs(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+        """What the layer applies its matrices to in a call; override it if that is not the first argument.
+
+        Args:
+            args: As for ``forward``.
+            kwargs: As for ``forward``.
+
+        Returns:
+            One tensor for all blocks, or one for each, in order.
+        """
+        return [*args, *kwargs.values()][:1]
+
+    def num_positions(self, input: Tensor, output: Any) -> int:
+        """Number of vectors in one of the `matrix_inputs`; override it if they do not lie along the last dimension.
+
+        Args:
+            input: The tensor.
+            output: What the layer returned.
+        """
+        return input.numel() // input.shape[-1]
+
+    @classmethod
+    def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
+        """Multiply-accumulate operations that the terms of a block take in one call of the layer.
+
+        Here: two thin products, or the rebuilt matrix and one product where that is less work, as
+        `SingularTerms.linear` does it. Override it, and `kept_by_terms`, in a layer that applies its terms otherwise.
+
+        Args:
+            block: The matrix.
+            call: To how many vectors it is applied.
+            num_terms: Number n of terms.
+        """
+        rows, columns = block.shape
+        if rebuilding_is_cheaper(call.num_positions, num_terms, rows, columns):
+            return (num_terms + call.num_positions) * rows * columns
+        return call.num_positions * num_terms * (rows + columns)
+
+    @classmethod
+    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
+        """Values that autograd keeps of the terms of a block in one call, beyond parameters, buffers and inputs.
+
+        Here: ``U diag(omega)``, and what lies between the two products or, where the input has a gradient, the rebuilt
+        matrix. What does not grow with the number of terms may be left out: it is counted in a pass.
+
+        Args:
+            block: The matrix.
+            call: To how many vectors it is applied, and whether they have a gradient.
+            num_terms: Number n of terms.
+        """
+        rows, columns = block.shape
+        if rebuilding_is_cheaper(call.num_positions, num_terms, rows, columns):
+            return num_terms * rows + rows * columns * call.input_needs_grad
+        return num_terms * (rows + call.num_positions)
+
     def effective_weights(self, dense: Any) -> dict[str, Tensor]:
         """The dense weights that the layer stands for, by their names in ``dense``; differentiable."""
         weights = {}
@@ -125,7 +180,7 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """One: the weight."""
+        """The weight, as a single block."""
         return row_blocks("weight", dense.weight, [""])
 
     @property

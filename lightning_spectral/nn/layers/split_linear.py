@@ -56,7 +56,7 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """Equal parts of the outputs."""
+        """One block for each of equal parts of the outputs."""
         return row_blocks("weight", dense.weight, [f"blocks.{i}" for i in range(num_parts)], cls.transposed)
 
     @classmethod

@@ -101,6 +101,16 @@ class SingularTerms(nn.Module):
         self.load_terms(u[:, : self.num_terms], v[: self.num_terms], torch.ones_like(self.omega))
 
 
+def sharded_layers(module: nn.Module) -> dict[str, SingularTerms]:
+    """Whatever holds singular terms in a module, by dotted name: sharded layers, or blocks within them.
+
+    Example:
+        >>> list(sharded_layers(nn.Sequential(nn.Linear(3, 2), SingularTerms((4, 3), num_terms=1))))
+        ['1']
+    """
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, SingularTerms)}
+
+
 def rebuilding_is_cheaper(num_positions: int, num_terms: int, rows: int, columns: int) -> bool:
     """Whether the matrix first, then one product, takes fewer multiplications than two thin products.
 

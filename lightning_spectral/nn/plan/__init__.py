@@ -1,1 +1,1 @@
-"""What happens to each layer of a module, decided before any training, and the swap."""
+"""How clients hold each layer of a module, decided before any training, and the swap."""

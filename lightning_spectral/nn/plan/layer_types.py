@@ -69,8 +69,8 @@ def sharded_type(layer: nn.Module, num_parts: int = 1) -> ShardedType | None:
     """
     if getattr(layer, "groups", 1) != 1:
         return GROUPED.get(type(layer))
-    kind = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(_qualified_name(layer))
-    return kind if kind is None or num_parts == 1 else SPLIT.get(kind)
+    whole = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(_qualified_name(layer))
+    return whole if whole is None or num_parts == 1 else SPLIT.get(whole)
 
 
 def refusal(layer: nn.Module) -> str | None:
@@ -84,22 +84,22 @@ def refusal(layer: nn.Module) -> str | None:
     """
     if is_parametrized(layer):
         return "its weight is parametrised"
-    kind = sharded_type(layer)
-    if kind is None:
+    sharded = sharded_type(layer)
+    if sharded is None:
         return f"{type(layer).__name__} is not supported"
     if isinstance(layer, nn.MultiheadAttention) and (reason := check_attention(layer)):
         return reason
-    if not _weights_are_parameters(kind, layer):
+    if not _weights_are_parameters(sharded, layer):
         return "its weight is computed, not a plain parameter"
-    if all(block.num_singular == 1 for block in kind.blocks_of(layer)):
+    if all(block.num_singular == 1 for block in sharded.blocks_of(layer)):
         return "a single term" if getattr(layer, "groups", 1) == 1 else "depthwise: a single term in each group"
     return None
 
 
-def _weights_are_parameters(kind: ShardedType, layer: nn.Module) -> bool:
+def _weights_are_parameters(sharded: ShardedType, layer: nn.Module) -> bool:
     own = {name for name, _ in layer.named_parameters(recurse=False)}
     try:
-        return own.issuperset(block.parameter for block in kind.blocks_of(layer))
+        return own.issuperset(block.parameter for block in sharded.blocks_of(layer))
     except AttributeError:  # from `get_parameter`, which a computed tensor does not satisfy
         return False
 

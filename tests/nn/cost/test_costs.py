@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_spectral as ls
 from lightning_spectral.nn.cost.costs import Costs, costs_of
 from lightning_spectral.nn.cost.counted_pass import count_pass
+from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
 from lightning_spectral.nn.plan.trace import run_example
 
 # Torch says that its own LSTM has a slower kernel for projections.
@@ -170,11 +171,11 @@ def made(case: tuple[Callable[[], nn.Module], Any, dict[str, Any]]) -> tuple[nn.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = make()
-    return module, example, costs_of(module, example, **options)
+    return module, example, costs_of(module, example, ls.LayerChoices(**options))
 
 
 def replaced(module: nn.Module, keep_ratio: float, case: Any) -> nn.Module:
-    return ls.replace_layers(module, keep_ratio, case[1], **case[2])
+    return ls.replace_layers(module, keep_ratio, case[1], ls.LayerChoices(**case[2]))
 
 
 def flops(module: nn.Module, example: Any) -> int:
@@ -202,6 +203,16 @@ def test_multiplications_are_those_that_torch_counts(name: str) -> None:
     assert 2 * costs.full.macs == flops(module, example)
     for keep_ratio in KEEP_RATIOS:
         assert 2 * costs.at(keep_ratio).macs == flops(replaced(module, keep_ratio, EVERY[name]), example)
+
+
+def test_a_weight_that_is_read_counts_with_the_fewest_terms_that_the_granularity_allows() -> None:
+    """The first attention is dense, and reads the weight of its sharded `out_proj`."""
+    module, example = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), normal(2, 3, 16)
+    choices = ls.LayerChoices(term_granularity=4)
+    costs = costs_of(module, example, choices)
+    assert [use.block.name for use in costs.blocks if not use.calls] == ["self_attn.out_proj"]
+    counted = count_pass(ls.replace_layers(module, 0.1, example, choices), example)
+    assert (costs.at(0.1).macs, costs.at(0.1).kept_values) == (counted.macs, counted.kept_values)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -232,9 +243,12 @@ def test_bytes_kept_are_those_that_the_allocator_keeps(name: str) -> None:
 def test_the_cases_above_cover_factors_and_rebuilt_weights_with_and_without_a_gradient() -> None:
     seen = set()
     for case in EVERY.values():
-        for use in made(case)[2].blocks:
+        linear = (use for use in made(case)[2].blocks if use.layer is ls.SpectralShardedLinear)
+        for use in linear:
             for n in (1, use.block.num_singular):
-                seen |= {(use._is_rebuilt(call, n), call.input_needs_grad, call.keeps) for call in use.calls}
+                for call in use.calls:
+                    is_rebuilt = rebuilding_is_cheaper(call.num_positions, n, *use.block.shape)
+                    seen.add((is_rebuilt, call.input_needs_grad, call.keeps))
     wanted = {(True, True, True), (True, False, True), (False, True, True), (False, False, True), (False, True, False)}
     assert wanted <= seen
 
@@ -295,18 +309,18 @@ def ledger_of(
     ids=str,
 )
 def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, quiet: Any) -> None:
-    ratios = (0.2, 0.55)
-    table = ls.cost_table(Federated(), ratios, **options)
-    algorithm = ls.SpectralSharding(keep_ratio=dict.fromkeys(ratios, 0.5), **options)
+    ratios, choices = (0.2, 0.55), ls.LayerChoices(**options)
+    table = ls.cost_table(Federated(), ratios, layers=choices)
+    algorithm = ls.SpectralSharding(keep_ratio=dict.fromkeys(ratios, 0.5), layers=choices)
     sent = ledger_of(algorithm, Federated(), toy, quiet)
     assert {r: (cost.downlink_bytes, cost.uplink_bytes) for r, cost in table.at.items()} == sent
 
 
 def test_bytes_are_those_of_a_round_whose_plan_says_what_buffers_do(toy: TensorDataset, quiet: Any) -> None:
-    plan = ls.nn.plan_layers(Federated(), keep_buffers=["offset"])
-    table = ls.cost_table(Federated(), [0.2], plan=plan)
+    plan = ls.nn.plan_layers(Federated(), choices=ls.LayerChoices(keep_buffers=["offset"]))
+    table = ls.cost_table(Federated(), [0.2], layers=plan)
     assert table.at[0.2].uplink_bytes < ls.cost_table(Federated(), [0.2]).at[0.2].uplink_bytes
-    sent = ledger_of(ls.SpectralSharding(keep_ratio=0.2, plan=plan), Federated(), toy, quiet)
+    sent = ledger_of(ls.SpectralSharding(keep_ratio=0.2, layers=plan), Federated(), toy, quiet)
     assert sent == {0.2: (table.at[0.2].downlink_bytes, table.at[0.2].uplink_bytes)}
 
 

@@ -91,16 +91,9 @@ def test_a_cost_needs_an_example() -> None:
         cost_table(mlp(), [0.5])
 
 
-def test_a_plan_stands_for_its_choices_and_admits_no_others() -> None:
-    plan = ls.nn.plan_layers(mlp(), EXAMPLE, exclude=["2"])
-    assert cost_table(mlp(), [0.5], EXAMPLE, plan=plan) == cost_table(mlp(), [0.5], EXAMPLE, exclude=["2"])
-    with pytest.raises(ValueError, match="`plan` has decided"):
-        cost_table(mlp(), [0.5], EXAMPLE, plan=plan, exclude=["4"])
-
-
 def test_every_problem_of_the_module_is_shown() -> None:
     with pytest.raises(ValueError, match="pattern 'nothing' matches no layer"):
-        cost_table(mlp(), [0.5], EXAMPLE, exclude=["nothing"])
+        cost_table(mlp(), [0.5], EXAMPLE, ls.LayerChoices(exclude=["nothing"]))
 
 
 def test_a_keep_ratio_out_of_range_is_refused() -> None:
@@ -113,15 +106,15 @@ def needs(cost: Cost) -> dict[str, int]:
     return {"budget_bytes": down_and_up, "budget_macs": cost.macs, "budget_params": cost.parameters}
 
 
-@pytest.mark.parametrize("kind", ["budget_bytes", "budget_macs", "budget_params"])
+@pytest.mark.parametrize("budgeted", ["budget_bytes", "budget_macs", "budget_params"])
 @pytest.mark.parametrize("term_granularity", [1, 4])
-def test_the_answer_fits_and_no_larger_ratio_does(kind: str, term_granularity: int) -> None:
+def test_the_answer_fits_and_no_larger_ratio_does(budgeted: str, term_granularity: int) -> None:
     """Every ratio of a fine grid is tried, and budgets just below, at and above what each takes."""
-    options: Any = {"term_granularity": term_granularity}
+    choices = ls.LayerChoices(term_granularity=term_granularity)
     grid = [i / 240 for i in range(1, 241)]  # every multiple of 1/20 and 1/16, and others
-    cost = {r: needs(c)[kind] for r, c in cost_table(mlp(), grid, EXAMPLE, **options).at.items()}
+    cost = {r: needs(c)[budgeted] for r, c in cost_table(mlp(), grid, EXAMPLE, choices).at.items()}
     budgets = sorted({value + change for value in cost.values() for change in (-1, 0, 1)})[1:]
-    answers = keep_ratio_for(mlp(), EXAMPLE, **{kind: budgets}, **options)
+    answers = keep_ratio_for(mlp(), EXAMPLE, **{budgeted: budgets}, layers=choices)
     assert answers == [max(r for r in grid if cost[r] <= budget) for budget in budgets]
 
 

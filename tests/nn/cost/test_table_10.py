@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_spectral.models import ResNet18
-from lightning_spectral.nn import CostTable, cost_table, plan_layers
+from lightning_spectral.nn import CostTable, LayerChoices, cost_table, plan_layers
 
 # keep ratio: parameters in millions, "MACs" in billions, values of activations in millions
 PRINTED = {0.8: (9.9, 28.8, 44.9), 0.6: (7.4, 22.4, 40.5), 0.4: (4.9, 16.0, 36.1), 0.2: (2.5, 7.4, 31.7)}
@@ -28,8 +28,8 @@ def convolutions() -> Iterator[tuple[int, int, int]]:
 def table() -> CostTable:
     with torch.random.fork_rng():
         net = ResNet18()
-    plan = plan_layers(net, torch.zeros(1, 3, 32, 32), exclude=["*.shortcut.*"])
-    return cost_table(net, [*PRINTED], torch.zeros(BATCH, 3, 32, 32), plan=plan)
+    plan = plan_layers(net, torch.zeros(1, 3, 32, 32), LayerChoices(exclude=["*.shortcut.*"]))
+    return cost_table(net, [*PRINTED], torch.zeros(BATCH, 3, 32, 32), layers=plan)
 
 
 def test_the_whole_model_is_that_of_the_table_and_its_macs_are_floating_point_operations(table: CostTable) -> None:

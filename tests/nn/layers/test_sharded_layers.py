@@ -1,4 +1,4 @@
-"""Every sharded layer stands for its dense one: the shipped contract, over every kind of layer and its options."""
+"""Every sharded layer stands for its dense one: the shipped contract, over every type of layer and its options."""
 
 import copy
 from typing import Any
@@ -21,9 +21,9 @@ def rand(*shape: int) -> Tensor:
 
 
 def check(dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
-    kind = sharded_type(dense, num_parts)
-    assert kind is not None
-    check_sharded_layer(kind, dense.double(), *inputs, num_parts=num_parts)
+    layer_type = sharded_type(dense, num_parts)
+    assert layer_type is not None
+    check_sharded_layer(layer_type, dense.double(), *inputs, num_parts=num_parts)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ SIZES = {nn.Conv1d: (9,), nn.Conv2d: (7, 8), nn.Conv3d: (5, 6, 5)}
 
 
 @pytest.mark.parametrize("options", CONV, ids=str)
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("layer_type", SIZES)
 @pytest.mark.parametrize(("channels", "groups"), [((3, 4), 1), ((2, 20), 1), ((4, 6), 2)], ids=["wide", "tall", "2"])
-def test_convolutions(kind: Any, options: dict[str, Any], channels: tuple[int, int], groups: int) -> None:
-    check(kind(*channels, **options, groups=groups), rand(2, channels[0], *SIZES[kind]))
+def test_convolutions(layer_type: Any, options: dict[str, Any], channels: tuple[int, int], groups: int) -> None:
+    check(layer_type(*channels, **options, groups=groups), rand(2, channels[0], *SIZES[layer_type]))
 
 
 def test_convolution_with_a_kernel_that_is_not_square() -> None:
@@ -152,8 +152,9 @@ class TestAttention:
         padding = torch.zeros(3, 5, dtype=torch.bool)
         padding[1, 3:] = padded
         mask = padding if padded else None
-        full = snn.replace_layers(encoder, 1.0, keep_first_and_last_dense=False)
-        halved = snn.replace_layers(encoder, 0.5, keep_first_and_last_dense=False)
+        ends_too = snn.LayerChoices(keep_first_and_last_dense=False)
+        full = snn.replace_layers(encoder, 1.0, layers=ends_too)
+        halved = snn.replace_layers(encoder, 0.5, layers=ends_too)
         with torch.set_grad_enabled(grad):
             expected = encoder(x, src_key_padding_mask=mask)[~padding]
             close = full(x, src_key_padding_mask=mask)[~padding]
@@ -177,9 +178,9 @@ RECURRENT: list[dict[str, Any]] = [
 
 class TestRecurrent:
     @pytest.mark.parametrize("options", RECURRENT, ids=str)
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-    def test_layers_and_directions(self, kind: Any, options: dict[str, Any]) -> None:
-        check(kind(3, 4, **options), rand(5, 2, 3))
+    @pytest.mark.parametrize("layer_type", [nn.LSTM, nn.GRU])
+    def test_layers_and_directions(self, layer_type: Any, options: dict[str, Any]) -> None:
+        check(layer_type(3, 4, **options), rand(5, 2, 3))
 
     def test_projection_and_initial_state(self) -> None:
         dense = nn.LSTM(3, 5, num_layers=2, proj_size=2).double()
@@ -189,12 +190,12 @@ class TestRecurrent:
         state = rand(2, 2, 2), rand(2, 2, 5)
         torch.testing.assert_close(sharded(rand(4, 2, 3), state), dense(rand(4, 2, 3), state), rtol=1e-10, atol=1e-10)
 
-    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-    def test_packed_sequences(self, kind: Any) -> None:
-        dense = kind(3, 4, bidirectional=True).double()
-        sharded_kind = sharded_type(dense)
-        assert sharded_kind is not None
-        sharded: Any = sharded_kind.from_dense(dense, [b.num_singular for b in sharded_kind.blocks_of(dense)])
+    @pytest.mark.parametrize("layer_type", [nn.LSTM, nn.GRU])
+    def test_packed_sequences(self, layer_type: Any) -> None:
+        dense = layer_type(3, 4, bidirectional=True).double()
+        sharded_class = sharded_type(dense)
+        assert sharded_class is not None
+        sharded: Any = sharded_class.from_dense(dense, [b.num_singular for b in sharded_class.blocks_of(dense)])
         packed = pack_padded_sequence(rand(5, 3, 3), torch.tensor([5, 3, 1]))
         ours, theirs = (pad_packed_sequence(layer(packed)[0])[0] for layer in (sharded, dense))
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -211,16 +212,16 @@ class TestRecurrent:
 
 
 def test_making_a_layer_draws_no_random_number() -> None:
-    for kind, dense in [(snn.SpectralShardedLSTM, nn.LSTM(2, 2)), (snn.SpectralShardedLinear, nn.Linear(2, 2))]:
+    for layer_type, dense in [(snn.SpectralShardedLSTM, nn.LSTM(2, 2)), (snn.SpectralShardedLinear, nn.Linear(2, 2))]:
         state = torch.get_rng_state()
-        kind.like(dense, [2] * len(kind.blocks_of(dense)))
+        layer_type.like(dense, [2] * len(layer_type.blocks_of(dense)))
         assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("dense", [nn.Linear(4, 6), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 6, 1, groups=2)], ids=str)
 def test_the_input_has_the_name_that_torch_gives_it(dense: Any) -> None:
-    kind: Any = sharded_type(dense)
-    sharded = kind.from_dense(dense, [block.num_singular for block in kind.blocks_of(dense)])
+    layer_type: Any = sharded_type(dense)
+    sharded = layer_type.from_dense(dense, [block.num_singular for block in layer_type.blocks_of(dense)])
     x = torch.ones(2, 4, 4, 4)
     assert torch.equal(sharded(input=x), sharded(x))
 
@@ -236,9 +237,9 @@ def test_weight_is_differentiable_and_reaches_the_factors() -> None:
     "dense", [nn.Linear(4, 6), nn.Conv1d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Conv3d(4, 6, 2)], ids=str
 )
 def test_weight_has_the_dense_shape(dense: Any) -> None:
-    kind: Any = sharded_type(dense)
-    full = [block.num_singular for block in kind.blocks_of(dense)]
-    torch.testing.assert_close(kind.from_dense(dense, full).weight, dense.weight, rtol=1e-4, atol=1e-5)
+    layer_type: Any = sharded_type(dense)
+    full = [block.num_singular for block in layer_type.blocks_of(dense)]
+    torch.testing.assert_close(layer_type.from_dense(dense, full).weight, dense.weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_terms", [0, 4])
@@ -247,7 +248,7 @@ def test_number_of_terms_out_of_range_is_refused(num_terms: int) -> None:
         SpectralShardedLinear(5, 3, num_terms)
 
 
-def test_a_grouped_convolution_needs_the_grouped_kind() -> None:
+def test_a_grouped_convolution_needs_the_grouped_type() -> None:
     with pytest.raises(ValueError, match="one group, got a convolution with groups=2"):
         snn.SpectralShardedConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), num_terms=2)
     with pytest.raises(ValueError, match=r"as many terms as the others, got \(1, 2\)"):

@@ -1,19 +1,23 @@
-"""What happens to each layer of a module, and why, as a table to read before any training."""
+"""The plan of a module: which layers are sharded, and why, as a table to read before any training."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_spectral.nn.layers.blocks import WeightBlock
+from torch import nn
+
+from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter
+from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
+from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.exchange import AVERAGED
 
 
 @dataclass(frozen=True)
-class LayerTreatment:
-    """One layer of a module.
+class LayerPlan:
+    """How clients hold one layer of a module.
 
     Attributes:
         name: Dotted module name.
@@ -35,13 +39,13 @@ class LayerTreatment:
 
 
 @dataclass(frozen=True)
-class BufferTreatment:
-    """One buffer of a module.
+class BufferPlan:
+    """What a federated run does with one buffer of a module.
 
     Attributes:
         name: Dotted name.
         shape: Its shape.
-        policy: What a federated run does with it.
+        policy: ``"averaged"``, or why it keeps the server's value.
     """
 
     name: str
@@ -50,21 +54,23 @@ class BufferTreatment:
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """The treatment of every layer that has parameters, and of every buffer; ``print`` shows it as tables.
+class ModulePlan:
+    """How clients hold every layer that has parameters, and every buffer; ``print`` shows it as tables.
 
     Attributes:
         layers: In order of execution where a forward pass was traced, else in order of registration.
         buffers: In order of registration.
         problems: What has to be solved before training.
+        choices: What the user decided: the plan follows from them and the module.
     """
 
-    layers: tuple[LayerTreatment, ...]
-    buffers: tuple[BufferTreatment, ...] = ()
+    layers: tuple[LayerPlan, ...]
+    buffers: tuple[BufferPlan, ...] = ()
     problems: tuple[str, ...] = ()
+    choices: LayerChoices = LayerChoices()
 
     @property
-    def sharded(self) -> Mapping[str, LayerTreatment]:
+    def sharded(self) -> Mapping[str, LayerPlan]:
         """The layers that are sharded, by name."""
         return {layer.name: layer for layer in self.layers if layer.sharded is not None}
 
@@ -80,11 +86,12 @@ class LayerReport:
 
     @property
     def kept_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that keep the server's value."""
-        return tuple(buffer.name for buffer in self.buffers if buffer.policy != AVERAGED)
+        """Patterns of the buffers that keep the server's value: those that were asked for, and names of the others."""
+        names = (buffer.name for buffer in self.buffers if buffer.policy != AVERAGED)
+        return tuple(dict.fromkeys([*self.choices.keep_buffers, *names]))
 
-    def check(self) -> LayerReport:
-        """This report, if it has no problems.
+    def check(self) -> ModulePlan:
+        """This plan, if it has no problems.
 
         Raises:
             ValueError: With all problems, and the table.
@@ -94,8 +101,18 @@ class LayerReport:
             raise ValueError(f"This module cannot be sharded as asked:\n{listed}\n\n{self}")
         return self
 
+    def check_module(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` if this is the plan of another module, whose weights have other names or shapes."""
+        own = dict(module.named_parameters())
+        if missing := [name for name in self.sharded_weights if name not in own]:
+            raise ValueError(_of_another_module(f"this one has no weights {', '.join(missing)}"))
+        for name, blocks in by_parameter(list(self.blocks.values())):
+            planned = blocks[-1].rows[1], blocks[0].shape[1]
+            if (found := tuple(as_rows(own[name], blocks[0].transposed).shape)) != planned:
+                raise ValueError(_of_another_module(f"{name} is {found} as a matrix, not {planned}"))
+
     def __str__(self) -> str:
-        header = ("layer", "type", "weight", "N", "in forward", "treatment", "reason")
+        header = ("layer", "type", "weight", "N", "in forward", "held", "reason")
         lines = list(aligned([header, *(_row(layer) for layer in self.layers)]))
         if self.buffers:
             rows = [(buffer.name, _size(buffer.shape), buffer.policy) for buffer in self.buffers]
@@ -105,14 +122,11 @@ class LayerReport:
         return "\n".join(lines)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Lines of a plain-text table with columns padded to equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _of_another_module(difference: str) -> str:
+    return f"`layers` is the plan of another module: {difference}. Make one of this module with `validate`."
 
 
-def _row(layer: LayerTreatment) -> tuple[str, ...]:
+def _row(layer: LayerPlan) -> tuple[str, ...]:
     return (
         layer.name,
         layer.type_name,

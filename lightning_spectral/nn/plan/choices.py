@@ -1,0 +1,89 @@
+"""What a user may decide about the layers and buffers of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from lightning_spectral.errors import check_is
+from lightning_spectral.functional.factors import check_granularity
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """Which layers are sharded, how finely, and which buffers are averaged: one record for every function that asks.
+
+    Patterns are shell-style and match dotted names, e.g. ``"head"`` or ``"blocks.*.proj"``; case matters.
+
+    Args:
+        exclude: Patterns of layers that stay dense.
+        split: From a pattern of layers to the number of linear layers packed into each, an integer of at least 2, e.g.
+            ``{"*.qkv": 3}``. Each part is factorised by itself.
+        keep_first_and_last_dense: Keep the first and the last layer dense, in order of execution where a pass was
+            traced, else of registration. An embedding before the first affine layer is the first layer.
+        keep_buffers: Patterns of buffers that keep the server's value; other finite floating-point ones are averaged.
+        term_granularity: Numbers of terms are rounded up to a multiple of this, as far as there are terms: 16 terms
+            often take no more time than 7.
+
+    Raises:
+        ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to integers of at least 2, or
+            ``term_granularity`` is not an integer of at least 1.
+        TypeError: If ``keep_first_and_last_dense`` is not a ``bool``.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense.
+
+    Example:
+        >>> choices = LayerChoices(exclude=["*.proj"], split={"*.qkv": 3})
+        >>> choices.excludes("blocks.0.proj"), choices.num_parts("blocks.0.qkv")
+        (True, 3)
+    """
+
+    exclude: Sequence[str] = ()
+    split: Mapping[str, int] = field(default_factory=dict)
+    keep_first_and_last_dense: bool = True
+    keep_buffers: Sequence[str] = ()
+    term_granularity: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("exclude", "keep_buffers"):
+            _check_patterns(name, getattr(self, name))
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list and a tuple are the same choice
+        _check_split(self.split)
+        object.__setattr__(self, "split", dict(self.split))
+        check_is("keep_first_and_last_dense", self.keep_first_and_last_dense, bool)
+        check_granularity(self.term_granularity)
+
+    def excludes(self, name: str) -> bool:
+        """Whether a pattern takes the layer out."""
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def num_parts(self, name: str) -> int:
+        """Number of linear layers packed into the layer; 1 if no pattern says more."""
+        return next((parts for pattern, parts in self.split.items() if fnmatchcase(name, pattern)), 1)
+
+
+def _check_patterns(argument: str, patterns: object) -> None:
+    if isinstance(patterns, str):
+        raise ValueError(
+            f"`{argument}` is a sequence of patterns, got the string {patterns!r}; write {argument}=({patterns!r},)."
+        )
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"`{argument}` is a sequence of patterns, got {patterns!r}; write strings, such as "
+            f"{argument}=('head', '*.proj')."
+        )
+
+
+def _check_split(split: object) -> None:
+    if not isinstance(split, Mapping) or not all(isinstance(pattern, str) for pattern in split):
+        raise ValueError(
+            f"`split` is a mapping from patterns to numbers of parts, got {split!r}; write split={{'*.qkv': 3}}."
+        )
+    for pattern, parts in split.items():
+        if not (isinstance(parts, int) and parts >= 2):
+            raise ValueError(
+                f"`split` gives the number of parts of a layer, an integer of at least 2, got {parts!r} for "
+                f"{pattern!r}; leave the pattern out to factorise the layer whole."
+            )

@@ -1,0 +1,83 @@
+"""From a user's choices, or a plan made before, to the plan of a module."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.planner import plan_layers
+from lightning_spectral.nn.plan.trace import Example
+
+
+def validate(
+    module: nn.Module, example_input: Example = None, layers: LayerChoices | ModulePlan = LayerChoices()
+) -> ModulePlan:
+    """Print how clients hold every layer and buffer, why, and every problem at once; nothing is changed.
+
+    Args:
+        module: The user's module.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that
+            shows which layers run and in which order; ``None`` for Lightning's ``example_input_array`` of the module,
+            or no pass.
+        layers: What to decide differently from the defaults; or a plan of this module, to print it again.
+
+    Returns:
+        The plan that is printed, problems included. Give it to `SpectralSharding`, `cost_table` and the others as
+        ``layers``, and they hold to it.
+
+    Raises:
+        ValueError: If ``layers`` is the plan of another module.
+
+    Example:
+        >>> import torch
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> plan = validate(mlp, torch.zeros(1, 8))
+        layer  type    weight  N   in forward  held     reason
+        0      Linear  16x8    8   yes         dense    first layer
+        2      Linear  16x16   16  yes         sharded  affine
+        4      Linear  2x16    2   yes         dense    last layer
+    """
+    plan = _plan(module, layers, example_input)
+    print(plan)
+    return plan
+
+
+def plan_of(
+    module: nn.Module, layers: LayerChoices | ModulePlan = LayerChoices(), example_input: Example = None
+) -> ModulePlan:
+    """The plan of ``module`` without problems: made here from choices, or made before and checked.
+
+    Args:
+        module: The user's module; it is only read.
+        layers: Choices, or the plan that `validate` returned.
+        example_input: As in `validate`; a given plan needs none.
+
+    Raises:
+        ValueError: With every problem that `validate` shows, or if ``layers`` is the plan of another module.
+        TypeError: If ``layers`` is something else.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+        >>> plan = plan_of(mlp, LayerChoices(term_granularity=4))
+        >>> plan_of(mlp, plan) is plan
+        True
+    """
+    return _plan(module, layers, example_input).check()
+
+
+def check_layers(layers: object) -> None:
+    """Raise ``TypeError`` unless ``layers`` is a `LayerChoices` or a `ModulePlan`."""
+    if not isinstance(layers, LayerChoices | ModulePlan):
+        raise TypeError(
+            f"`layers` must be a LayerChoices or the ModulePlan that `validate` returned, got {layers!r}; write "
+            "LayerChoices(exclude=...)."
+        )
+
+
+def _plan(module: nn.Module, layers: LayerChoices | ModulePlan, example_input: Example) -> ModulePlan:
+    check_layers(layers)
+    if isinstance(layers, LayerChoices):
+        return plan_layers(module, example_input, layers)
+    layers.check_module(module)
+    return layers

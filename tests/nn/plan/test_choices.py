@@ -1,0 +1,140 @@
+"""One record of choices: what it refuses, and that every function takes it, or the plan made from it, alike."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_spectral as ls
+from lightning_spectral.nn import ModulePlan, plan_layers, plan_of, sharded_layers
+from lightning_spectral.nn.cost.costs import costs_of
+
+CHOICES = ls.LayerChoices(
+    exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, keep_buffers=["*_var"], term_granularity=4
+)
+EXAMPLE = torch.zeros(5, 6)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 12), nn.Linear(12, 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"exclude": "4"}, r"`exclude` is a sequence of patterns, got the string '4'; write exclude=\('4',\)"),
+        ({"exclude": [4]}, r"`exclude` is a sequence of patterns, got \[4\]; write strings"),
+        ({"exclude": 4}, "`exclude` is a sequence of patterns, got 4; write strings"),
+        ({"keep_buffers": "*_var"}, r"`keep_buffers` .* got the string '\*_var'; write keep_buffers=\('\*_var',\)"),
+        ({"split": {"4": 1}}, "an integer of at least 2, got 1 for '4'; leave the pattern out"),
+        ({"split": {"4": 2.0}}, "an integer of at least 2, got 2.0 for '4'"),
+        ({"split": ["4"]}, r"`split` is a mapping from patterns to numbers of parts, got \['4'\]; write split="),
+        ({"split": {4: 2}}, r"`split` is a mapping from patterns to numbers of parts, got \{4: 2\}"),
+        ({"term_granularity": 0}, "`term_granularity` must be an integer of at least 1, got 0"),
+        ({"term_granularity": 1.5}, "`term_granularity` must be an integer of at least 1, got 1.5"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_what_to_write(choices: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ls.LayerChoices(**choices)
+
+
+def test_whether_the_ends_stay_dense_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="`keep_first_and_last_dense` must be an instance of bool, got 'no'"):
+        ls.LayerChoices(keep_first_and_last_dense="no")  # type: ignore[arg-type]
+
+
+def test_equal_choices_are_equal_however_they_are_written() -> None:
+    patterns = ["1"]
+    choices = ls.LayerChoices(exclude=patterns)
+    patterns.append("2")
+    assert choices == ls.LayerChoices(exclude=("1",))
+    assert repr(choices) == repr(ls.LayerChoices(exclude=("1",)))
+    assert pickle.loads(pickle.dumps(CHOICES)) == CHOICES
+
+
+def numbers_of_terms(module: nn.Module) -> dict[str, int]:
+    return {name: terms.num_terms for name, terms in sharded_layers(module).items()}
+
+
+EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
+    "validate": lambda layers: ls.validate(net(), EXAMPLE, layers),
+    "cost_table": lambda layers: ls.cost_table(net(), [0.1, 0.6], EXAMPLE, layers),
+    "keep_ratio_for": lambda layers: ls.keep_ratio_for(net(), EXAMPLE, layers=layers, budget_params=[500, 600]),
+    "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
+    "costs_of": lambda layers: costs_of(net(), EXAMPLE, layers),
+    "SpectralSharding": lambda layers: numbers_of_terms(ls.SpectralSharding(layers=layers).build(net(), 0.3)),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_FUNCTION)
+def test_choices_and_the_plan_made_from_them_give_the_same(name: str) -> None:
+    result = EVERY_FUNCTION[name]
+    assert result(CHOICES) == result(plan_layers(net(), EXAMPLE, CHOICES))
+    assert result(CHOICES) != result(ls.LayerChoices())
+
+
+@pytest.mark.parametrize("name", EVERY_FUNCTION)
+def test_a_plan_of_another_module_is_refused(name: str) -> None:
+    wider = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 9), nn.Linear(9, 3))
+    with pytest.raises(ValueError, match=r"another module: 1\.weight is \(8, 8\) as a matrix.* with `validate`"):
+        EVERY_FUNCTION[name](plan_layers(wider))
+    with pytest.raises(ValueError, match=r"another module: this one has no weights .* with `validate`"):
+        EVERY_FUNCTION[name](plan_layers(nn.Sequential(*net(), *net())))
+
+
+@pytest.mark.parametrize("name", EVERY_FUNCTION)
+def test_anything_else_is_refused_with_what_to_write(name: str) -> None:
+    for wrong in (["1"], None, ls.LayerChoices):
+        with pytest.raises(TypeError, match=r"`layers` must be a LayerChoices or the ModulePlan .* write LayerChoices"):
+            EVERY_FUNCTION[name](wrong)
+
+
+def test_a_plan_with_problems_is_printed_but_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ls.validate(net(), layers=ls.LayerChoices(exclude=["nothing"]))
+    assert "PROBLEM: `exclude` pattern 'nothing'" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`exclude` pattern 'nothing' matches no layer"):
+        plan_of(net(), plan)
+
+
+class TestSpectralSharding:
+    def test_exclude_is_short_for_choices(self) -> None:
+        short, long = ls.SpectralSharding(exclude=["1"]), ls.SpectralSharding(layers=ls.LayerChoices(exclude=("1",)))
+        assert short == long
+        assert repr(short) == repr(long)
+        assert list(short.plan(net()).sharded) == ["2", "4"]
+        assert replace(short, keep_ratio=0.4).layers == short.layers
+
+    @pytest.mark.parametrize("layers", [CHOICES, plan_layers(net())], ids=["choices", "plan"])
+    def test_exclude_beside_layers_is_refused(self, layers: ls.LayerChoices | ModulePlan) -> None:
+        message = (
+            r"`exclude=\('4',\)` is short for `layers=LayerChoices\(exclude=\('4',\)\)`, but `layers` is given too"
+        )
+        with pytest.raises(ValueError, match=message):
+            ls.SpectralSharding(exclude=["4"], layers=layers)
+
+    def test_its_repr_shows_every_choice(self) -> None:
+        every: dict[str, Any] = {
+            "exclude": ["1"], "split": {"2": 2}, "keep_first_and_last_dense": False, "keep_buffers": ["x"],
+            "term_granularity": 2,
+        }  # fmt: skip
+        default = repr(ls.SpectralSharding())
+        assert all(
+            repr(ls.SpectralSharding(layers=ls.LayerChoices(**{name: value}))) != default
+            for name, value in every.items()
+        )
+        finer = ls.SpectralSharding(layers=plan_layers(net(), choices=ls.LayerChoices(term_granularity=2)))
+        assert repr(finer) != repr(ls.SpectralSharding(layers=plan_layers(net())))
+
+    def test_it_prepares_to_the_same_from_choices_and_from_their_plan(self) -> None:
+        from_choices = ls.SpectralSharding(layers=CHOICES).prepare(net())
+        assert from_choices == ls.SpectralSharding(layers=plan_layers(net(), choices=CHOICES)).prepare(net())
+        assert from_choices.prepare(net()) == from_choices
+        assert repr(from_choices) == repr(from_choices.prepare(net()))

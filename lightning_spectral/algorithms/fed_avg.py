@@ -63,9 +63,8 @@ class FedAvg(Algorithm[DenseRound]):
 
     def refresh(self, server: nn.Module, cohort: Cohort) -> DenseRound:
         """Note where every client starts."""
-        return DenseRound(
-            travelling_tensors(server), MeanChange(averaged_tensors(server, keep_buffers=self.keep_buffers))
-        )
+        averaged = averaged_tensors(server, keep_buffers=self.keep_buffers)
+        return DenseRound(travelling_tensors(server), MeanChange(averaged, cohort.total_weight))
 
     def sample(self, round_state: DenseRound, keep_ratio: float, key: tuple[Any, ...]) -> Download:
         """Everything; nothing is drawn."""
@@ -81,7 +80,7 @@ class FedAvg(Algorithm[DenseRound]):
 
     def add(self, round_state: DenseRound, download: Download, upload: Upload) -> None:
         """Add the client's change, weighted by its number of examples."""
-        round_state.mean.add(upload.tensors, upload.num_examples)
+        round_state.mean.add(upload.tensors, upload.num_examples, upload.largest)
 
     def running_means(self, round_state: DenseRound) -> Sequence[RunningMean]:
         """One sum over whole tensors."""

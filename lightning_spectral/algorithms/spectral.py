@@ -199,7 +199,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
         terms = cohort.processes.share_out(matrices, _singular_terms, _decomposition_cost)
         layers = {name: self._open(name, found, cohort) for (name, _), found in zip(matrices, terms, strict=True)}
         averaged = averaged_tensors(server, report.sharded_weights, [*self.keep_buffers, *report.kept_buffers])
-        return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), MeanChange(averaged))
+        mean = MeanChange(averaged, cohort.total_weight)
+        return SpectralRound(layers, travelling_tensors(server, report.sharded_weights), mean)
 
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
         sizes = {
@@ -228,10 +229,12 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     def add(self, round_state: SpectralRound, download: Download, upload: Upload) -> None:
         """Add the client's change: dense tensors whole, sharded layers term by term."""
-        round_state.mean.add(upload.tensors, upload.num_examples)
+        round_state.mean.add(upload.tensors, upload.num_examples, upload.largest)
         for name, layer in round_state.layers.items():
-            u, v = (upload.tensors[part] - download.tensors[part] for part in (f"{name}.u", f"{name}.v"))
-            layer.mean.add(download.terms[name], u, v, upload.num_examples)
+            u, v = f"{name}.u", f"{name}.v"
+            magnitudes = upload.largest[u], upload.largest[v]
+            trained = upload.tensors[u], upload.tensors[v]
+            layer.mean.add(download.terms[name], *trained, upload.num_examples, magnitudes)
 
     def running_means(self, round_state: SpectralRound) -> Sequence[RunningMean]:
         """One sum over the dense tensors, and one for each layer's terms."""

@@ -36,9 +36,9 @@ from lightning_spectral.plugin.schedules import Schedule, read_optimizers
 from lightning_spectral.plugin.server_hooks import ServerHooks
 from lightning_spectral.plugin.stages import RoundStages, stage_profile
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
-from lightning_spectral.protocol.exact_sum import MOST_TERMS
 from lightning_spectral.protocol.records import ClientTask, Download, IdleTask, RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.metrics import round_metrics
 from lightning_spectral.server.processes import Processes

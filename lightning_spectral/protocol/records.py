@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.protocol.exact_sum import LARGEST, largest_magnitude
 from lightning_spectral.protocol.exclusion import Reason
+from lightning_spectral.protocol.magnitudes import can_be_summed, largest_magnitudes
 from lightning_spectral.server.processes import Processes
 
 Tensors = Mapping[str, Tensor]
@@ -63,6 +63,11 @@ class Cohort:
     groups: Mapping[float, tuple[int, ...]]
     num_examples: Mapping[int, int]
     processes: Processes = field(default_factory=Processes)
+
+    @property
+    def total_weight(self) -> int:
+        """Number of training examples of all clients together."""
+        return sum(self.num_examples.values())
 
     def effective_size(self, client_ids: Sequence[int]) -> float:
         r"""Kish's number of equally weighted clients that average as well, :math:`1/\sum_c a_c^2` with a = D / sum D.
@@ -117,13 +122,13 @@ class Upload:
         return num_bytes(self.tensors)
 
     @cached_property
-    def largest(self) -> float:
-        """Largest absolute value, NaN if there is one; one look at the device for all tensors."""
-        return largest_magnitude(list(self.tensors.values()))
+    def largest(self) -> Mapping[str, float]:
+        """Largest absolute value of each tensor, NaN if it holds one; one host read for all tensors."""
+        return largest_magnitudes(self.tensors)
 
     def can_be_averaged(self) -> bool:
         """Whether every value is finite, and small enough for an exact sum."""
-        return self.largest * self.num_examples <= LARGEST / 2
+        return all(can_be_summed(magnitude) for magnitude in self.largest.values())
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,8 @@ def _with_address(task: ClientTask, stage: str, error: Exception) -> ClientError
 
 def _too_large(upload: Upload) -> str:
     """What is wrong with an upload that is finite and cannot be summed; nothing to add if it is not finite."""
-    return f"it holds values up to {upload.largest:.0e}" if math.isfinite(upload.largest) else ""
+    magnitudes = upload.largest.values()
+    return f"it holds values up to {max(magnitudes):.0e}" if all(map(math.isfinite, magnitudes)) else ""
 
 
 def _warn_nobody_left(round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:

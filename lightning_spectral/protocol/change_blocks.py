@@ -35,10 +35,14 @@ class Block(NamedTuple):
     Attributes:
         pieces: The pieces.
         where: Their part of the flat vector.
+        change: Room for how much they changed, float64; all blocks use the same.
+        runs: The room of each piece, of its shape.
     """
 
     pieces: tuple[Piece, ...]
     where: slice
+    change: Tensor
+    runs: tuple[Tensor, ...]
 
 
 class ChangeBlocks:
@@ -62,13 +66,13 @@ class ChangeBlocks:
         self.ranges: dict[str, slice] = {}
         self.size = 0
         self._before = dict(before)
-        self._blocks: list[Block] = []
+        groups: list[list[Piece]] = []
         for kind in sorted(set(kinds.values())):
-            pieces = [piece for name in before if kinds[name] == kind for piece in self._append(name)]
-            self._blocks += _group(pieces)
+            groups += _group([piece for name in before if kinds[name] == kind for piece in self._append(name)])
         device = next((tensor.device for tensor in before.values()), None)
-        longest = max((block.where.stop - block.where.start for block in self._blocks), default=0)
-        self._scratch = torch.empty(longest, dtype=torch.float64, device=device)
+        longest = max((group[-1].stop - group[0].start for group in groups), default=0)
+        scratch = torch.empty(longest, dtype=torch.float64, device=device)
+        self._blocks = [_block(group, scratch) for group in groups]
 
     def changes(self, after: Tensors, in_float64: Collection[str] = ()) -> Iterator[tuple[Block, Tensor]]:
         """Each block with ``after - before``, as a float64 vector that is overwritten by the next one.
@@ -80,7 +84,8 @@ class ChangeBlocks:
         cut = {name: split(tensor, like=self._before[name]) for name, tensor in after.items() if name in self.ranges}
         for block in self._blocks:
             pairs = [(cut[piece.name][piece.idx], piece.before, piece.name in in_float64) for piece in block.pieces]
-            yield block, differences(pairs, self._scratch[: block.where.stop - block.where.start])
+            put_differences(pairs, block.runs)
+            yield block, block.change
 
     def _append(self, name: str) -> Iterator[Piece]:
         start = self.size
@@ -90,21 +95,16 @@ class ChangeBlocks:
         self.ranges[name] = slice(start, self.size)
 
 
-def differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Tensor) -> Tensor:
-    """``after - before`` of some tensors, in their own type unless told to use float64, into one float64 vector.
+def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[Tensor]) -> None:
+    """``after - before`` of some tensors, in their own type unless told to use float64, into float64 tensors.
 
     Args:
         pairs: After, before and whether to subtract in float64.
-        out: Where to put them.
+        out: Where to put them, of the same shapes.
     """
     after = [tensor.double() if in_float64 else tensor for tensor, _, in_float64 in pairs]
     before = [tensor.double() if in_float64 else tensor for _, tensor, in_float64 in pairs]
-    runs = torch.split(out, [tensor.numel() for tensor in before])
-    torch._foreach_copy_(
-        [run.view(tensor.shape) for run, tensor in zip(runs, before, strict=True)],
-        torch._foreach_sub(after, before),
-    )
-    return out
+    torch._foreach_copy_(list(out), torch._foreach_sub(after, before))
 
 
 def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
@@ -116,8 +116,8 @@ def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
         tensor: What to cut.
         like: A tensor of the same shape whose place in memory decides.
     """
-    if not like.numel():
-        return ()
+    if like.numel() <= block_size(like):
+        return (tensor,) if like.numel() else ()
     if like.is_contiguous():
         return torch.split(tensor.reshape(-1), block_size(like))
     return torch.split(tensor, rows_in_a_block(like))
@@ -133,12 +133,19 @@ def block_size(tensor: Tensor) -> int:
     return 2**16 if tensor.device.type == "cpu" else 2**22
 
 
-def _group(pieces: Sequence[Piece]) -> Iterator[Block]:
+def _group(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces of together at most a block's size, or a single larger one."""
     group: list[Piece] = []
     for piece in pieces:
         if group and piece.stop - group[0].start > block_size(piece.before):
-            yield Block(tuple(group), slice(group[0].start, group[-1].stop))
+            yield group
             group = []
         group.append(piece)
     if group:
-        yield Block(tuple(group), slice(group[0].start, group[-1].stop))
+        yield group
+
+
+def _block(group: Sequence[Piece], scratch: Tensor) -> Block:
+    start, stop = group[0].start, group[-1].stop
+    runs = tuple(scratch[piece.start - start : piece.stop - start].view(piece.before.shape) for piece in group)
+    return Block(tuple(group), slice(start, stop), scratch[: stop - start], runs)

@@ -66,6 +66,7 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
         else:
             buffers[name].add_(change.to(buffers[name].dtype))
+        del change  # or it would still be there when the next one is made
 
 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.change_blocks import differences, rows_in_a_block
+from lightning_spectral.protocol.change_blocks import put_differences, rows_in_a_block
 from lightning_spectral.protocol.exact_sum import ExactSum, cut
 
 
@@ -46,7 +46,8 @@ class TermSum:
         for own_terms, here, trained in self._blocks(terms, after):
             start = self._before[here].index_select(self._dim, own_terms)
             change = torch.empty(trained.shape, dtype=torch.float64, device=trained.device)
-            differences([(trained, start, in_float64)], out=change.view(-1)).mul_(factor)
+            put_differences([(trained, start, in_float64)], [change])
+            change.mul_(factor)
             if wide:
                 self.sum.widen()[here].index_add_(self._dim, own_terms, cut(change))
             self.sum.fine[here].index_add_(self._dim, own_terms, change.round_())

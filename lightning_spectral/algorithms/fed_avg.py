@@ -99,7 +99,7 @@ class FedAvg(Algorithm[DenseRound]):
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> DenseRound:
         """Note where every client starts."""
         before = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return DenseRound(travelling_tensors(server), MeanChange(before))
+        return DenseRound(travelling_tensors(server), MeanChange(before, cohort.total, cohort.absolute))
 
     def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Everything; nothing is drawn."""
@@ -107,7 +107,7 @@ class FedAvg(Algorithm[DenseRound]):
 
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change, weighted by its coefficient."""
-        opened.mean.add(upload.tensors, receipt.unit.coefficient)
+        opened.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
 
     def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
         """One sum over whole tensors."""

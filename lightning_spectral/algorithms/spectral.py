@@ -150,7 +150,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
         granularity = plan.choices.term_granularity
         named_terms = zip(plan.blocks, terms, strict=True)
         layers = {name: self._open(name, found, cohort, granularity) for name, found in named_terms}
-        mean = MeanChange(averaged_tensors(server, plan.sharded_weights, plan.kept_buffers))
+        averaged = averaged_tensors(server, plan.sharded_weights, plan.kept_buffers)
+        mean = MeanChange(averaged, cohort.total, cohort.absolute)
         return SpectralRound(cohort, plan, layers, travelling_tensors(server, plan.sharded_weights), mean)
 
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int) -> LayerRound:
@@ -173,12 +174,11 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def add(self, opened: SpectralRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change: dense tensors whole, sharded layers term by term."""
         weight = receipt.unit.coefficient
-        opened.mean.add(upload.tensors, weight)
+        opened.mean.add(upload.tensors, weight, upload.largest)
         for name, layer in opened.layers.items():
-            terms = receipt.drawn[name]
-            u_change = upload.tensors[f"{name}.u"] - layer.u[:, terms]
-            v_change = upload.tensors[f"{name}.v"] - layer.v[terms]
-            layer.mean.add(terms, u_change, v_change, weight)
+            u, v = f"{name}.u", f"{name}.v"
+            trained, magnitudes = (upload.tensors[u], upload.tensors[v]), (upload.largest[u], upload.largest[v])
+            layer.mean.add(receipt.drawn[name], *trained, weight, magnitudes)
 
     def running_means(self, opened: SpectralRound) -> Sequence[RunningMean]:
         """One sum over the dense tensors, and one for each layer's terms."""

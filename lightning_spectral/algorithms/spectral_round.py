@@ -137,7 +137,7 @@ def open_layer(
     for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
         chosen = design if design is not None else strategy.own_design(s, n)
         groups[ratio] = _plan(answer, chosen, cohort, ratio, name)
-    return LayerRound(name, s, u, v, groups, MeanTermChange(u, v), strategy)
+    return LayerRound(name, s, u, v, groups, MeanTermChange(u, v, cohort.total, cohort.absolute), strategy)
 
 
 def _plan(answer: tuple[Tensor, Tensor], design: Design, cohort: Cohort, keep_ratio: float, name: str) -> GroupPlan:

@@ -37,8 +37,8 @@ from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
 from lightning_spectral.plugin.stages import RoundStages, stage_profile
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.exact_sum import MOST_TERMS
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
 from lightning_spectral.server.engine import Engine

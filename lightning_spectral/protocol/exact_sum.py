@@ -2,131 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-GRIDS = (2.0**-60, 2.0**-20, 2.0**20)  # steps of the parts, finest first
-MOST_TERMS = 2**13
-LARGEST = 2.0**60
-_BLOCK = 2**16  # values that are cut at a time on the CPU: what fits its cache
+from lightning_spectral.protocol.magnitudes import LARGEST, can_be_summed
+from lightning_spectral.protocol.weights import ONE
+
+FINE = 2.0**50  # fine steps in one unit
+COARSE = 2.0**39  # fine steps in one coarse step
+NARROW = 4.0  # units up to which a change has no coarse part
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class ExactSum:
-    r"""Sum of weighted tensors of one shape, the same to the last bit in any order and over any processes.
+    r"""Sum of weighted changes of one tensor, the same to the last bit in any order and over any processes.
 
-    Floating-point addition rounds, and what it rounds depends on what was there before. Sums of integers do not. So
-    every term is cut at fixed places into parts that are multiples of 2^20, 2^-20 and 2^-60, each by
-    :math:`(x + A) - A` with a large constant A, and each part has its own float64 sum. A part is at most half a step
-    of the next coarser grid; 2^13 of them stay below 2^53 steps, up to which float64 adds integers without rounding.
+    Floating-point addition rounds, and what it rounds depends on what was there before. Sums of whole numbers do not,
+    as long as they stay below 2^53 in float64. So each weighted change is rounded once, on its own, to a whole number
+    of fine steps of 2^-50 units, and those are summed. The unit is the power of two above the tensor's largest
+    magnitude before training, at least 1. Weights together are at most 1 (`Weights`), so changes of at most 4 units
+    never sum to more than 2^52 steps.
 
-    What is finer than 2^-60 in a weighted term is rounded, once and in the term itself: an error of at most 2^-61.
-    For a mean over clients that is 2^-61 over their mean number of examples. Zeros add nothing. The coarsest part
-    exists only once a term needs it.
+    A client that moves a tensor further adds two numbers for each value: its multiple of a coarse step, 2^39 fine
+    ones, which has a sum of its own, and the rest, at most 2^38 fine steps. From 2^13 clients both sums stay below
+    2^53 steps. The coarse sum exists only once a client needs it; whether one does depends on the largest magnitudes
+    before and after its own training, on nothing else.
+
+    The rounding is an error of at most half a fine step for each client: :math:`2^{-51}` units. Zeros add nothing.
 
     Args:
-        shape: Shape of every term.
-        device: Where the sum lives.
+        fine: Zeros that become the sum of fine steps, float64.
+        before: The tensor's largest magnitude before training.
+
+    Attributes:
+        fine: Sum of fine steps.
+        coarse: Sum of coarse steps, of the same shape; ``None`` until a term needs it.
+        unit: The unit.
 
     Reference:
-        Demmel & Nguyen (2015), "Parallel reproducible summation", with cuts that are fixed beforehand.
-
-    Example:
-        >>> forth, back = ExactSum((1,)), ExactSum((1,))
-        >>> for value in (1e5, 1e-12, -1e5):
-        ...     forth.add(torch.tensor([value], dtype=torch.float64))
-        >>> for value in (-1e5, 1e5, 1e-12):
-        ...     back.add(torch.tensor([value], dtype=torch.float64))
-        >>> bool(forth.total() == back.total()), (1e5 + 1e-12) - 1e5 == 1e-12
-        (True, False)
+        Demmel & Nguyen (2015), "Parallel reproducible summation", with grids that are fixed beforehand.
     """
 
-    def __init__(self, shape: Sequence[int], device: torch.device | str | None = None) -> None:
-        self.parts = [torch.zeros(tuple(shape), dtype=torch.float64, device=device) for _ in GRIDS[:2]]
-        self.num_terms = 0
+    def __init__(self, fine: Tensor, before: float) -> None:
+        self.fine = fine
+        self.coarse: Tensor | None = None
+        self.unit = unit_for(before)
+        self._before = before
 
-    @torch.no_grad()
-    def add(self, values: Tensor, weight: float = 1.0) -> None:
-        """Add ``weight`` times a tensor of the sum's shape.
+    def check(self, name: str, after: float) -> None:
+        """Raise ``OverflowError`` if a tensor of the given largest magnitude cannot be added."""
+        for when, magnitude in (("before", self._before), ("after", after)):
+            if not can_be_summed(magnitude):
+                raise OverflowError(
+                    f"To be averaged exactly, values must be finite and at most {LARGEST:g} in magnitude; "
+                    f"{name!r} has {magnitude:g} {when} local training."
+                )
 
-        Raises:
-            OverflowError: If a value is not finite or too large, or there were too many terms.
-        """
-        levels = self._start_term(values, weight)
-        pieces = [values.reshape(-1), *(part.view(-1) for part in self.parts[:levels])]
-        size = _BLOCK if values.device.type == "cpu" else max(values.numel(), 1)
-        scratch = torch.empty((2, min(size, values.numel())), dtype=torch.float64, device=values.device)
-        for block, *sums in zip(*(torch.split(piece, size) for piece in pieces), strict=True):
-            rest, cut = scratch[:, : len(block)]
-            rest.copy_(block).mul_(weight)
-            for level in reversed(range(levels)):
-                sums[level].add_(_cut(rest, level, cut))
+    def is_wide(self, after: float) -> bool:
+        """Whether the change to a tensor of the given largest magnitude may need a coarse part."""
+        return self._before + after > NARROW * self.unit
 
-    @torch.no_grad()
-    def add_at(self, dim: int, indices: Tensor, values: Tensor, weight: float = 1.0) -> None:
-        """Add ``weight`` times a tensor to some slices of the sum.
+    def overflows(self, after: float, dtype: torch.dtype) -> bool:
+        """Whether the change may be too large for the tensor's own type: for half precision it may."""
+        return dtype.is_floating_point and self._before + after > torch.finfo(dtype).max
 
-        Args:
-            dim: Dimension of the slices.
-            indices: Which slices, distinct, shape ``(n,)``.
-            values: The sum's shape, with n in dimension ``dim``.
-            weight: A factor.
+    def factor(self, weight: Number) -> Number:
+        """From changes to weighted changes in fine steps, for a weight in steps: exact."""
+        return weight * (FINE / ONE / self.unit)
 
-        Raises:
-            OverflowError: As for `add`.
-        """
-        levels = self._start_term(values, weight)
-        rest = values.double() * weight
-        cut = torch.empty_like(rest)
-        for level in reversed(range(levels)):
-            self.parts[level].index_add_(dim, indices, _cut(rest, level, cut))
+    def widen(self) -> Tensor:
+        """The sum of coarse steps, from now on if not yet."""
+        if self.coarse is None:
+            self.coarse = torch.zeros_like(self.fine)
+        return self.coarse
 
-    def merge(self, other: ExactSum) -> None:
-        """Add another sum of the same shape."""
-        self.count(other.num_terms)
-        self.widen(len(other.parts))
-        for mine, theirs in zip(self.parts, other.parts, strict=False):
-            mine.add_(theirs)
-
-    def widen(self, levels: int) -> None:
-        """Have at least so many parts, 2 or 3."""
-        while len(self.parts) < levels:
-            self.parts.append(torch.zeros_like(self.parts[0]))
-
-    def count(self, more: int) -> None:
-        """Note that there are more terms; ``OverflowError`` if that is more than it has room for."""
-        if self.num_terms + more > MOST_TERMS:
-            raise OverflowError(f"An exact sum has room for {MOST_TERMS} terms; ask fewer clients in a round.")
-        self.num_terms += more
-
-    def total(self) -> Tensor:
-        """The sum, float64; a new tensor."""
-        total = self.parts[0] + self.parts[1]
-        return total if len(self.parts) == 2 else total.add_(self.parts[2])
-
-    def _start_term(self, values: Tensor, weight: float) -> int:
-        """Into how many parts this term has to be cut."""
-        largest = largest_magnitude([values]) * abs(weight)
-        if not largest <= LARGEST:
-            raise OverflowError(f"A term of an exact sum must be finite and at most {LARGEST:g}, got {largest:g}.")
-        self.count(1)
-        levels = 2 if largest <= GRIDS[2] / 2 else 3  # what is at most half a step has no coarsest part
-        self.widen(levels)
-        return levels
+    def total(self, dim: int = 0, indices: Tensor | None = None) -> Tensor:
+        """The sum in fine steps, or some slices of it; a new tensor."""
+        fine, coarse = (
+            part if part is None or indices is None else part.index_select(dim, indices)
+            for part in (self.fine, self.coarse)
+        )
+        assert fine is not None
+        return torch.add(fine, 0.0 if coarse is None else coarse, alpha=COARSE)
 
 
-def largest_magnitude(tensors: Sequence[Tensor]) -> float:
-    """Largest absolute value of some tensors; NaN if there is one. One look at the device for all of them."""
-    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor.detach())]
-    return float(torch.stack([end.double() for end in ends]).abs().max()) if ends else 0.0
+def unit_for(before: float) -> float:
+    """The power of two above a tensor's largest magnitude before training, at least 1; 1 if it cannot be summed.
+
+    Example:
+        >>> [unit_for(magnitude) for magnitude in (0.0, 0.3, 1.0, 5.0)]
+        [1.0, 1.0, 2.0, 8.0]
+    """
+    return 2.0 ** max(math.frexp(before)[1], 0) if can_be_summed(before) else 1.0
 
 
-def _cut(rest: Tensor, level: int, out: Tensor) -> Tensor:
-    """The nearest multiples of a grid's step; ``rest`` keeps what is finer, if there is a finer grid. All is exact."""
-    large = 1.5 * 2.0**52 * GRIDS[level]  # between 2^52 and 2^53 steps, where float64 holds multiples of the step alone
-    torch.add(rest, large, out=out)
-    out.sub_(large)
-    if level:
-        rest.sub_(out)
-    return out
+def cut(steps: Tensor) -> Tensor:
+    """The nearest whole numbers of coarse steps; ``steps``, in fine ones, keeps the rest. Both are exact."""
+    coarse = (steps / COARSE).round_()
+    steps.sub_(coarse, alpha=COARSE)
+    return coarse

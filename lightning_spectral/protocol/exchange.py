@@ -65,21 +65,22 @@ def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def apply_mean_change(server: nn.Module, changes: Tensors) -> None:
+def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) -> None:
     """Turn averaged changes into pseudo-gradients of parameters; buffers are not optimised, they just move.
 
     Args:
         server: The server's module; each named parameter gets ``grad = -change``, so that plain SGD with learning
             rate 1 lands on the clients' weighted mean.
-        changes: Mean change of parameters and buffers by name.
+        changes: Names of parameters and buffers with their mean changes, one of which is looked at at a time.
     """
     parameters = dict(server.named_parameters())
     buffers = dict(server.named_buffers())
-    for name, change in changes.items():
+    for name, change in changes:
         if name in parameters:
-            parameters[name].grad = -change.to(parameters[name].dtype)
+            parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
         else:
             buffers[name].add_(change.to(buffers[name].dtype))
+        del change  # or it would still be there when the next one is made
 
 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:

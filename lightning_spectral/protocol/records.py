@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_spectral.protocol.exact_sum import LARGEST, largest_magnitude
 from lightning_spectral.protocol.exclusion import ExclusionReason
+from lightning_spectral.protocol.magnitudes import can_be_summed, largest_magnitudes
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Tensors = Mapping[str, Tensor]
@@ -123,13 +123,13 @@ class Upload:
         return num_bytes(self.tensors)
 
     @cached_property
-    def largest(self) -> float:
-        """Largest absolute value, NaN if there is one; one look at the device for all tensors."""
-        return largest_magnitude(list(self.tensors.values()))
+    def largest(self) -> Mapping[str, float]:
+        """Largest absolute value of each tensor, NaN if it holds one; one host read for all tensors."""
+        return largest_magnitudes(self.tensors)
 
     def can_be_averaged(self) -> bool:
         """Whether every value is finite, and small enough for an exact sum."""
-        return self.largest * self.unit.coefficient <= LARGEST / 2
+        return all(can_be_summed(magnitude) for magnitude in self.largest.values())
 
 
 @dataclass(frozen=True)

@@ -148,4 +148,5 @@ def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
 
 def _too_large(upload: Upload) -> str:
     """What is wrong with an upload that is finite and cannot be summed; nothing to add if it is not finite."""
-    return f"it holds values up to {upload.largest:.0e}" if math.isfinite(upload.largest) else ""
+    magnitudes = upload.largest.values()
+    return f"it holds values up to {max(magnitudes):.0e}" if all(map(math.isfinite, magnitudes)) else ""

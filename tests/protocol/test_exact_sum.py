@@ -1,5 +1,3 @@
-import itertools
-import math
 from fractions import Fraction
 
 import pytest
@@ -7,114 +5,71 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spectral.protocol.exact_sum import GRIDS, LARGEST, MOST_TERMS, ExactSum, largest_magnitude
+from lightning_spectral.protocol.exact_sum import COARSE, FINE, NARROW, ExactSum, cut, unit_for
+from lightning_spectral.protocol.magnitudes import LARGEST, largest_magnitudes
+from lightning_spectral.protocol.weights import MOST_TERMS
 
-FLOATS = st.floats(-(2.0**50), 2.0**50, allow_subnormal=False)
-TERMS = st.lists(st.tuples(FLOATS, st.integers(1, 1000)), min_size=1, max_size=6)
-
-
-def sum_of(terms: list[tuple[torch.Tensor, float]]) -> ExactSum:
-    total = ExactSum(terms[0][0].shape)
-    for values, weight in terms:
-        total.add(values, weight)
-    return total
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def spread_out(count: int, seed: int = 0) -> list[tuple[torch.Tensor, float]]:
-    """Terms of very different sizes, so that plain sums lose different digits in different orders."""
-    generator = torch.Generator().manual_seed(seed)
-    scales = [10.0 ** (4 - 3 * (i % 4)) for i in range(count)]
-    return [
-        (scale * torch.randn(500, generator=generator, dtype=torch.float64), 1.0 + i) for i, scale in enumerate(scales)
-    ]
+def exact_sum(before: float, size: int = 1) -> ExactSum:
+    return ExactSum(torch.zeros(size, dtype=torch.float64), before)
 
 
-@given(TERMS)
-def test_sum_is_the_exact_one_of_terms_rounded_to_the_finest_grid(terms: list[tuple[float, int]]) -> None:
-    """The oracle adds fractions: each weighted term rounded to a multiple of 2^-60, then no rounding at all."""
-    total = sum_of([(torch.tensor([value], dtype=torch.float64), weight) for value, weight in terms])
-    finest = Fraction(GRIDS[0])
-    exact = sum(round(Fraction(value * weight) / finest) * finest for value, weight in terms)
-    assert sum(Fraction(float(part)) for part in total.parts) == exact
-    # three parts are joined by two roundings
-    size = sum(abs(Fraction(float(part))) for part in total.parts)
-    assert abs(Fraction(float(total.total())) - exact) <= 2 * Fraction(2) ** -53 * size
+@given(st.floats(-(2.0**91), 2.0**91))
+def test_cut_splits_a_number_without_loss_into_whole_coarse_steps_and_less_than_one(steps: float) -> None:
+    rest = torch.tensor([steps], dtype=torch.float64)
+    coarse = cut(rest)
+    assert float(coarse) == round(Fraction(steps) / Fraction(COARSE))
+    assert Fraction(float(coarse)) * Fraction(COARSE) + Fraction(float(rest)) == Fraction(steps)
+    assert abs(float(rest)) <= COARSE / 2
 
 
-def test_float32_terms_of_ordinary_size_are_summed_without_any_error_but_the_last_rounding() -> None:
-    generator = torch.Generator().manual_seed(0)
-    terms = [(torch.randn(300, generator=generator), 3.0 + i) for i in range(7)]
-    slow = [math.fsum(float(values[i].double()) * weight for values, weight in terms) for i in range(300)]
-    torch.testing.assert_close(
-        sum_of(terms).total(), torch.tensor(slow, dtype=torch.float64), rtol=2.0**-53, atol=7 * 2.0**-61
-    )
+def test_both_sums_have_room_for_the_worst_round() -> None:
+    """Whole numbers are exact in float64 up to 2^53; weights sum to 1, plus a step of 2^-52 for each."""
+    weights = 1 + Fraction(MOST_TERMS, 2**52)
+    rounding = Fraction(1, 2) * MOST_TERMS
+    narrow, rests = Fraction(NARROW * FINE), Fraction(COARSE / 2) * MOST_TERMS
+    assert weights * narrow + rests + rounding <= 2**53
+    assert weights * Fraction(2 * LARGEST * FINE / COARSE) + rounding <= 2**53
 
 
-def test_bits_do_not_depend_on_order_or_grouping_where_those_of_plain_sums_do() -> None:
-    terms = spread_out(5)
-    plain, exact = [], []
-    for order in itertools.permutations(terms):
-        plain.append(torch.stack([values * weight for values, weight in order]).cumsum(0)[-1])
-        exact.append(sum_of(list(order)).total())
-    assert all(torch.equal(total, exact[0]) for total in exact)
-    assert not all(torch.equal(total, plain[0]) for total in plain)  # or the test would show nothing
-    for cut in range(1, 5):
-        left, right = sum_of(terms[:cut]), sum_of(terms[cut:])
-        right.merge(left)
-        assert torch.equal(right.total(), exact[0])
+@given(st.floats(0, LARGEST))
+def test_unit_is_the_power_of_two_above_the_tensor_and_at_least_one(before: float) -> None:
+    unit = unit_for(before)
+    assert unit == 1 or unit / 2 <= before < unit
+    assert not exact_sum(before).is_wide((NARROW - 1) * unit)
+    assert exact_sum(before).is_wide(NARROW * unit * (1 + 2**-50))
 
 
-@pytest.mark.parametrize("size", [1, 2**15, 2**15 + 1, 70_000])
-def test_blocks_and_slices_do_not_change_the_sum(size: int) -> None:
-    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
-    whole, sliced = ExactSum((size,)), ExactSum((2, size))
-    whole.add(values, 3.0)
-    sliced.add_at(0, torch.tensor([1]), values[None], 3.0)
-    slow = torch.tensor([math.fsum([float(v) * 3.0]) for v in values[-5:].double()], dtype=torch.float64)
-    assert torch.equal(whole.total(), sliced.total()[1])
-    assert not bool(sliced.total()[0].any())
-    torch.testing.assert_close(whole.total()[-5:], slow, rtol=2.0**-53, atol=2.0**-61)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2 * LARGEST])
+def test_what_cannot_be_summed_is_refused_by_rule_and_value(value: float) -> None:
+    with pytest.raises(OverflowError, match=r"at most 1\.09951e\+12 in magnitude; 'w' has .* after local training"):
+        exact_sum(1.0).check("w", value)
+    with pytest.raises(OverflowError, match=r"'w' has .* before local training"):
+        exact_sum(value).check("w", 1.0)
+    exact_sum(LARGEST).check("w", LARGEST)
 
 
-def test_zeros_add_nothing_to_any_part() -> None:
-    total = sum_of(spread_out(3))
-    before = [part.clone() for part in total.parts]
-    total.add(torch.zeros(500), 1000.0)
-    assert all(torch.equal(part, old) for part, old in zip(total.parts, before, strict=True))
+def test_coarse_part_exists_once_a_term_needs_it() -> None:
+    total = exact_sum(0.0, size=2)
+    total.fine += 3.0
+    assert torch.equal(total.total(), torch.full((2,), 3.0, dtype=torch.float64))
+    total.widen()[1] = 2.0
+    assert torch.equal(total.total(), torch.tensor([3.0, 3.0 + 2 * COARSE], dtype=torch.float64))
+    assert torch.equal(total.total(0, torch.tensor([1])), torch.tensor([3.0 + 2 * COARSE], dtype=torch.float64))
 
 
-def test_coarsest_part_comes_with_the_first_large_term_and_changes_no_smaller_one() -> None:
-    small, large = (torch.tensor([0.1, 0.2]), 1.0), (torch.tensor([1e12, 0.3]), 1.0)
-    assert len(sum_of([small]).parts) == 2
-    first, last = sum_of([small, large]), sum_of([large, small])
-    assert len(first.parts) == 3
-    assert torch.equal(first.total(), last.total())
-    narrow = sum_of([small])
-    narrow.merge(sum_of([large]))
-    assert torch.equal(narrow.total(), first.total())
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.int8, torch.bool])
+def test_largest_magnitude_of_every_type_is_exact(dtype: torch.dtype) -> None:
+    tensors = {"a": torch.tensor([[0, -1], [1, 1]]).to(dtype), "none": torch.zeros(0, 3, dtype=dtype)}
+    tensors["scalar"] = torch.tensor(1).to(dtype)
+    others = {"large": torch.tensor(-70_000), "fine": torch.tensor([1 + 2**-50], dtype=torch.float64)}
+    expected = {"a": 1.0, "none": 0.0, "scalar": 1.0, "large": 70_000.0, "fine": 1 + 2**-50}
+    assert largest_magnitudes({**tensors, **others}) == expected
 
 
-def test_a_full_sum_of_the_worst_terms_is_still_exact() -> None:
-    """Every part as large as it can be, with one sign, as often as the sum has room for."""
-    worst = sum(grid / 2 for grid in GRIDS[1:]) - GRIDS[0]
-    total = ExactSum((1,))
-    for _ in range(MOST_TERMS):
-        total.add(torch.tensor([worst], dtype=torch.float64))
-    cut = round(Fraction(worst) / Fraction(GRIDS[0])) * Fraction(GRIDS[0])
-    assert sum(Fraction(float(part)) for part in total.parts) == MOST_TERMS * cut
-    with pytest.raises(OverflowError, match="room for 8192 terms; ask fewer clients"):
-        total.add(torch.zeros(1))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -2 * LARGEST])
-def test_what_cannot_be_summed_is_refused_and_leaves_no_trace(value: float) -> None:
-    total = ExactSum((2,))
-    with pytest.raises(OverflowError, match=r"must be finite and at most 1\.15292e\+18"):
-        total.add(torch.tensor([value, 1.0]))
-    assert torch.equal(total.total(), torch.zeros(2).double())
-
-
-def test_largest_magnitude_sees_every_tensor() -> None:
-    assert largest_magnitude([torch.zeros(0), torch.tensor([1.0, -3.0]), torch.tensor(2.0).double()]) == 3.0
-    assert largest_magnitude([]) == 0.0
-    assert math.isnan(largest_magnitude([torch.ones(2), torch.tensor([float("nan")])]))
+def test_largest_magnitude_of_not_a_number_is_not_a_number() -> None:
+    found = largest_magnitudes({"bad": torch.tensor([1.0, float("nan"), 2.0]), "good": torch.tensor([-2.0])})
+    assert str(found) == "{'bad': nan, 'good': 2.0}"
+    assert largest_magnitudes({}) == {}

@@ -54,7 +54,7 @@ def test_change_becomes_a_pseudo_gradient_and_moves_buffers() -> None:
     server = net()
     before = copy.deepcopy(server.state_dict())
     changes = {"0.bias": torch.full((4,), 0.5).double(), "1.running_mean": torch.full((4,), 2.0).double()}
-    apply_mean_change(server, changes)
+    apply_mean_change(server, changes.items())
     torch.optim.SGD(server.parameters(), lr=1.0).step()
     torch.testing.assert_close(server[0].bias, before["0.bias"] + 0.5)
     torch.testing.assert_close(server[1].running_mean, before["1.running_mean"] + 2.0)

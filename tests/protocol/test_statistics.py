@@ -1,70 +1,418 @@
+"""The oracle is exact rational arithmetic, written from the docstrings."""
+
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from typing import TypeVar
+
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange
+from lightning_spectral.protocol.magnitudes import LARGEST, largest_magnitudes
+from lightning_spectral.protocol.records import Upload
+from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean, add_up
+from lightning_spectral.protocol.weights import MOST_TERMS
+
+T = TypeVar("T")
+Client = tuple[dict[str, Tensor], float]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def clients(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
-    """(terms, u_change, v_change, num_examples) of clients that hold 3 of 7 terms of a 5 x 4 weight."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
+def mean_of(before: dict[str, Tensor], clients: list[Client], total: float, absolute: bool = False) -> MeanChange:
+    mean = MeanChange(before, total, absolute)
+    for after, weight in clients:
+        mean.add(after, weight)
+    return mean
+
+
+def bits(mean: MeanChange) -> dict[str, list[str]]:
+    return {name: [value.hex() for value in change.view(-1).tolist()] for name, change in mean.finish()}
+
+
+def unit(before: Tensor) -> Fraction:
+    """The power of two above the largest magnitude, at least 1."""
+    found = Fraction(1)
+    while before.numel() and found <= Fraction(float(before.abs().max())):
+        found *= 2
+    return found
+
+
+def scale(total: float) -> Fraction:
+    """The power of two above the total."""
+    found = Fraction(1)
+    while total > 0 and found > Fraction(total):
+        found /= 2
+    while found <= Fraction(total):
+        found *= 2
+    return found
+
+
+def change_of(before: Tensor, after: Tensor) -> Tensor:
+    """In the tensors' own type, unless that overflows."""
+    own = after - before
+    return own.double() if bool(own.isfinite().all()) else after.double() - before.double()
+
+
+def exact_mean(before: Tensor, clients: list[tuple[Tensor, float]], total: float, absolute: bool) -> list[Fraction]:
+    """Of weights cut to 2^-52 of their scale, and of weighted changes cut to 2^-50 units, once rounded as products."""
+    cut_weights = [round(Fraction(weight) / scale(total) * 2**52) for _, weight in clients]
+    sums = [Fraction(0)] * before.numel()
+    for (after, _), steps in zip(clients, cut_weights, strict=True):
+        for i, change in enumerate(change_of(before, after).reshape(-1).tolist()):
+            product = change * float(Fraction(steps, 4) / unit(before))  # in fine steps, float64
+            sums[i] += round(Fraction(product)) * unit(before) / 2**50
+    divisor = 1 / scale(total) if absolute else Fraction(max(sum(cut_weights), 1), 2**52)
+    return [value / divisor for value in sums]
+
+
+def magnitudes(largest: float) -> st.SearchStrategy[float]:
+    """Both signs, from 1e-12 to the largest, and zero."""
+    exponents = st.floats(-40, math.log2(largest), exclude_max=True)
+    return st.just(0.0) | st.builds(lambda e, sign: sign * 2.0**e, exponents, st.sampled_from([-1.0, 1.0]))
+
+
+WEIGHTS = st.integers(0, 1000).map(float) | st.floats(0, 1000)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[Client], float]:
+    """Starting tensors of one type, what came back with which weight, and the total."""
+    dtype = draw(st.sampled_from(DTYPES))
+    largest = draw(st.sampled_from([1.0, 100.0, 60_000.0 if dtype == torch.float16 else LARGEST * 0.99]))
+    shapes = {"matrix": (2, 3), "scalar": (), "none": (0, 2), "one": (1,)}
+
+    def tensors() -> dict[str, Tensor]:
+        size = st.lists(magnitudes(largest), min_size=6, max_size=6)
+        return {
+            name: torch.tensor(draw(size)[: math.prod(shape)], dtype=torch.float64).view(shape).to(dtype)
+            for name, shape in shapes.items()
+        }
+
+    clients = [(tensors(), draw(WEIGHTS)) for _ in range(draw(st.integers(1, 5)))]
+    for after, _ in clients:
+        after["matrix"] = after["matrix"].T.contiguous().T  # another order in memory
+    return tensors(), clients, sum(weight for _, weight in clients) * draw(st.sampled_from([1.0, 1.5, 10.0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds(), st.booleans())
+def test_mean_is_the_exact_one_of_cut_values_rounded_twice(
+    case: tuple[dict[str, Tensor], list[Client], float], absolute: bool
+) -> None:
+    before, clients, total = case
+    for name, mean in mean_of(before, clients, total, absolute).finish():
+        exact = exact_mean(before[name], [(after[name], weight) for after, weight in clients], total, absolute)
+        for value, expected in zip(mean.view(-1).tolist(), exact, strict=True):
+            assert abs(Fraction(value) - expected) <= abs(expected) * (Fraction(2) ** -52)  # join, then divide
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds())
+def test_mean_is_within_the_bound_of_the_docstring(case: tuple[dict[str, Tensor], list[Client], float]) -> None:
+    """Against weights and changes that were not cut."""
+    before, clients, total = case
+    weights = [Fraction(weight) for _, weight in clients]
+    if sum(weights) * 2**40 < Fraction(total) or not sum(weights):
+        return
+    share = len(clients) * Fraction(total) / sum(weights)
+    for name, mean in mean_of(before, clients, total).finish():
+        changes = [change_of(before[name], after[name]).reshape(-1).tolist() for after, _ in clients]
+        for i, value in enumerate(mean.view(-1).tolist()):
+            own = [Fraction(change[i]) for change in changes]
+            true = sum(weight * change for weight, change in zip(weights, own, strict=True)) / sum(weights)
+            largest = max(map(abs, own))
+            bound = share * unit(before[name]) / 2**50 + (1 + share) * largest / 2**51
+            assert abs(Fraction(value) - true) <= bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(rounds(), st.randoms(use_true_random=False), st.booleans())
+def test_bits_depend_neither_on_order_nor_on_grouping(
+    case: tuple[dict[str, Tensor], list[Client], float], random: object, absolute: bool
+) -> None:
+    before, clients, total = case
+    expected = bits(mean_of(before, clients, total, absolute))
+    shuffled = list(clients)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    cut = random.randint(0, len(clients))  # type: ignore[attr-defined]
+    left, right = (mean_of(before, part, total, absolute) for part in (shuffled[:cut], shuffled[cut:]))
+    left.merge(right)
+    assert bits(left) == expected
+
+
+def spread_out(count: int) -> tuple[dict[str, Tensor], list[Client]]:
+    """Changes of very different sizes, so that plain sums lose different digits in different orders."""
+    generator = torch.Generator().manual_seed(0)
+    before = {"w": torch.zeros(500, dtype=torch.float64), "b": torch.randn(3, generator=generator)}
+    return before, [
         (
-            torch.randperm(6, generator=generator)[:3].sort().values,
-            torch.randn(5, 3, generator=generator),
-            torch.randn(3, 4, generator=generator),
-            int(torch.randint(1, 50, (), generator=generator)),
+            {
+                "w": 10.0 ** (4 - 3 * (i % 4)) * torch.randn(500, generator=generator, dtype=torch.float64),
+                "b": torch.randn(3, generator=generator),
+            },
+            1.0 + i / 3,
         )
-        for _ in range(count)
+        for i in range(count)
     ]
 
 
-def test_each_term_is_the_weighted_mean_of_the_clients_that_held_it() -> None:
-    mean = MeanTermChange(torch.zeros(5, 7), torch.zeros(7, 4))
-    cohort = clients(4)
-    for client in cohort:
-        mean.add(*client)
-    visited, u_change, v_change = mean.finish()
-    for position, term in enumerate(visited.tolist()):
-        holders = [(u, v, d, terms.tolist().index(term)) for terms, u, v, d in cohort if term in terms]
-        weight = sum(d for _, _, d, _ in holders)
-        slow_u = sum(d * u[:, i].double() for u, _, d, i in holders) / weight
-        slow_v = sum(d * v[i].double() for _, v, d, i in holders) / weight
-        torch.testing.assert_close(u_change[:, position], slow_u, rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(v_change[position], slow_v, rtol=1e-14, atol=1e-14)
-    held = {term for terms, *_ in cohort for term in terms.tolist()}
-    assert set(visited.tolist()) == held
-    assert 6 not in held
+def test_bits_are_the_same_in_every_order_where_those_of_plain_sums_are_not() -> None:
+    before, clients = spread_out(5)
+    plain, exact = [], []
+    for order in itertools.permutations(clients):
+        plain.append(torch.stack([after["w"] * weight for after, weight in order]).cumsum(0)[-1])
+        exact.append(bits(mean_of(before, list(order), 20.0)))
+    assert all(found == exact[0] for found in exact)
+    assert not all(torch.equal(total, plain[0]) for total in plain)  # or the test would show nothing
 
 
-def test_merged_sums_equal_one_sum_up_to_rounding() -> None:
-    cohort = clients(6)
-    whole, left, right = (MeanTermChange(torch.zeros(5, 7), torch.zeros(7, 4)) for _ in range(3))
-    for i, client in enumerate(cohort):
-        whole.add(*client)
-        (left if i < 2 else right).add(*client)
-    left.merge(right)
-    for merged, expected in zip(left.finish(), whole.finish(), strict=True):
-        torch.testing.assert_close(merged, expected, rtol=1e-14, atol=1e-14)
+class Peer:
+    """One of several processes, in a thread."""
+
+    def __init__(self, rank: int, board: list[object], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
+
+    def gather(self, value: T) -> list[T]:
+        self._board[self.rank] = value
+        self._barrier.wait()
+        said = list(self._board)
+        self._barrier.wait()
+        return said  # type: ignore[return-value]
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        said = self.gather([tensor.clone() for tensor in tensors])
+        for tensor, parts in zip(tensors, zip(*said, strict=True), strict=True):
+            tensor.copy_(sum(parts))
 
 
-def test_dense_mean_is_weighted_by_examples_and_merges() -> None:
+def in_processes(groups: list[T], work: Callable[[T], RunningMean]) -> list[RunningMean]:
+    """Each group in a process of its own; afterwards all have the sums of all."""
+    board: list[object] = [None] * len(groups)
+    barrier = threading.Barrier(len(groups), timeout=30)
+
+    def run(rank: int) -> RunningMean:
+        mean = work(groups[rank])
+        add_up(Peer(rank, board, barrier), [mean])
+        return mean
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(run, range(len(groups))))
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0, 1, 2, 3, 4]], [[0, 1], [4, 3, 2]], [[], [4, 0, 1, 2, 3]], [[1], [2, 3], [0, 4]]]
+)
+def test_processes_end_with_the_bits_of_one(groups: list[list[int]]) -> None:
+    """One of them may have met no client that needed a coarse sum, or no client at all."""
+    before, clients = spread_out(5)
+    expected = bits(mean_of(before, clients, 20.0))
+    means = in_processes(groups, lambda group: mean_of(before, [clients[i] for i in group], 20.0))
+    for mean in means:
+        assert isinstance(mean, MeanChange)
+        assert bits(mean) == expected
+        assert mean.weights.num_terms == 5
+
+
+def test_more_clients_than_there_is_room_for_fail_in_every_process() -> None:
+    def many(weight: float) -> MeanChange:
+        mean = MeanChange({"w": torch.zeros(1)}, 1.0)
+        mean.weights.count(0, MOST_TERMS // 2 + 1)
+        return mean
+
+    with pytest.raises(OverflowError, match="room for 8192 terms"):
+        in_processes([0.0, 0.0], many)
+
+
+def test_largest_uploads_of_the_largest_round_are_summed_exactly() -> None:
+    """Every sum as large as it can be, with one sign, as often as there is room for; weights that sum to almost 1."""
+    before = {"far": torch.zeros(4).double() - 0.999, "near": torch.tensor([-0.999]).double()}
+    after = {
+        "far": torch.tensor([LARGEST, LARGEST * 0.7, 2.0**-12 * 0.999, -LARGEST]).double(),
+        "near": torch.tensor([3.0]).double(),
+    }
+    total = MOST_TERMS - 1.0
+    weight = total / MOST_TERMS
+    mean = mean_of(before, [(after, weight)], total)
+    while mean.weights.num_terms < MOST_TERMS:
+        mean.merge(mean)  # twice as many
+    for name, change in mean.finish():
+        # all add the same: the exact sum is that of one, as often
+        once = exact_mean(before[name], [(after[name], weight)], total, absolute=True)
+        in_all = [value * MOST_TERMS / Fraction(total) for value in once]
+        for value, expected in zip(change.tolist(), in_all, strict=True):
+            assert abs(Fraction(value) - expected) <= abs(expected) * Fraction(2) ** -52
+    assert [exact.coarse is None for exact in mean.sums] == [False, True]
+    with pytest.raises(OverflowError, match="room for 8192 terms"):
+        mean.add(after, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [1.0, 60_000.0, LARGEST, LARGEST * (1 + 2**-7), 1e300, math.inf, math.nan])
+def test_an_upload_can_be_averaged_exactly_if_it_can_be_added(value: float, dtype: torch.dtype) -> None:
+    tensors = {"w": torch.tensor([1.0, -value], dtype=torch.float64).to(dtype), "n": torch.zeros(0, dtype=dtype)}
+    before = {"w": torch.tensor([-1.0, min(value, 60_000.0)]).to(dtype), "n": torch.zeros(0, dtype=dtype)}
+    upload, mean = Upload(tensors, 3), MeanChange(before, 3)
+    if upload.can_be_averaged():
+        mean.add(tensors, 3, upload.largest)
+        assert all(bool(change.isfinite().all()) for _, change in mean.finish())
+    else:
+        with pytest.raises(OverflowError, match=r"values must be finite and at most 1\.09951e\+12 in magnitude; 'w'"):
+            mean.add(tensors, 3, upload.largest)
+        assert bits(mean) == bits(MeanChange(before, 3))  # it left no trace
+        assert mean.weights.num_terms == 0
+
+
+def test_coarse_sums_exist_only_for_tensors_that_moved_far() -> None:
+    before = {"near": torch.full((3,), 100.0), "far": torch.zeros(2)}
+    mean = MeanChange(before, 10)
+    mean.add({"near": torch.full((3,), 120.0), "far": torch.full((2,), 120.0)}, 1)
+    assert [exact.coarse is None for exact in mean.sums] == [True, False]
+    assert {name: change.tolist() for name, change in mean.finish()} == {"near": [20.0] * 3, "far": [120.0] * 2}
+
+
+def test_dense_mean_is_weighted_by_examples() -> None:
     generator = torch.Generator().manual_seed(0)
     before = {"w": torch.randn(3, 2, generator=generator), "b": torch.randn(2, generator=generator)}
-    cohort = [({name: torch.randn(t.shape, generator=generator) for name, t in before.items()}, d) for d in (1, 7, 30)]
-    whole, part, rest = MeanChange(before), MeanChange(before), MeanChange(before)
-    for i, (after, weight) in enumerate(cohort):
-        whole.add(after, weight)
-        (part if i == 0 else rest).add(after, weight)
-    part.merge(rest)
-    for name, change in whole.finish().items():
-        slow = sum(d * (after[name] - before[name]).double() for after, d in cohort) / 38
-        torch.testing.assert_close(change, slow, rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(part.finish()[name], change, rtol=1e-14, atol=1e-14)
+    clients = [({name: torch.randn(t.shape, generator=generator) for name, t in before.items()}, d) for d in (1, 7, 30)]
+    for name, change in mean_of(before, clients, 38).finish():
+        slow = sum(d * (after[name] - before[name]).double() for after, d in clients) / 38
+        # three clients, products exact, changes below 8; the slow sum rounds as often
+        torch.testing.assert_close(change, slow, rtol=0, atol=3 * 2 * 2.0**-50 + 8 * 8 * 2.0**-53)
+
+
+def test_absolute_weights_are_not_divided_by_those_who_reported() -> None:
+    before, after = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, -2.0])}
+    mean = MeanChange(before, 8.0, absolute=True)
+    mean.add(after, 0.5)
+    mean.add(after, 0.25)
+    assert [change.tolist() for _, change in mean.finish()] == [[0.75, -1.5]]
 
 
 def test_nobody_and_nothing_changed_are_exact_zeros() -> None:
-    before = {"w": torch.randn(3, 2, generator=torch.Generator().manual_seed(0))}
-    nobody, idle = MeanChange(before), MeanChange(before)
-    idle.add(before, 17)
-    assert torch.equal(nobody.finish()["w"], torch.zeros(3, 2).double())
-    assert torch.equal(idle.finish()["w"], torch.zeros(3, 2).double())
-    MeanChange({}).add({}, 1)
+    before = {"w": torch.randn(3, 2, generator=torch.Generator().manual_seed(0)), "far": torch.full((2,), 1e9)}
+    zeros = bits(MeanChange({name: torch.zeros_like(tensor) for name, tensor in before.items()}, 17))
+    for absolute, total in itertools.product([False, True], [0, 17]):
+        assert bits(MeanChange(before, total, absolute)) == zeros
+        assert bits(mean_of(before, [(before, total)], total, absolute)) == zeros
+    assert bits(mean_of({}, [({}, 1)], 1)) == {}
+
+
+def test_add_leaves_its_arguments_as_they_are() -> None:
+    before, after = {"w": torch.zeros(3).double(), "h": torch.zeros(3).half()}, {}
+    after = {"w": torch.tensor([1e6, 0.1, 0.2]).double(), "h": torch.tensor([60_000.0, 0.1, 0.2]).half()}
+    copies = [{name: tensor.clone() for name, tensor in some.items()} for some in (before, after)]
+    mean_of(before, [(after, 3)], 3)
+    assert all(
+        torch.equal(some[name], copy[name]) for some, copy in zip((before, after), copies, strict=True) for name in copy
+    )
+
+
+TermClient = tuple[Tensor, Tensor, Tensor, float]
+
+
+def term_clients(count: int, far: float = 1.0) -> tuple[Tensor, Tensor, list[TermClient]]:
+    """``u``, ``v`` and (terms, u_after, v_after, weight) of clients that hold 3 of 7 terms of a 5 x 4 weight."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.randn(5, 7, generator=generator), torch.randn(7, 4, generator=generator)
+    return (
+        u,
+        v,
+        [
+            (
+                torch.randperm(6, generator=generator)[:3].sort().values,
+                (far if i == 1 else 1.0) * torch.randn(5, 3, generator=generator),
+                torch.randn(3, 4, generator=generator),
+                float(torch.randint(1, 50, (), generator=generator)),
+            )
+            for i in range(count)
+        ],
+    )
+
+
+def term_mean_of(
+    u: Tensor, v: Tensor, clients: list[TermClient], total: float, absolute: bool = False
+) -> MeanTermChange:
+    mean = MeanTermChange(u, v, total, absolute)
+    for client in clients:
+        mean.add(*client)
+    return mean
+
+
+@pytest.mark.parametrize("far", [1.0, 1e6])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_each_term_is_the_weighted_mean_of_the_clients_that_held_it(far: float, absolute: bool) -> None:
+    u, v, clients = term_clients(4, far)
+    visited, u_change, v_change = term_mean_of(u, v, clients, 200.0, absolute).finish()
+    assert set(visited.tolist()) == {term for terms, *_ in clients for term in terms.tolist()}
+    assert 6 not in visited
+    reported = Fraction(sum(weight for *_, weight in clients) if absolute else 1)
+    for position, term in enumerate(visited.tolist()):
+        holders = [(a, b, d, terms.tolist().index(term)) for terms, a, b, d in clients if term in terms]
+        weight = sum(Fraction(d) for _, _, d, _ in holders) / 256  # 256 is the power of two above the total
+        for axis, before, mean in ((1, u, u_change), (0, v, v_change)):
+            start = before.select(axis, term)
+            sums = [Fraction(0)] * len(start)
+            for *factors, d, i in holders:
+                moved = factors[1 - axis].select(axis, i) - start
+                for j, value in enumerate(moved.tolist()):
+                    sums[j] += round(Fraction(value) * Fraction(d) / 256 * 2**50 / unit(before)) * unit(before) / 2**50
+            for value, total in zip(mean.select(axis, position).tolist(), sums, strict=True):
+                expected = total / weight * reported
+                assert abs(Fraction(value) - expected) <= abs(expected) * 3 * Fraction(2) ** -53 * (
+                    1 + Fraction(2) ** -50
+                )
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_bits_of_terms_depend_neither_on_order_nor_on_processes(absolute: bool) -> None:
+    u, v, clients = term_clients(5, far=1e6)
+    expected = term_mean_of(u, v, clients, 250.0, absolute).finish()
+    for order in itertools.permutations(clients):
+        found = term_mean_of(u, v, list(order), 250.0, absolute).finish()
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    groups = [clients[3:], [], clients[:3]]
+    for mean in in_processes(groups, lambda group: term_mean_of(u, v, group, 250.0, absolute)):
+        assert isinstance(mean, MeanTermChange)
+        assert all(torch.equal(mine, other) for mine, other in zip(mean.finish(), expected, strict=True))
+    left, right = (term_mean_of(u, v, group, 250.0, absolute) for group in (clients[:2], clients[2:]))
+    left.merge(right)
+    assert all(torch.equal(mine, other) for mine, other in zip(left.finish(), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_factors_come_in_blocks_and_sum_like_dense_tensors(dtype: torch.dtype) -> None:
+    """As a client that holds every term; the trained factors lie in memory in another order."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((700, 300), (300, 500)))
+    u_after, v_after = (torch.randn(tensor.T.shape, generator=generator).to(dtype).T * 3 for tensor in (u, v))
+    order = torch.randperm(300, generator=generator)
+    visited, *changes = term_mean_of(u, v, [(order, u_after[:, order], v_after[order], 7.0)], 7.0).finish()
+    dense = mean_of({"u": u, "v": v}, [({"u": u_after, "v": v_after}, 7.0)], 7.0)
+    assert torch.equal(visited, torch.arange(300))
+    assert all(torch.equal(mine, other) for mine, (_, other) in zip(changes, dense.finish(), strict=True))
+
+
+def test_a_client_without_terms_or_weight_visits_nothing() -> None:
+    u, v = torch.randn(5, 7), torch.randn(7, 4)
+    mean = MeanTermChange(u, v, 3.0)
+    mean.add(torch.tensor([], dtype=torch.long), torch.zeros(5, 0), torch.zeros(0, 4), 3.0)
+    mean.add(torch.tensor([2]), u[:, [2]] + 1, v[[2]] + 1, 0.0)
+    visited, u_change, v_change = mean.finish()
+    assert [tuple(tensor.shape) for tensor in (visited, u_change, v_change)] == [(0,), (5, 0), (0, 4)]
+
+
+def test_terms_that_cannot_be_summed_are_refused_and_leave_no_trace() -> None:
+    u, v, clients = term_clients(1)
+    terms, u_after, v_after, weight = clients[0]
+    mean = MeanTermChange(u, v, weight)
+    v_after[1, 1] = math.nan
+    with pytest.raises(OverflowError, match="'v' has nan after local training"):
+        mean.add(terms, u_after, v_after, weight, tuple(largest_magnitudes({"u": u_after, "v": v_after}).values()))
+    assert not any(bool(total.any()) for total in mean.totals)
+    assert mean.weights.num_terms == 0

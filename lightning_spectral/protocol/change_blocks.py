@@ -1,0 +1,151 @@
+"""How much named tensors changed, in blocks that stay in cache: never a second copy of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+
+class Piece(NamedTuple):
+    """A run of one tensor's values.
+
+    Attributes:
+        name: Which tensor.
+        idx: Which of the pieces of that tensor.
+        before: Its values before training, any shape.
+        start: Where it begins in the flat vector.
+        stop: Where it ends.
+    """
+
+    name: str
+    idx: int
+    before: Tensor
+    start: int
+    stop: int
+
+
+class Block(NamedTuple):
+    """Neighbouring pieces that are handled together.
+
+    Attributes:
+        pieces: The pieces.
+        where: Their part of the flat vector.
+        change: Room for how much they changed, float64; all blocks use the same.
+        runs: The room of each piece, of its shape.
+    """
+
+    pieces: tuple[Piece, ...]
+    where: slice
+    change: Tensor
+    runs: tuple[Tensor, ...]
+
+
+class ChangeBlocks:
+    """Named tensors as one flat vector, cut into blocks: large tensors into several, small ones several to a block.
+
+    Args:
+        before: The tensors before training, read again for every client.
+        kinds: For each name anything that compares; tensors of different kinds never share a block.
+
+    Attributes:
+        ranges: For each name its part of the flat vector.
+        size: Length of the flat vector.
+
+    Example:
+        >>> blocks = ChangeBlocks({"w": torch.ones(2, 1), "b": torch.zeros(1)}, {"w": 0, "b": 0})
+        >>> [change.tolist() for _, change in blocks.changes({"w": torch.zeros(2, 1), "b": torch.ones(1)})]
+        [[-1.0, -1.0, 1.0]]
+    """
+
+    def __init__(self, before: Tensors, kinds: Mapping[str, float]) -> None:
+        self.ranges: dict[str, slice] = {}
+        self.size = 0
+        self._before = dict(before)
+        groups: list[list[Piece]] = []
+        for kind in sorted(set(kinds.values())):
+            groups += _group([piece for name in before if kinds[name] == kind for piece in self._append(name)])
+        device = next((tensor.device for tensor in before.values()), None)
+        longest = max((group[-1].stop - group[0].start for group in groups), default=0)
+        scratch = torch.empty(longest, dtype=torch.float64, device=device)
+        self._blocks = [_block(group, scratch) for group in groups]
+
+    def changes(self, after: Tensors, in_float64: Collection[str] = ()) -> Iterator[tuple[Block, Tensor]]:
+        """Each block with ``after - before``, as a float64 vector that is overwritten by the next one.
+
+        Args:
+            after: The tensors after training.
+            in_float64: Names whose change is formed in float64, not in the tensors' own type.
+        """
+        cut = {name: split(tensor, like=self._before[name]) for name, tensor in after.items() if name in self.ranges}
+        for block in self._blocks:
+            pairs = [(cut[piece.name][piece.idx], piece.before, piece.name in in_float64) for piece in block.pieces]
+            put_differences(pairs, block.runs)
+            yield block, block.change
+
+    def _append(self, name: str) -> Iterator[Piece]:
+        start = self.size
+        for idx, piece in enumerate(split(self._before[name], like=self._before[name])):
+            yield Piece(name, idx, piece, self.size, self.size + piece.numel())
+            self.size += piece.numel()
+        self.ranges[name] = slice(start, self.size)
+
+
+def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[Tensor]) -> None:
+    """``after - before`` of some tensors, in their own type unless told to use float64, into float64 tensors.
+
+    Args:
+        pairs: After, before and whether to subtract in float64.
+        out: Where to put them, of the same shapes.
+    """
+    after = [tensor.double() if in_float64 else tensor for tensor, _, in_float64 in pairs]
+    before = [tensor.double() if in_float64 else tensor for _, tensor, in_float64 in pairs]
+    torch._foreach_copy_(list(out), torch._foreach_sub(after, before))
+
+
+def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
+    """Pieces of about a block's size, in the order of the tensor's values.
+
+    What lies in memory in this order is cut anywhere, everything else between its first dimension's slices: no copy.
+
+    Args:
+        tensor: What to cut.
+        like: A tensor of the same shape whose place in memory decides.
+    """
+    if like.numel() <= block_size(like):
+        return (tensor,) if like.numel() else ()
+    if like.is_contiguous():
+        return torch.split(tensor.reshape(-1), block_size(like))
+    return torch.split(tensor, rows_in_a_block(like))
+
+
+def rows_in_a_block(tensor: Tensor) -> int:
+    """How many slices of the first dimension make a block, at least one."""
+    return max(1, block_size(tensor) * len(tensor) // max(tensor.numel(), 1))
+
+
+def block_size(tensor: Tensor) -> int:
+    """Values that are handled at a time: on a CPU what fits its cache, elsewhere enough to keep it busy."""
+    return 2**16 if tensor.device.type == "cpu" else 2**22
+
+
+def _group(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces of together at most a block's size, or a single larger one."""
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and piece.stop - group[0].start > block_size(piece.before):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _block(group: Sequence[Piece], scratch: Tensor) -> Block:
+    start, stop = group[0].start, group[-1].stop
+    runs = tuple(scratch[piece.start - start : piece.stop - start].view(piece.before.shape) for piece in group)
+    return Block(tuple(group), slice(start, stop), scratch[: stop - start], runs)

@@ -1,0 +1,80 @@
+"""Sums of several processes become one: exact, so that it does not matter who trained which client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.protocol.exact_sum import ExactSum
+from lightning_spectral.protocol.weights import Weights
+
+T = TypeVar("T")
+_MESSAGE = 2**22  # values that are added up at a time
+
+
+class Peers(Protocol):
+    """The processes that train the same round; all of them call these methods together."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def gather(self, value: T) -> list[T]:
+        """What each process says, in the order of their ranks."""
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace float64 tensors by their sums over processes, in place."""
+
+
+class RunningMean(Protocol):
+    """What several processes add up once each has its clients' part of a weighted mean."""
+
+    @property
+    def weights(self) -> Weights:
+        """Weights so far."""
+
+    @property
+    def sums(self) -> list[ExactSum]:
+        """Sums of weighted changes, whose coarse parts may be missing."""
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """All other sums, float64: there in every process."""
+
+
+def merge(mine: RunningMean, theirs: RunningMean) -> None:
+    """Add a running mean over the same tensors to another."""
+    mine.weights.count(theirs.weights.sum, theirs.weights.num_terms)
+    for total, other in zip(mine.totals, theirs.totals, strict=True):
+        total.add_(other)
+    for exact, other_exact in zip(mine.sums, theirs.sums, strict=True):
+        if other_exact.coarse is not None:
+            exact.widen().add_(other_exact.coarse)
+
+
+def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
+    """Give every process the sums of all.
+
+    Raises:
+        OverflowError: In every process, if there are too many clients.
+        ValueError: In every process, if their weights sum to more than the total.
+    """
+    if processes.size == 1:
+        return
+    mine = [(m.weights.sum, m.weights.num_terms, [s.coarse is not None for s in m.sums]) for m in means]
+    for mean, said in zip(means, zip(*processes.gather(mine), strict=True), strict=True):
+        steps, num_terms, has_coarse = zip(*said, strict=True)
+        mean.weights.count(sum(steps) - mean.weights.sum, sum(num_terms) - mean.weights.num_terms)
+        for total, needed in zip(mean.sums, zip(*has_coarse, strict=True), strict=True):
+            if any(needed):
+                total.widen()
+    processes.add_up([message for mean in means for message in _messages(mean)])
+
+
+def _messages(mean: RunningMean) -> Iterator[Tensor]:
+    coarse = [total.coarse for total in mean.sums if total.coarse is not None]
+    for tensor in (*mean.totals, *coarse):
+        yield from torch.split(tensor.view(-1), _MESSAGE)

@@ -82,7 +82,7 @@ class RememberingRound(DenseRound):
 
 
 class Remembering(ls.FedAvg):
-    """Keeps every client's last loss at the server, and counts a client for more the more often it has trained."""
+    """Keeps every client's last loss at the server, and counts a client for less the more often it has trained."""
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> RememberingRound:
         opened = super().open(server, state, cohort)
@@ -92,7 +92,7 @@ class Remembering(ls.FedAvg):
         assert isinstance(opened, RememberingRound)
         store, unit = opened.cohort.store, receipt.unit
         turns = store[unit]["turns"] + 1 if unit in store else torch.tensor(1)
-        opened.mean.add(upload.tensors, unit.coefficient * int(turns))
+        opened.mean.add(upload.tensors, unit.coefficient / int(turns))
         store[unit] = {"loss": torch.tensor(upload.loss, dtype=torch.float64), "turns": turns}
 
 

@@ -99,7 +99,7 @@ class TestOrdinaryModules:
                 return super().training_step(batch, batch_idx)
 
         faults = ls.Faults(on_error=ls.LeaveOut(1.0))
-        with pytest.warns(ls.SpectralWarning, match=r"its training failed \(FloatingPointError: too warm\)"):
+        with pytest.warns(ls.SpectralWarning, match=r"average: training failed \(FloatingPointError: too warm\)"):
             one, two = fit_twice(Lit(), data, quiet, faults=faults, rounds=3)
         assert_same_run(one, two)
         assert 0 < sum(two[1].column("fl/left_out_error")) < 12

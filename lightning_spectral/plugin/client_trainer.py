@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,7 @@ class ClientTrainer:
         self.schedulers = [_StepsOncePerRound(scheduler) for scheduler in schedulers]
         self._trainer: pl.Trainer | None = None
         self._watch = _LocalEpochs()
+        self._before_forward: Callable[[], None] | None = None
         self._before_step: WeakKeyDictionary[Optimizer, list[BeforeStep]] = WeakKeyDictionary()
 
     def prepare(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> Train:
@@ -55,7 +56,19 @@ class ClientTrainer:
         for optimizer in optimizers:
             self._before_step[optimizer] = []
             _step_after_closure(optimizer, self._before_step[optimizer])
+        module.training_step = self._after_action(module.training_step)
         return partial(self._train, module, optimizers, settings.placement)
+
+    def _after_action(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """A user's step that begins with what the algorithm does before each forward pass, if anything."""
+
+        @wraps(training_step)  # Lightning looks at the arguments that it takes
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._before_forward is not None:
+                self._before_forward()
+            return training_step(*args, **kwargs)
+
+        return step
 
     def _train(
         self, module: Any, optimizers: Sequence[Optimizer], placement: Placement, task: LocalTask
@@ -70,6 +83,7 @@ class ClientTrainer:
         rounds = num_rounds(self.federation)
         _rewind(trainer, batches.first_epoch, -1 if rounds is None else rounds * local_epochs)
         self._watch.begin(task, batches.first_epoch + local_epochs - 1, placement.device)
+        self._before_forward = task.before_forward
         for optimizer, before_step in zip(optimizers, task.before_step, strict=True):
             self._before_step[optimizer][:] = before_step
         scaler = copy.deepcopy(placement.scaler)  # no client inherits a scale from another
@@ -109,17 +123,9 @@ class _LocalEpochs(pl.Callback):
     def begin(self, task: LocalTask, last_epoch: int, device: torch.device) -> None:
         """Forget the client before."""
         self.recorder = task.recorder
-        self.before_forward = task.before_forward
         self.last_epoch = last_epoch
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.num_losses = self.num_examples = 0
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Let the algorithm act before the forward pass."""
-        if self.before_forward is not None:
-            self.before_forward()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

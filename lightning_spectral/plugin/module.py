@@ -288,6 +288,7 @@ class FederatedModule(RoundHooks, Host):
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
         self.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
+        self._store.to(self.device)
         self._engine = build_engine(self, self.module, self.algorithm, self.state, self.conditions, self._store)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -301,8 +302,8 @@ class FederatedModule(RoundHooks, Host):
         self.module.on_save_checkpoint(checkpoint)
         checkpoint["federation"] = self._full_configuration()
         checkpoint["federation_slots"] = self.num_slots
-        if len(self._store):
-            checkpoint["federation_clients"] = self._store.state_dict()
+        if clients := self._store.state_dict():
+            checkpoint["federation_clients"] = clients
         if self._engine is not None:
             settle_progress(checkpoint, round_is_open=self._engine.round_is_open)
 

@@ -48,6 +48,7 @@ class OpenRound:
         self.outcomes: list[ClientOutcome] = []
         self.failure: Exception | None = None
         self._options = run.options()
+        run.store.discard()
         with self.clock.measure("refresh"):
             self.cohort = self._cohort()
             self.opened: Any = run.algorithm.open(run.server, run.state, self.cohort)
@@ -106,21 +107,23 @@ class OpenRound:
         self.run.faults.check_round(self.round_idx, outcomes)
         if all(outcome.left_out for outcome in outcomes):
             _warn_nobody_left(self.round_idx, outcomes)
-        elif self.run.processes.size > 1:
+        else:
             with self.clock.measure("aggregate"):
-                add_up(self.run.processes, self.run.algorithm.running_means(self.opened))
+                if self.run.processes.size > 1:  # an algorithm that has no running means trains in a single one
+                    add_up(self.run.processes, self.run.algorithm.running_means(self.opened))
         return outcomes
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
         """Exchange what each process has to say of its clients; an error everywhere if one failed."""
         processes, store = self.run.processes, self.run.store
         failure = None if self.failure is None else str(self.failure)
-        said = processes.gather((failure, self.outcomes, self.clock.seconds, store.changes()))
+        written = store.written() if processes.size > 1 else {}
+        said = processes.gather((failure, self.outcomes, self.clock.seconds, written))
         raise_everywhere([failure for failure, *_ in said], self.failure, ClientError)
         self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in said) for stage in STAGES}
-        for rank, (*_, changes) in enumerate(said):
+        for rank, (*_, written) in enumerate(said):
             if rank != processes.rank:
-                store.merge(changes, processes.device)
+                store.merge(written, processes.device)
         places = {unit.key: place for place, unit in enumerate(self.num_examples)}
         outcomes = [outcome for _, outcomes, _, _ in said for outcome in outcomes]
         return tuple(sorted(outcomes, key=lambda outcome: places[outcome.unit.key]))
@@ -134,6 +137,7 @@ class OpenRound:
         diagnostics = dict(run.algorithm.diagnostics(self.opened))
         if run.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
+        run.store.commit()
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)
         gone = clients_by_reason(outcomes)

@@ -19,6 +19,7 @@ def filled() -> ClientStore:
     store[WorkUnit(7)] = {"loss": torch.tensor(0.5, dtype=torch.float64)}
     store[WorkUnit(3, "words")] = {"control": torch.ones(2, 3), "turns": torch.tensor([4])}
     store[WorkUnit(3)] = {}
+    store.commit()
     return store
 
 
@@ -31,7 +32,7 @@ def same(one: Any, two: Any) -> bool:
 
 def test_a_store_is_empty_until_somebody_writes() -> None:
     store = Cohort(0, 0, {}).store
-    assert (len(store), list(store), store.num_bytes, store.state_dict(), store.changes()) == (0, [], 0, {}, {})
+    assert (len(store), list(store), store.num_bytes, store.state_dict(), store.written()) == (0, [], 0, {}, {})
     assert WorkUnit(0) not in store
     with pytest.raises(KeyError):
         store[WorkUnit(0)]
@@ -71,24 +72,37 @@ def test_what_is_saved_is_loaded_and_later_writes_do_not_reach_it() -> None:
     loaded[WorkUnit(0)] = {"gone": torch.ones(1)}
     loaded.load_state_dict(saved)
     assert same(loaded.state_dict(), filled().state_dict())
-    assert loaded.changes() == {}
+    assert loaded.written() == {}
     loaded[WorkUnit(8)] = {}
+    loaded.commit()
     assert (8, "") not in saved
 
 
-def test_processes_that_exchange_their_changes_end_with_the_same() -> None:
+def test_what_a_round_wrote_is_read_at_once_and_kept_when_it_ends() -> None:
+    store, unit = filled(), WorkUnit(7)
+    store[unit] = {"loss": torch.tensor(9.0)}
+    assert store[unit]["loss"] == 9.0
+    assert same(store.state_dict(), filled().state_dict())
+    store.discard()  # the round failed
+    assert store[unit]["loss"] == 0.5
+    store[unit] = {"loss": torch.tensor(8.0)}
+    store.commit()
+    assert store.state_dict()[unit.key]["loss"] == 8.0
+    assert store.written() == {}
+
+
+def test_processes_that_exchange_what_they_wrote_end_with_the_same() -> None:
     one, two = filled(), filled()
-    one.changes(), two.changes()  # what both have already
     one[WorkUnit(1)] = {"loss": torch.tensor(1.0)}
     one[WorkUnit(7)] = {"loss": torch.tensor(7.0)}
     two[WorkUnit(2, "words")] = {"loss": torch.tensor(2.0)}
-    ours, theirs = one.changes(), two.changes()
+    ours, theirs = one.written(), two.written()
     assert (list(ours), list(theirs)) == ([(1, ""), (7, "")], [(2, "words")])
     one.merge(theirs)
     two.merge(ours)
+    one.commit(), two.commit()
     assert same(one.state_dict(), two.state_dict())
     assert list(one) == [(1, ""), (2, "words"), (3, ""), (3, "words"), (7, "")]
-    assert one.changes() == two.changes() == {}  # what came from another is not said again
 
 
 class TestInARun:

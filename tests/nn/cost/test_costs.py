@@ -333,5 +333,5 @@ def test_parameters_are_those_of_the_sub_model() -> None:
     table = ls.cost_table(Federated(), KEEP_RATIOS)
     assert table.full.parameters == sum(p.numel() for p in Federated().parameters())
     for keep_ratio, cost in table.at.items():
-        client = ls.SpectralSharding().build(Federated(), keep_ratio)
+        client = ls.SpectralSharding().client_side(Federated()).build(Federated(), keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())

@@ -21,10 +21,11 @@ from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.server.executor import Executor
 
 
 @dataclass
-class OtherProcess:
+class OtherProcess(Executor):
     """Sends pickled downloads to a process of its own, and reads pickled uploads, last one first.
 
     Attributes:

@@ -19,7 +19,7 @@ from lightning_spectral.client.local_task import LocalSettings, LocalTask, Local
 from lightning_spectral.client.recorder import Recorder, isolate_metrics
 from lightning_spectral.client.side import ClientSide, StepActions
 from lightning_spectral.protocol.records import Download, Failure, Upload
-from lightning_spectral.protocol.rng import derived_seed, isolated_rng
+from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.protocol.stage_clock import Profile, StageClock
 
 
@@ -42,6 +42,9 @@ class SubModel:
 
 class Device:
     """Turns a `Download` into an `Upload`. It sees neither server nor round.
+
+    A user's dropout and augmentations draw from the process's global generators, which are seeded for each client.
+    Where something else shares the process, `generators` are saved before a round and restored afterwards.
 
     Args:
         module: The user's module, which sub-models are built from.
@@ -70,6 +73,7 @@ class Device:
         self.recipes = tuple(recipes)
         self.data = data
         self.settings = settings
+        self.generators = GlobalGenerators([settings.placement.device])
         self.local_trainer = local_trainer
         self._attach = attach
         self._profile = profile
@@ -97,7 +101,8 @@ class Device:
 
     def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
         watch = None if self._gradients_checked else GradientWatch(self.side.watched(sub_model.module))
-        with clock.measure("train"), _doing("local training"), self._isolated_rng(download):
+        with clock.measure("train"), _doing("local training"):
+            self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             result = sub_model.train(self._start(sub_model, download))
         if watch is not None and result.num_steps > 0:
             watch.check(self.module)
@@ -138,11 +143,6 @@ class Device:
         optimizers = tuple(self.side.local_optimizer(recipe, client) for recipe in self.recipes)
         train = self.local_trainer(client, [local.optimizer for local in optimizers], self.settings)
         return SubModel(client, optimizers, recorder, train)
-
-    def _isolated_rng(self, download: Download) -> Any:
-        """Dropout and augmentation draw from the global generators: seeded per client, restored afterwards."""
-        seed = derived_seed(download.seed, "local training", *download.ids)
-        return isolated_rng(seed, [self.settings.placement.device])
 
 
 class _Failed(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,8 @@ class LocalLoop:
         """Train for one client."""
         user, recorder, (before_step,) = self.user, task.recorder, task.before_step
         scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
-        total = torch.zeros((), dtype=torch.float64, device=self.placement.device)  # read once, when the client is done
-        num_steps = num_examples = 0
+        losses: list[Tensor] = []  # read once, when the client is done
+        sizes: list[int] = []
         for local_epoch in range(task.download.local_epochs):
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
@@ -51,12 +52,12 @@ class LocalLoop:
                 loss = loss_of(output)
                 if loss is not None:
                     self._step(loss, scaler, before_step)
-                    total.add_(loss.detach().reshape(()), alpha=size)
-                    num_steps, num_examples = num_steps + 1, num_examples + size
+                    losses.append(loss.detach())
+                    sizes.append(size)
                 if user.takes_outputs:
                     user.on_train_batch_end(batch_outputs(output, loss), batch, batch_idx)
             user.on_train_epoch_end()
-        return LocalResult(num_steps, float(total) / num_examples if num_examples else float("nan"))
+        return LocalResult(len(sizes), _mean_per_example(losses, sizes))
 
     def _to_device(self, batch: Any) -> Any:
         batch = self.user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
@@ -83,3 +84,11 @@ class LocalLoop:
         else:
             scaler.step(optimizer)  # unless a gradient overflowed: then no hook of the optimizer runs either
             scaler.update()
+
+
+def _mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
+    """Mean of the steps' losses, weighted by their numbers of examples; one look at the device for all of them."""
+    if not losses:
+        return math.nan
+    values: list[float] = torch.cat([loss.reshape(1) for loss in losses]).tolist()
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)

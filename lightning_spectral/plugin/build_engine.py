@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_spectral.algorithms import Algorithm
@@ -130,7 +132,14 @@ def _placement(owner: Owner) -> Placement:
     precision = owner.trainer.precision_plugin
     moves = owner.device.type != "cpu" or is_overridden(owner.module, "transfer_batch_to_device")
     scaler = getattr(precision, "scaler", None)
-    return Placement(owner.device, precision.convert_input, precision.train_step_context, moves, scaler)
+    return Placement(owner.device, precision.convert_input, _forward_context(precision), moves, scaler)
+
+
+def _forward_context(precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
+    """What a client's forward pass runs in; in full precision nothing, since each step would pay for entering it."""
+    names = ("train_step_context", "forward_context")
+    is_plain = all(getattr(type(precision), name) is getattr(Precision, name) for name in names)
+    return nullcontext if is_plain else precision.train_step_context
 
 
 def _local_trainer(owner: Owner) -> LocalTrainer:

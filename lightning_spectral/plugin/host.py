@@ -61,6 +61,9 @@ class Host(Protocol):
     def finish_round(self) -> None:
         """Close the round and step the server."""
 
+    def abandon_round(self) -> None:
+        """Leave a round that an error ended."""
+
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
         """Another engine with the clients, the seed and the settings of the run."""
 

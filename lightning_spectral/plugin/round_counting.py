@@ -1,4 +1,4 @@
-"""Lightning counts, and draws, rounds instead of clients."""
+"""Makes Lightning count rounds instead of clients."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def num_rounds(trainer: pl.Trainer) -> int | None:
 
 
 class RoundsAsSteps(pl.Callback):
-    """Lends a Trainer the settings of a federated fit and gives its own back, however the fit ends.
+    """Gives a Trainer the settings of a federated fit, and restores its own however the fit ends.
 
     - The cohort is to the server what accumulated batches are to an ordinary run. With as many accumulated batches as
-      turns, loggers draw against rounds and ``estimated_stepping_batches`` is the number of rounds.
-    - ``limit_train_batches`` cuts the cohort, and not the turns of each process.
-    - Metrics come once a round, which Lightning shall not take for logging too rarely.
+      slots, loggers draw against rounds and ``estimated_stepping_batches`` is the number of rounds.
+    - ``limit_train_batches`` cuts the cohort, and not the slots of each process.
+    - Metrics come once a round, which Lightning should not mistake for logging too rarely.
     - Without validation data there is no validation, and no warning that there is none.
     """
 
@@ -37,27 +37,30 @@ class RoundsAsSteps(pl.Callback):
         self._own: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: Host, stage: str) -> None:  # type: ignore[override]
-        """Lend."""
+        """Apply the settings of a federated fit."""
         if stage != "fit":
             return
         pl_module.cut_cohort(trainer.limit_train_batches)
-        lent: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_slots, "log_every_n_steps": 1}
+        settings: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_slots, "log_every_n_steps": 1}
         if trainer.limit_train_batches != 0:  # which trains nothing, and says so
-            lent["limit_train_batches"] = 1.0
+            settings["limit_train_batches"] = 1.0
         if getattr(trainer.datamodule, "val", True) is None:  # type: ignore[attr-defined]
-            lent["limit_val_batches"] = 0
-        self._own = {name: getattr(trainer, name) for name in lent}
-        _set(trainer, lent)
+            settings["limit_val_batches"] = 0
+        self._own = {name: getattr(trainer, name) for name in settings}
+        _set(trainer, settings)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give back."""
-        self._give_back(trainer)
+        """Restore the Trainer's own settings."""
+        self._restore(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give back; Lightning tears nothing else down after an error."""
-        self._give_back(trainer)
+    def on_exception(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Host, exception: BaseException
+    ) -> None:
+        """Restore the Trainer's settings and leave the round: Lightning tears nothing else down after an error."""
+        pl_module.abandon_round()
+        self._restore(trainer)
 
-    def _give_back(self, trainer: pl.Trainer) -> None:
+    def _restore(self, trainer: pl.Trainer) -> None:
         _set(trainer, self._own)
         self._own = {}
 

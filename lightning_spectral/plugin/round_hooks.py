@@ -82,6 +82,11 @@ class RoundHooks(ServerHooks):
         for callback in self._round_callbacks():
             callback.on_client_end(self.trainer, self, turn)
 
+    def abandon_round(self) -> None:
+        """Leave a round that an error ended: it has changed nothing at the server, and can be trained again."""
+        if self._engine is not None:
+            self._engine.abandon_round()
+
     def finish_round(self) -> None:
         """Close the round, step the server on its pseudo-gradient, move the schedules on, and report."""
         summary = self.engine.close_round()

@@ -5,11 +5,12 @@ import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["derived_generator", "derived_seed", "isolated_rng"]
+__all__ = ["GlobalGenerators", "derived_generator", "derived_seed", "isolated_rng"]
 
 
 def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
@@ -62,17 +63,62 @@ def derived_generator(seed: int, purpose: str, *ids: int | str, device: torch.de
     return torch.Generator(device).manual_seed(derived_seed(seed, purpose, *ids))
 
 
+class GlobalGenerators:
+    """The global generators of a process: Python's, numpy's legacy one, and torch's on the CPU and on CUDA devices.
+
+    For code that is not ours: a user's dropout and augmentations draw from them. Saving and restoring takes longer
+    than seeding, so a round saves them once and seeds them for every client.
+
+    Args:
+        devices: Devices whose global generators are among them. The CPU's always is; of other devices only CUDA's are.
+
+    Example:
+        >>> generators = GlobalGenerators()
+        >>> generators.save()
+        >>> generators.seed(7)
+        >>> inside = torch.rand(2)
+        >>> generators.seed(7)
+        >>> torch.equal(torch.rand(2), inside)
+        True
+        >>> generators.restore()
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self._of_torch = [torch.default_generator, *_cuda_generators(devices)]
+        self._saved: tuple[Any, Any, list[torch.Tensor]] | None = None
+
+    def save(self) -> None:
+        """Remember where they are."""
+        of_torch = [generator.get_state() for generator in self._of_torch]
+        self._saved = random.getstate(), np.random.get_state(), of_torch
+
+    def seed(self, seed: int) -> None:
+        """Seed all of them from one integer."""
+        random.seed(derived_seed(seed, "python"))
+        np.random.seed(derived_seed(seed, "numpy") % 2**32)  # the legacy API takes 32 bits
+        of_torch = derived_seed(seed, "torch")
+        for generator in self._of_torch:  # one seed for all: what a client draws must not depend on its GPU's index
+            # not torch.manual_seed: that reseeds every accelerator of the process, also those not saved here
+            generator.manual_seed(of_torch)
+
+    def restore(self) -> None:
+        """Return to where they were when they were saved, if they were; a second time changes nothing."""
+        if self._saved is None:
+            return
+        (python_state, numpy_state, torch_states), self._saved = self._saved, None
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for generator, state in zip(self._of_torch, torch_states, strict=True):
+            generator.set_state(state)
+
+
 @contextmanager
 def isolated_rng(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Seed the global generators for a block and restore them afterwards, also when the block raises.
 
-    For code that is not ours: a user's dropout and augmentations draw from the global generators of Python,
-    numpy (legacy) and torch (CPU and the given CUDA devices).
-
     Args:
         seed: Seed of the block, any integer.
-        devices: Devices whose global generator the block may use. CPU is always included; of the others only
-            CUDA devices are isolated.
+        devices: As for `GlobalGenerators`.
 
     Yields:
         Nothing.
@@ -84,21 +130,13 @@ def isolated_rng(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[No
         ...     print(torch.equal(torch.rand(2), inside))
         True
     """
-    generators = [torch.default_generator, *_cuda_generators(devices)]
-    saved = random.getstate(), np.random.get_state(), [generator.get_state() for generator in generators]
+    generators = GlobalGenerators(devices)
+    generators.save()
     try:
-        random.seed(derived_seed(seed, "python"))
-        np.random.seed(derived_seed(seed, "numpy") % 2**32)  # the legacy API takes 32 bits
-        for generator in generators:  # one seed for all: what a client draws must not depend on its GPU's index
-            # not torch.manual_seed: that reseeds every accelerator of the process, also those not saved here
-            generator.manual_seed(derived_seed(seed, "torch"))
+        generators.seed(seed)
         yield
     finally:
-        python_state, numpy_state, torch_states = saved
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for generator, state in zip(generators, torch_states, strict=True):
-            generator.set_state(state)
+        generators.restore()
 
 
 def _encode(part: int | str) -> bytes:

@@ -48,6 +48,7 @@ class Engine:
         if self._executor is None:
             self._executor = self._make_executor()
         self._round = OpenRound(self.run, self._executor, round_idx, num_examples)
+        self._executor.begin_round()
         return self._round
 
     def close_round(self) -> RoundSummary:
@@ -61,11 +62,17 @@ class Engine:
             RoundError: If more clients were left out than `Faults` allows; the server's weights are as before the
                 round.
         """
+        self.round.executor.end_round()
         outcomes = self.round.gather()
         self.server_is_stepping = True
         summary = self.round.apply(outcomes)
         self._round = None
         return summary
+
+    def abandon_round(self) -> None:
+        """Leave a round that will not be finished, if one is open."""
+        if self._round is not None:
+            self._round.executor.end_round()
 
     def settle(self) -> None:
         """After the server optimizer stepped: write what follows from the algorithm's state into the server."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.protocol.records import Download, Upload
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Brings downloads to devices and uploads back. It knows nothing of algorithms."""
 
+    @abstractmethod
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield one upload for each download, in any order.
 
@@ -19,9 +20,19 @@ class Executor(Protocol):
         memory in which the next client trains. A device that fails says so in `Upload.failure`.
         """
 
+    def begin_round(self) -> None:
+        """Called when a round opens. Here: nothing to prepare."""
+        return None
 
-class SequentialExecutor:
+    def end_round(self) -> None:
+        """Called when all clients of a round have trained, or when it fails. Here: nothing to clear up."""
+        return None
+
+
+class SequentialExecutor(Executor):
     """Trains one client after another on a device in this process.
+
+    From a round's beginning to its end the process's global generators are the clients'.
 
     Args:
         device: Where all of them train.
@@ -30,6 +41,14 @@ class SequentialExecutor:
     def __init__(self, device: Device) -> None:
         self.device = device
 
+    def begin_round(self) -> None:
+        """Remember the state of the global generators."""
+        self.device.generators.save()
+
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads in the order of the downloads."""
         return map(self.device.run, downloads)
+
+    def end_round(self) -> None:
+        """Restore the global generators."""
+        self.device.generators.restore()

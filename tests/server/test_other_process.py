@@ -23,7 +23,10 @@ from other_process import LitFails, OtherProcess, data_of_clients, toy_data
 ALGORITHMS = {
     "FedAvg": ls.FedAvg(),
     "spectral": ls.SpectralSharding(
-        ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, keep_first_and_last_dense=False, clip_tau=2.0
+        ls.Unbiased(),
+        keep_ratio={0.3: 0.5, 0.6: 0.5},
+        clip_tau=2.0,
+        layers=ls.LayerChoices(keep_first_and_last_dense=False),
     ),
 }
 

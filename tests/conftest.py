@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound
-from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Receipt, Upload
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
@@ -76,20 +74,10 @@ class LitMLP(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)]
 
 
-@dataclass(frozen=True)
-class RememberingRound(DenseRound):
-    cohort: Cohort
-
-
 class Remembering(ls.FedAvg):
     """Keeps every client's last loss at the server, and counts a client for less the more often it has trained."""
 
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> RememberingRound:
-        opened = super().open(server, state, cohort)
-        return RememberingRound(opened.tensors, opened.mean, cohort)
-
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        assert isinstance(opened, RememberingRound)
         store, unit = opened.cohort.store, receipt.unit
         turns = store[unit]["turns"] + 1 if unit in store else torch.tensor(1)
         opened.mean.add(upload.tensors, unit.coefficient / int(turns))

@@ -1,7 +1,8 @@
-"""What a client holds, and how it goes down and comes back."""
+"""What clients hold, what travels, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.fed_avg import FedAvg
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.spectral import SpectralSharding
+from lightning_spectral.algorithms.spectral_side import SpectralSide
 
-__all__ = ["Algorithm", "FedAvg", "SpectralSharding"]
+__all__ = ["Algorithm", "DenseRound", "DenseSide", "FedAvg", "SpectralSharding", "SpectralSide"]

@@ -60,10 +60,12 @@ class DenseRound:
     """One open round of tensors that travel whole.
 
     Attributes:
+        cohort: Who takes part.
         tensors: Parameters and buffers of the server's module, by name.
         mean: Running sum over the clients of what comes back.
     """
 
+    cohort: Cohort
     tensors: Mapping[str, Tensor]
     mean: MeanChange
 
@@ -99,7 +101,7 @@ class FedAvg(Algorithm[DenseRound]):
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> DenseRound:
         """Note where every client starts."""
         before = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return DenseRound(travelling_tensors(server), MeanChange(before, cohort.total, cohort.absolute))
+        return DenseRound(cohort, travelling_tensors(server), MeanChange(before, cohort.total, cohort.absolute))
 
     def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Everything; nothing is drawn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import lightning.pytorch as pl
 from torch import nn
@@ -14,18 +14,19 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 
 
-class Slot(NamedTuple):
+class Slot:
     """One position in a process's schedule of a round: what Lightning sees as a batch.
 
-    A named tuple, because Lightning rebuilds dataclasses that travel as batches and cannot rebuild frozen ones.
+    A plain class: Lightning looks for tensors in tuples and dataclasses that travel as batches, and rebuilds them.
 
-    Attributes:
+    Args:
         round_idx: Communication round, from 0.
         unit: Whose turn it is; ``None`` where one of several processes waits for the others.
     """
 
-    round_idx: int
-    unit: WorkUnit | None
+    def __init__(self, round_idx: int, unit: WorkUnit | None) -> None:
+        self.round_idx = round_idx
+        self.unit = unit
 
 
 class Host(Protocol):

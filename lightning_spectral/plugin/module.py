@@ -8,6 +8,8 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -206,6 +208,8 @@ class FederatedModule(RoundHooks, Host):
     def schedule(self, round_idx: int) -> list[Slot]:
         """Whom this process trains in a round, in order, and where it idles."""
         units = self.cohort(round_idx)
+        if self.processes.size == 1:
+            return [Slot(round_idx, unit) for unit in units]
         keep_ratio_of = self.engine.run.keep_ratio_of
         work = [scheduling.predicted_work(int(unit.coefficient), keep_ratio_of(unit)) for unit in units]
         slots = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
@@ -231,10 +235,16 @@ class FederatedModule(RoundHooks, Host):
         """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
         check_clipping(self.trainer)  # here, because Lightning refuses it in other words before `setup`
         own = self.module.configure_callbacks()
-        boundaries = [RoundStages(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation(), WandbRounds()]
+        boundaries = [*self._watchers(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
         present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in self._trainer_callbacks()))
         missing = [boundary for boundary in boundaries if not isinstance(boundary, present)]
         return [*(own if isinstance(own, Iterable) else [own]), *missing]
+
+    def _watchers(self) -> list[pl.Callback]:
+        """What has something to do for the profilers and loggers that this Trainer has: Lightning calls all of them."""
+        profiled = not isinstance(self.trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+        at_wandb = any(isinstance(logger, WandbLogger) for logger in self.trainer.loggers)
+        return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]
 
     def _trainer_callbacks(self) -> list[pl.Callback]:
         return list(self.trainer.callbacks)  # type: ignore[attr-defined]

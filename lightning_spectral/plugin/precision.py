@@ -21,6 +21,9 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         dtype: The default type of floating-point tensors, which true-half and true-double precision change.
     """
     inside = torch.get_default_dtype()
+    if inside == dtype and not torch.is_autocast_enabled(device.type):
+        yield
+        return
     torch.set_default_dtype(dtype)
     try:
         with torch.autocast(device.type, enabled=False):

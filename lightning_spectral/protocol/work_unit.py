@@ -8,8 +8,6 @@ from typing import NamedTuple
 class WorkUnit(NamedTuple):
     """One client that trains one model in one round.
 
-    A named tuple, because Lightning rebuilds what travels as a batch and cannot rebuild frozen dataclasses.
-
     Attributes:
         client_id: Which client, from 0.
         model: Which model; ``""`` where there is one.

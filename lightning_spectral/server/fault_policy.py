@@ -51,7 +51,7 @@ class Faults:
 
     Args:
         on_error: An exception in the client's local training.
-        on_not_finite: An update with a NaN or an infinite value.
+        on_not_finite: An update with a NaN, an infinite value, or one too large to be summed.
         on_no_update: No optimizer step, although there was something to train: ``training_step`` returned ``None``
             for every batch.
         on_no_data: A client to which the partition gives no examples. `Raise` refuses such a partition at once.

@@ -66,8 +66,8 @@ class OpenRound:
         """What a client is asked to do; how large its sub-model is, only for a clock that wants to know."""
         run, size = self.run, SubModelSize()
         if run.conditions.clock is not None:
-            size = run.sizes.of(run.algorithm, run.server, self.opened, unit)
-        return SimulatedTask(run.keep_ratio_of(unit), self.num_examples[unit], run.local_epochs, *size)
+            size = run.sizes.of(run.algorithm, run.server, self.opened, unit, self.cohort.keep_ratio_of(unit))
+        return SimulatedTask(self.cohort.keep_ratio_of(unit), self.num_examples[unit], run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw what one unit gets, and say what it has to know to train on it."""

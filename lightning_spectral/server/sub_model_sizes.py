@@ -30,13 +30,15 @@ class SubModelSizes:
     def __init__(self) -> None:
         self._sizes: dict[float, SubModelSize] = {}
 
-    def of(self, algorithm: Algorithm[Any], server: nn.Module, opened: Any, unit: WorkUnit) -> SubModelSize:
+    def of(
+        self, algorithm: Algorithm[Any], server: nn.Module, opened: Any, unit: WorkUnit, keep_ratio: float
+    ) -> SubModelSize:
         """The size of a unit's sub-model, in a round that the algorithm has opened."""
-        download, receipt = algorithm.send(opened, unit)
-        if receipt.capacity not in self._sizes:
+        if keep_ratio not in self._sizes:
+            download, _ = algorithm.send(opened, unit)
             side = algorithm.client_side(server)
-            client = side.build(server, receipt.capacity)
+            client = side.build(server, download.capacity)
             num_parameters = sum(parameter.numel() for parameter in client.parameters())
             uplink_bytes = side.collect(client, download).num_bytes
-            self._sizes[receipt.capacity] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
-        return self._sizes[receipt.capacity]
+            self._sizes[keep_ratio] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
+        return self._sizes[keep_ratio]

@@ -33,7 +33,7 @@ class Turn:
         self.simulated = opened.simulated.of(unit)
         self.download: Download | None = None
         self.upload: Upload | None = None
-        self._receipt = Receipt(unit, opened.run.keep_ratio_of(unit))
+        self._receipt = Receipt(unit, opened.cohort.keep_ratio_of(unit))
 
     @property
     def round_idx(self) -> int:

@@ -128,6 +128,13 @@ class Device:
         hooks = start_hooks(self.settings.local_hooks, module, local.optimizer)
         return hooks if actions.before_step is None else [*hooks, partial(actions.before_step, local.optimizer)]
 
+    def release(self) -> None:
+        """Give up what only the last client of a round needed: gradients, and the state of optimizers."""
+        for sub_model in self._sub_models.values():
+            for local in sub_model.optimizers:
+                local.optimizer.zero_grad()
+                local.optimizer.state.clear()
+
     def sub_model(self, capacity: float) -> SubModel:
         """The sub-model of one keep ratio, built when its first client comes."""
         if capacity not in self._sub_models:

@@ -50,5 +50,6 @@ class SequentialExecutor(Executor):
         return map(self.device.run, downloads)
 
     def end_round(self) -> None:
-        """Restore the global generators."""
+        """Restore the global generators, and make room for the server's step."""
         self.device.generators.restore()
+        self.device.release()

@@ -18,6 +18,13 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
+DEVICE_METHODS = (
+    "build",
+    "load",
+    "local_optimizer",
+    "collect",
+    "watched",
+)  # of `ClientSide`; both halves have a `start`
 
 
 class Algorithm(ABC, Generic[RoundT]):
@@ -27,6 +34,19 @@ class Algorithm(ABC, Generic[RoundT]):
     one round lives in the value that `open` returns and other methods receive. What is to last from one round to the
     next lives in the module that `start` returns.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a class whose device half would never be called.
+
+        Raises:
+            TypeError: If it defines a method of `ClientSide`.
+        """
+        super().__init_subclass__()
+        if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
+                "return that from `client_side`."
+            )
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client; a pure function of its arguments. Here: 1 for all."""

@@ -137,3 +137,11 @@ def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_ml
     one, two = (ls.FederatedModule(lit_mlp(), algorithm=algorithm, clients_per_round=1, seed=s) for s in (3, 5))
     assert [float(model.state_dict()["state.0"]) for model in (one, two)] == [3.0, 5.0]
     assert ls.FederatedModule(lit_mlp(), clients_per_round=1).state is None
+
+
+def test_a_method_of_the_wrong_half_is_refused_with_its_class() -> None:
+    with pytest.raises(TypeError, match="HalfUplink defines collect, which a device calls: write a ClientSide with it"):
+
+        class HalfUplink(ls.FedAvg):
+            def collect(self, client: Any, download: Any) -> Any:
+                return None

@@ -18,13 +18,8 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
-DEVICE_METHODS = (
-    "build",
-    "load",
-    "local_optimizer",
-    "collect",
-    "watched",
-)  # of `ClientSide`; both halves have a `start`
+# Of `ClientSide`; both halves have a `start`.
+DEVICE_METHODS = ("build", "load", "local_optimizer", "collect", "watched")
 
 
 class Algorithm(ABC, Generic[RoundT]):

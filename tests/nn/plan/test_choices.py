@@ -70,7 +70,9 @@ EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
     "keep_ratio_for": lambda layers: ls.keep_ratio_for(net(), EXAMPLE, layers=layers, budget_params=[500, 600]),
     "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
     "costs_of": lambda layers: costs_of(net(), EXAMPLE, layers),
-    "SpectralSharding": lambda layers: numbers_of_terms(ls.SpectralSharding(layers=layers).build(net(), 0.3)),
+    "SpectralSharding": lambda layers: numbers_of_terms(
+        ls.SpectralSharding(layers=layers).client_side(net()).build(net(), 0.3)
+    ),
 }
 
 

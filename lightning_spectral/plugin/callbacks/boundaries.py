@@ -35,8 +35,8 @@ class Aggregation(RoundCallback):
     """Adds each client's update to the running sums after it trained, and steps the server after the last one.
 
     This happens inside Lightning's training step, where an optimizer's step is counted: ``global_step`` is the number
-    of finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. Wherever it
-    stands in the Trainer's list, it acts after all other round callbacks.
+    of finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. It acts
+    after all other round callbacks, wherever it stands in the Trainer's list.
     """
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]

@@ -96,7 +96,7 @@ def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: Tens
 def test_compiling_in_place_is_lost_and_said() -> None:
     module = LitCompiled(compiled=False)
     module.net.compile(backend="aot_eager")
-    with pytest.warns(ls.SpectralWarning, match=r"do not take over `compile\(\)` in place \(net\)"):
+    with pytest.warns(ls.SpectralWarning, match=r"lose `compile\(\)` in place \(net\)"):
         ls.FederatedModule(module, clients_per_round=2)
 
 

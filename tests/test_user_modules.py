@@ -359,7 +359,7 @@ def test_hooks_on_the_users_optimizer_are_refused(lit_mlp: Any, data: Any, quiet
             optimizer.register_step_post_hook(lambda *args: None)
             return optimizer
 
-    with pytest.raises(ValueError, match="SGD has step hooks, which the optimizers of clients do not take over"):
+    with pytest.raises(ValueError, match="SGD has step hooks, which are not copied to the optimizers of clients"):
         run(Lit(), data, quiet)
 
 

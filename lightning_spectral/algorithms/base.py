@@ -1,4 +1,4 @@
-"""The server half of an algorithm: the contract."""
+"""The interface of the server half of an algorithm."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ DEVICE_METHODS = ("build", "load", "local_optimizer", "collect", "watched")
 
 
 class Algorithm(ABC, Generic[RoundT]):
-    """What the server sends, and what it makes of the answers. Its other half, `ClientSide`, runs on devices.
+    """Decides what the server sends, and how it averages the uploads. The other half, `ClientSide`, runs on devices.
 
-    An algorithm is a choice the user makes: immutable, and free to be used in several runs at once. What belongs to
-    one round lives in the value that `open` returns and other methods receive. What is to last from one round to the
-    next lives in the module that `start` returns.
+    An algorithm is immutable, so several runs can use it at once. The state of one round belongs to the value that
+    `open` returns and other methods receive; state that lasts from round to round, to the module that `start` returns.
     """
 
     def __init_subclass__(cls) -> None:
@@ -44,30 +43,30 @@ class Algorithm(ABC, Generic[RoundT]):
             )
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
-        """Keep ratio of every client; a pure function of its arguments. Here: 1 for all."""
+        """Keep ratio of every client; a pure function of its arguments. By default 1 for all."""
         return assign(1.0, num_clients, seed, "keep ratios")
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if this algorithm cannot train ``server``. Here: it can."""
+        """Raise ``ValueError`` if this algorithm cannot train ``server``. By default it can train any module."""
         return None
 
     def prepare(self: AlgorithmT, server: nn.Module) -> AlgorithmT:
-        """This algorithm with everything decided that depends on the server's module, once for all rounds.
+        """Decide everything that depends on the server's module, once for all rounds, and return the result.
 
-        Here: nothing does.
+        By default the algorithm is returned as it is.
         """
         return self
 
     def check_optimizer(self, template: Optimizer) -> None:
-        """Look at the user's optimizer once, before training. Here: any will do."""
+        """Check the user's optimizer once, before training. By default any is accepted."""
         return None
 
     @abstractmethod
     def client_side(self, server: nn.Module) -> ClientSide:
-        """What devices have to know: built once, sent to each of them once."""
+        """The device half, which is built once and sent to each device once."""
 
     def start(self, server: nn.Module, seed: int) -> nn.Module | None:
-        """What the algorithm owns between rounds, as a module; ``None``, as here, for nothing.
+        """What the algorithm owns between rounds, as a module; by default ``None``, for nothing.
 
         The ``FederatedModule`` registers it as ``state``. So Lightning saves, moves and resumes it, and the server
         optimizer steps those of its parameters that have a gradient after `close`.
@@ -80,7 +79,7 @@ class Algorithm(ABC, Generic[RoundT]):
 
     @abstractmethod
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> RoundT:
-        """Open a round: look at the server's weights once.
+        """Open a round: prepare it from the server's weights.
 
         Args:
             server: The server's module.
@@ -90,7 +89,7 @@ class Algorithm(ABC, Generic[RoundT]):
 
     @abstractmethod
     def send(self, opened: RoundT, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """What one unit gets, and the note that the server keeps of it.
+        """The download of one unit, and the receipt that the server keeps of it.
 
         Draws depend on the run's seed, the round and ``unit.ids`` alone.
         """
@@ -103,7 +102,7 @@ class Algorithm(ABC, Generic[RoundT]):
         """The round's running sums, which several processes add up before `close`.
 
         Raises:
-            NotImplementedError: Here. An algorithm without it trains in a single process.
+            NotImplementedError: By default. An algorithm without this method trains in a single process.
         """
         raise NotImplementedError(
             f"{type(self).__name__} runs in one process; define `running_means(opened)`, which returns the "
@@ -115,12 +114,12 @@ class Algorithm(ABC, Generic[RoundT]):
         """Finish the average: pseudo-gradients into ``server``'s or ``state``'s parameters, buffers in place."""
 
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Write what follows from the state into ``server``, after the server optimizer stepped. Here: nothing does.
+        """Update ``server`` from the state, after the server optimizer's step. By default nothing.
 
         Evaluation and checkpoints see the weights that are in ``server`` afterwards.
         """
         return None
 
     def diagnostics(self, opened: RoundT) -> Mapping[str, float]:
-        """Figures of a round to log, by name. Here: none."""
+        """Figures of a round to log, by name. By default none."""
         return {}

@@ -57,12 +57,12 @@ class DenseSide(ClientSide):
 
 @dataclass(frozen=True)
 class DenseRound:
-    """One open round of tensors that travel whole.
+    """One open round in which tensors travel whole.
 
     Attributes:
         cohort: Who takes part.
         tensors: Parameters and buffers of the server's module, by name.
-        mean: Running sum over the clients of what comes back.
+        mean: Running mean of the clients' changes.
     """
 
     cohort: Cohort
@@ -90,7 +90,7 @@ class FedAvg(Algorithm[DenseRound]):
     keep_buffers: Sequence[str] = ()
 
     def prepare(self, server: nn.Module) -> FedAvg:
-        """This algorithm with the buffers that keep the server's value decided, once for all rounds."""
+        """Decide which buffers keep the server's value, once for all rounds."""
         kept = [name for name, _, policy in buffer_policies(server, self.keep_buffers) if policy != AVERAGED]
         return replace(self, keep_buffers=tuple(kept))
 
@@ -99,12 +99,12 @@ class FedAvg(Algorithm[DenseRound]):
         return type(self).side(tuple(averaged_tensors(server, keep_buffers=self.keep_buffers)))
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> DenseRound:
-        """Note where every client starts."""
+        """Collect the tensors that every client starts from."""
         before = averaged_tensors(server, keep_buffers=self.keep_buffers)
         return DenseRound(cohort, travelling_tensors(server), MeanChange(before, cohort.total, cohort.absolute))
 
     def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Everything; nothing is drawn."""
+        """Send the whole model; nothing is drawn."""
         return Download(unit, 1.0, opened.tensors), Receipt(unit, 1.0)
 
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
@@ -112,9 +112,9 @@ class FedAvg(Algorithm[DenseRound]):
         opened.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
 
     def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
-        """One sum over whole tensors."""
+        """The single sum over whole tensors."""
         return [opened.mean]
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        """Pseudo-gradient: minus the mean change."""
+        """Set the pseudo-gradients, which are minus the mean changes."""
         apply_mean_change(server, opened.mean.finish())

@@ -50,8 +50,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
         layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
             returned, which fixes the outcome for every layer. From choices it is made when training starts, with a
             traced forward pass if the module has an ``example_input_array``.
-        weigh_clients: Tell the strategy Kish's effective number of clients, which counts clients with more examples
-            for more, in place of their number.
+        weigh_clients: Whether the strategy gets Kish's effective number of clients, which accounts for unequal numbers
+            of examples, in place of their number.
 
     Raises:
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
@@ -114,11 +114,11 @@ class SpectralSharding(Algorithm[SpectralRound]):
         self.plan(server)
 
     def prepare(self, server: nn.Module) -> SpectralSharding:
-        """This algorithm with the plan of ``server`` as its ``layers``, made once for all rounds."""
+        """Make the plan of ``server`` the algorithm's ``layers``, once for all rounds."""
         return replace(self, layers=self.plan(server))
 
     def check_optimizer(self, template: Optimizer) -> None:
-        """Say where the optimizer's weight decay goes, and which optimizers undo the clip."""
+        """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
             warnings.warn(
                 f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, which is exact for "
@@ -143,7 +143,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         return SpectralSide(plan, dense, self.clip_tau, self.frobenius_decay)
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> SpectralRound:
-        """Factorise every sharded matrix once; inclusion probabilities and multipliers for each keep ratio."""
+        """Factorise every sharded matrix once, and compute probabilities and multipliers for each keep ratio."""
         plan = self.plan(server)
         matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in plan.blocks.items()]
         terms = cohort.workers.share_out(matrices, _singular_terms, _decomposition_cost)
@@ -185,7 +185,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         return [opened.mean, *(layer.mean for layer in opened.layers.values())]
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: SpectralRound) -> None:
-        """Pseudo-gradients of the dense tensors, and of each sharded weight from the mean change of its terms."""
+        """Set the pseudo-gradients of dense tensors, and of sharded weights from the mean change of their terms."""
         apply_mean_change(server, opened.mean.finish())
         for name, blocks in by_parameter(list(opened.plan.blocks.values())):
             weight = server.get_parameter(name)

@@ -28,7 +28,7 @@ class GroupPlan:
         multipliers: Shape ``(N,)``, float64, on the CPU.
         design: Fitted once; every client's draw comes from it.
         num_clients: Number of clients of the group.
-        dealt: For a design that deals to the whole group at once, what each unit gets, by its key.
+        dealt: The terms of each unit, by its key, for a design that draws for the whole group at once.
     """
 
     inclusion_probs: Tensor
@@ -48,8 +48,8 @@ class LayerRound:
         u: Left vectors with absorbed singular values, shape ``(c_out, N)``.
         v: Right vectors with absorbed singular values, shape ``(N, c_in k)``.
         groups: A plan for each keep ratio of the round.
-        mean: Running sums of what comes back.
-        strategy: Scales what was drawn.
+        mean: Running mean of the clients' changes of its terms.
+        strategy: Scales the drawn terms.
     """
 
     name: str
@@ -80,14 +80,14 @@ class LayerRound:
 
 @dataclass(frozen=True)
 class SpectralRound:
-    """One open round.
+    """One open round of spectral sharding.
 
     Attributes:
         cohort: Who takes part.
         plan: How clients hold each layer.
         layers: The sharded layers by dotted name.
-        tensors: What travels whole, by name.
-        mean: Running sum of what comes back of it.
+        tensors: The tensors that travel whole, by name.
+        mean: Running mean of the clients' changes of these.
     """
 
     cohort: Cohort
@@ -125,9 +125,9 @@ def open_layer(
         name: Dotted name of what holds its terms.
         terms: Its `singular_terms`: singular values, ``u`` and ``v``.
         strategy: Gives probabilities and multipliers.
-        design: Draws; ``None`` for the strategy's own.
+        design: Draws terms; ``None`` for the strategy's own.
         cohort: Who takes part.
-        sizes: For each keep ratio, the number of clients that the strategy is told.
+        sizes: For each keep ratio, the number of clients that the strategy is given.
         granularity: Numbers of terms are rounded up to a multiple of it.
     """
     s, u, v = terms[0].cpu(), *terms[1:]

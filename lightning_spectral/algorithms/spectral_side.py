@@ -36,7 +36,7 @@ class SpectralSide(ClientSide):
 
     @cached_property
     def weight_of(self) -> dict[str, str]:
-        """From the name of a factor to that of the dense weight that it stands for."""
+        """Maps the name of a factor to that of the dense weight that it stands for."""
         return {
             f"{name}.{factor}": block.parameter for name, block in self.plan.blocks.items() for factor in ("u", "v")
         }
@@ -48,7 +48,7 @@ class SpectralSide(ClientSide):
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
         """A copy of ``module`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
-        # The dense weights that are about to be replaced are not worth copying.
+        # The dense weights are about to be replaced, so they are not copied.
         client: nn.Module = copy_module(module, [module.get_parameter(name) for name in self.plan.sharded_weights])
         swap_layers(client, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
         return client

@@ -1,4 +1,4 @@
-"""All that a device needs to train what it was sent, without Lightning and without the server."""
+"""The device half of a run: everything a device needs to train, without Lightning and without the server."""
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.side import ClientSide, StepActions

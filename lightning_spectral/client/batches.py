@@ -19,12 +19,12 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed
 class BatchSource:
     """Batches of chosen examples of a data set.
 
-    Data that lies in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
+    Data held in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
     DataLoader, no collation.
 
     Attributes:
         dataset: Any map-style data set.
-        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
         num_workers: Worker processes for data that is not in memory; they live until `close`.
     """
 
@@ -51,7 +51,7 @@ class BatchSource:
         Args:
             index_batches: Which examples, in order.
             seed: The run's seed.
-            ids: Whose batches these are: with the seed, all that the draws of examples depend on.
+            ids: Whose batches these are; with ``seed``, they determine every random draw of the examples.
         """
         if self._tensors is not None:
             tensors, subset = self._tensors
@@ -61,13 +61,13 @@ class BatchSource:
         return self._worker_batches.load(list(zip(seeds, (one.tolist() for one in index_batches), strict=True)))
 
     def close(self) -> None:
-        """End the workers, if there are any."""
+        """Stop the worker processes, if there are any."""
         if not self.is_in_memory:
             self._worker_batches.close()
 
 
 def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Tensors and which of their rows the data set has, ``None`` for all; or ``None``. Subclasses may do more."""
+    """The tensors of a data set and its rows of them, ``None`` for all; ``None`` for other classes and subclasses."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is Subset and (inner := _in_memory(dataset.dataset)) is not None:
@@ -85,7 +85,7 @@ class ClientData:
         indices: The client's examples, shape ``(num_examples,)``.
         batch_size: Examples per local step; the last batch of an epoch may be smaller.
         seed: The run's seed.
-        ids: The round and the unit: with the seed, all that the order depends on.
+        ids: The round and the unit; with ``seed``, they determine the order.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ClientData:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationLoader:
-    """A data set in order, in batches: what Lightning validates and tests on when the data lies in memory."""
+    """Iterates over an in-memory data set in order, in batches, for validation and testing."""
 
     source: BatchSource
     num_examples: int

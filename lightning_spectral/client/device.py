@@ -1,4 +1,4 @@
-"""A device: what runs the client half of an algorithm, one download after another."""
+"""A device runs the client half of an algorithm, one download after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SubModel:
     Attributes:
         module: A copy of the user's module whose ``log`` is the recorder's.
         optimizers: The user's optimizers over it; one, but for modules that optimise manually.
-        recorder: Takes what it logs.
+        recorder: Records what the module logs.
         train: Runs a client's local epochs on it.
     """
 
@@ -41,20 +41,20 @@ class SubModel:
 
 
 class Device:
-    """Turns a `Download` into an `Upload`. It sees neither server nor round.
+    """Turns a `Download` into an `Upload`, without access to the server or the round.
 
     A user's dropout and augmentations draw from the process's global generators, which are seeded for each client.
-    Where something else shares the process, `generators` are saved before a round and restored afterwards.
+    Where other code shares the process, `generators` must be saved before a round and restored after it.
 
     Args:
         module: The user's module, which sub-models are built from.
         side: The device half of the algorithm.
-        recipes: Of the user's optimizers.
-        data: From a download to the data of the client that it is for.
-        settings: What the local training of all clients has in common.
+        recipes: Recipes of the user's optimizers.
+        data: Maps a download to the data of its client.
+        settings: Settings shared by the local training of all clients.
         local_trainer: Runs a client's local epochs.
-        attach: Called with each new sub-model, e.g. to show it the Trainer.
-        profile: Entered around each stage, by its name.
+        attach: Called with each new sub-model, e.g. to attach the Trainer.
+        profile: Maps the name of a stage to a context manager that is entered around it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Device:
         self._gradients_checked = False
 
     def run(self, download: Download) -> Upload:
-        """Train for one client. What fails on the way is part of what comes back.
+        """Train for one client; a failure is reported in the upload.
 
         Raises:
             ValueError: If the first client's turn shows a sharded layer that takes no part in training, or gradients
@@ -89,19 +89,19 @@ class Device:
         """
         clock = StageClock(self._profile)
         try:
-            with clock.measure("load"), _doing("loading"):
+            with clock.measure("load"), _during("loading"):
                 sub_model = self.sub_model(download.capacity)
                 self.side.load(sub_model.module, download)
             upload = self._train(sub_model, download, clock)
         except _Failed as failed:
-            # whatever the failure left behind, in modules, hooks or attributes, goes with the sub-model
+            # the failure may have left hooks or attributes on the sub-model: discard it
             self._sub_models.pop(download.capacity, None)
             upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
     def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
         watch = None if self._gradients_checked else GradientWatch(self.side.watched(sub_model.module))
-        with clock.measure("train"), _doing("local training"):
+        with clock.measure("train"), _during("local training"):
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             result = sub_model.train(self._start(sub_model, download))
         if watch is not None and result.num_steps > 0:
@@ -109,13 +109,13 @@ class Device:
             self._gradients_checked = True
         if result.num_steps == 0 and download.local_epochs > 0:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
-        with _doing("collecting"):
+        with _during("collecting"):
             upload = self.side.collect(sub_model.module, download)
             logged = sub_model.recorder.finish_client()
         return replace(upload, num_steps=result.num_steps, loss=result.loss, logged=logged)
 
     def _start(self, sub_model: SubModel, download: Download) -> LocalTask:
-        """Let everything forget the client before."""
+        """Reset the state of the previous client and prepare the new one's task."""
         for local, options in zip(sub_model.optimizers, download.options, strict=True):
             local.start_client(options)
         sub_model.recorder.start_client()
@@ -124,7 +124,7 @@ class Device:
         return LocalTask(download, self.data(download), sub_model.recorder, actions.before_forward, before_step)
 
     def _before_step(self, module: nn.Module, local: LocalOptimizer, actions: StepActions) -> list[BeforeStep]:
-        """The user's local hooks as listed, then the algorithm's own action."""
+        """Actions before each step: the user's local hooks in order, then the algorithm's."""
         hooks = start_hooks(self.settings.local_hooks, module, local.optimizer)
         return hooks if actions.before_step is None else [*hooks, partial(actions.before_step, local.optimizer)]
 
@@ -136,7 +136,7 @@ class Device:
                 local.optimizer.state.clear()
 
     def sub_model(self, capacity: float) -> SubModel:
-        """The sub-model of one keep ratio, built when its first client comes."""
+        """The sub-model of one keep ratio, built for its first client."""
         if capacity not in self._sub_models:
             self._sub_models[capacity] = self._build(capacity)
         return self._sub_models[capacity]
@@ -159,8 +159,8 @@ class _Failed(Exception):
 
 
 @contextmanager
-def _doing(stage: str) -> Iterator[None]:
-    """Note what the device was doing when something failed."""
+def _during(stage: str) -> Iterator[None]:
+    """Raise any failure within the block as a `_Failed` that names the stage."""
     try:
         yield
     except Exception as error:

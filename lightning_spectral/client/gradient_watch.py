@@ -1,4 +1,4 @@
-"""Does training reach what it should, and nothing else?"""
+"""Checks that gradients reach every sharded layer, and no weight of the server."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor, nn
 
 
 class GradientWatch:
-    """Notes which of some parameters get a gradient, from now until `check`.
+    """Records which parameters receive a gradient, from construction until `check`.
 
     Args:
-        parameters: By the name of the layer that each stands for.
+        parameters: The parameters to watch, by the name of the layer that each belongs to.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.reached = dict.fromkeys(parameters, False)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._record, name))  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items()
         ]
 
-    def _note(self, name: str, parameter: Tensor) -> None:
+    def _record(self, name: str, parameter: Tensor) -> None:
         self.reached[name] = True
 
     def check(self, server: nn.Module) -> None:
-        """Stop watching, and judge.
+        """Remove the hooks and check what they recorded.
 
         Args:
-            server: The server's module, whose own parameters no client may reach.
+            server: The server's module, whose parameters must not receive gradients from clients.
 
         Raises:
             ValueError: If a watched parameter got no gradient, or one of ``server`` did.

@@ -1,4 +1,4 @@
-"""What acts on a client's gradients in every local step, between the backward pass and the optimizer."""
+"""Hooks that act on a client's gradients in every local step, between the backward pass and the optimizer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ BeforeStep = Callable[[], None]
 
 
 class LocalHook(ABC):
-    """The contract: started once per client, then called before every step.
+    """Base class of local hooks, which are started once per client and called before every step.
 
-    A hook is a choice the user makes: a frozen dataclass without state, whose ``repr`` goes into checkpoints. What
-    belongs to one client lives in what `start_client` returns.
+    A hook is a frozen dataclass without state, whose ``repr`` goes into checkpoints. The state of one client belongs
+    to the function that `start_client` returns.
     """
 
     @abstractmethod
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
-        """Look at a client before it trains, and return what to do before each of its steps.
+        """Prepare for a client, and return the function to call before each of its steps.
 
-        That is called without arguments after ``on_before_optimizer_step`` of the user's module: gradients are there,
-        unscaled; Frobenius decay and `EffectiveLRClip` act afterwards. It must not read a tensor's value, which would
-        wait for the device.
+        It is called without arguments after ``on_before_optimizer_step`` of the user's module, when gradients are
+        computed and unscaled; Frobenius decay and `EffectiveLRClip` act afterwards. It must not read a tensor's value,
+        which would wait for the device.
 
         Args:
             module: The sub-model; it holds what the client was sent.
@@ -77,8 +77,8 @@ class ProximalTerm(LocalHook):
             raise ValueError(f"`mu` must be finite and at least 0, got {self.mu!r}.")
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
-        """Remember where the client starts: one copy of what it trains."""
-        # an optimizer that maximises turns the sign of gradients round
+        """Copy the parameters that the client starts from."""
+        # an optimizer that maximises reverses the sign of gradients
         signs = [-self.mu if group.get("maximize") else self.mu for group in optimizer.param_groups]
         groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         starts = [[p.detach().clone() for p in group] for group in groups]
@@ -128,7 +128,7 @@ class GradientClip(LocalHook):
             raise ValueError(f"`max_norm` must be positive, got {self.max_norm!r}; leave the hook out to clip nothing.")
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
-        """Nothing is remembered."""
+        """Collect the parameters to clip; nothing is copied."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def clip() -> None:

@@ -23,7 +23,7 @@ class LocalLoop:
     Args:
         module: A copy of the user's LightningModule; trained in place.
         optimizers: One, which steps its parameters.
-        settings: What the local training of all clients has in common.
+        settings: Settings shared by the local training of all clients.
     """
 
     def __init__(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> None:
@@ -66,7 +66,7 @@ class LocalLoop:
         return self.user.on_after_batch_transfer(batch, 0)
 
     def _step(self, loss: Tensor, scaler: GradScaler | None, before_step: Sequence[BeforeStep]) -> None:
-        """The order of Lightning's automatic optimisation, written out."""
+        """Take one step, with hooks in the order of Lightning's automatic optimisation."""
         user, optimizer = self.user, self.optimizer
         user.on_before_zero_grad(optimizer)
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ class LocalLoop:
 
 
 def _mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
-    """Mean of the steps' losses, weighted by their numbers of examples; one look at the device for all of them."""
+    """Mean of the steps' losses, weighted by their numbers of examples; one read from the device for all of them."""
     if not losses:
         return math.nan
     values: list[float] = torch.cat([loss.reshape(1) for loss in losses]).tolist()

@@ -20,7 +20,7 @@ class OptimizerRecipe:
     """All that is needed to rebuild an optimizer elsewhere: picklable, and without parameters.
 
     Attributes:
-        optimizer_class: The user's.
+        optimizer_class: Class of the user's optimizer.
         defaults: Arguments of its constructor.
         groups: For each parameter group, the names of the server's parameters in it.
         options: For each parameter group, its options when the recipe was written.
@@ -65,18 +65,18 @@ def recipe_of(template: Optimizer, server: nn.Module) -> OptimizerRecipe:
 
 
 def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
-    """For each parameter group everything but its parameters: what a `Download` carries every round."""
+    """The options of each parameter group, without its parameters: part of every `Download`."""
     return tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True)
 class LocalOptimizer:
-    """An optimizer that every client of one sub-model starts afresh.
+    """The optimizer of one sub-model, reset for every client.
 
     Attributes:
         optimizer: Steps the sub-model's parameters.
         followed: For each of its parameter groups, the index of the recipe's group whose options it takes.
-        overrides: For each of its parameter groups, options that it does not take, e.g. ``{"weight_decay": 0}``.
+        overrides: For each of its parameter groups, options that differ from these, e.g. ``{"weight_decay": 0}``.
     """
 
     optimizer: Optimizer
@@ -84,7 +84,7 @@ class LocalOptimizer:
     overrides: tuple[Options, ...] = field(default=())
 
     def start_client(self, options: Sequence[Options]) -> None:
-        """Forget the last client's momentum and take the round's options, its learning rate among them."""
+        """Clear the state of the previous client, such as momentum, and set the round's options."""
         self.optimizer.state.clear()
         groups = zip(self.optimizer.param_groups, self.followed, self.overrides, strict=True)
         for group, index, override in groups:
@@ -100,10 +100,10 @@ def rebuild_optimizer(
     """Rebuild the user's optimizer, group by group, over a client's parameters.
 
     Args:
-        recipe: Of the user's optimizer.
+        recipe: Recipe of the user's optimizer.
         client: A sub-model.
-        origin: From the name of a client's parameter to that of the server's parameter that it stands for.
-        overrides: From the name of a client's parameter to options in which it departs from its group.
+        origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
+        overrides: Maps the name of a client's parameter to the options that differ from its group's.
 
     Raises:
         ValueError: If the optimizer needs arguments that its parameter groups do not hold.
@@ -120,37 +120,37 @@ def rebuild_optimizer(
     keys: list[tuple[int, tuple[tuple[str, Any], ...]]] = []
     for name, parameter in client.named_parameters():
         if (index := group_of.get(origin(name))) is None:
-            continue  # the user left it out of the optimizer: it stays as it is
+            continue  # not in the user's optimizer, so it is not trained
         key = (index, tuple(overrides(name).items()))
         if key not in keys:
             keys.append(key)
             groups.append({**recipe.options[index], **overrides(name), "params": []})
         groups[keys.index(key)]["params"].append(parameter)
-    order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # as the user wrote them
+    order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # in the user's order
     optimizer = _construct(recipe, [groups[i] for i in order])
-    followed, departures = zip(*(keys[i] for i in order), strict=True)
-    return LocalOptimizer(optimizer, followed, tuple(map(dict, departures)))
+    followed, differing = zip(*(keys[i] for i in order), strict=True)
+    return LocalOptimizer(optimizer, followed, tuple(map(dict, differing)))
 
 
 def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """What some optimizers step, each parameter once, in their order."""
+    """The trainable parameters of some optimizers, each once, in order."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
 def check_optimizer(template: Optimizer) -> None:
-    """Raise ``ValueError`` if the optimizer needs a closure to step, or has hooks that clients' would not have."""
+    """Raise ``ValueError`` if the optimizer needs a closure to step, or has hooks, which clients would not run."""
     hooks = [vars(template).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
     if any(hooks):
         raise ValueError(
-            f"{type(template).__name__} has step hooks, which the optimizers of clients do not take over; act in "
+            f"{type(template).__name__} has step hooks, which are not copied to the optimizers of clients; use "
             "`on_before_optimizer_step` instead."
         )
     closure = inspect.signature(type(template).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{type(template).__name__} needs a closure that evaluates the loss again, which local training does not "
-            "give; use an optimizer whose `step()` works without one, such as SGD."
+            "provide; use an optimizer whose `step()` works without one, such as SGD."
         )
 
 

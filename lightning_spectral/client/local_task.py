@@ -1,4 +1,4 @@
-"""Who runs a client's local epochs, on what, and with which settings: the contract."""
+"""The interface of local training: its settings, its task, its outcome, and what runs it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Placement:
         device: Device of the sub-models.
         convert_batch: Applied to each batch before it moves, e.g. to the precision of the weights.
         forward_context: Entered around each forward pass, e.g. autocast.
-        moves_batches: Whether batches go through ``transfer_batch_to_device``; data on the CPU for a module on the CPU
-            need not, unless the user has a hook of their own.
+        moves_batches: Whether batches go through ``transfer_batch_to_device``; not needed for data and module on the
+            CPU, unless the user overrides that hook.
         scaler: Every client scales its loss with a copy of it, so that half-precision gradients do not vanish; ``None``
-            where they do not have to be scaled.
+            for no scaling.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -41,12 +41,12 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class LocalSettings:
-    """What the local training of all clients has in common.
+    """Settings shared by the local training of all clients.
 
     Attributes:
         placement: Device and precision.
-        local_hooks: What acts on the gradients of each optimizer before it steps, in this order.
-        defines: Whether a module has a hook of its own; those that it has not are not called.
+        local_hooks: Hooks that act on the gradients of each optimizer before it steps, in this order.
+        defines: Whether a module defines a hook itself; hooks that it does not define are not called.
     """
 
     placement: Placement = field(default_factory=Placement)
@@ -61,7 +61,7 @@ class LocalTask:
     Attributes:
         download: What the client was sent; the sub-model is loaded with it.
         data: The client's data.
-        recorder: Told the size of each batch, so that it can weight what the module logs.
+        recorder: Records what the module logs; needs the size of each batch to weight it.
         before_forward: Called before each ``training_step``; ``None`` for nothing.
         before_step: For each optimizer, what to call one after another before each of its steps.
     """
@@ -87,6 +87,6 @@ class LocalResult:
 
 
 Train = Callable[[LocalTask], LocalResult]
-# From a new sub-model, its optimizers and the settings to what trains it, for one client after another. Afterwards the
-# module's own `self.optimizers()` are these.
+# Maps a new sub-model, its optimizers and the settings to a function that trains it for one client after another. From
+# then on the module's own `self.optimizers()` returns these.
 LocalTrainer = Callable[[Any, Sequence[Optimizer], LocalSettings], Train]

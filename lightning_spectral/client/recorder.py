@@ -24,8 +24,8 @@ class _Entry:
 class Recorder:
     """Stands in for ``LightningModule.log`` and ``log_dict`` on a client's module.
 
-    Nothing is written while a client trains: values stay tensors, so the device is not waited for. ``torchmetrics``
-    objects are computed once, when the client is done.
+    Values stay tensors while a client trains, so that nothing waits for the device. ``torchmetrics`` objects are
+    computed once, when the client is done.
 
     Args:
         module: The client's module; its metrics are looked up once.
@@ -49,7 +49,7 @@ class Recorder:
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Take one value, as ``LightningModule.log`` would; the other options have no meaning inside a client."""
+        """Record one value; the other options of ``LightningModule.log`` have no effect on a client."""
         name = f"{name}_epoch" if on_step and on_epoch else name
         to_logger = logger is not False
         if isinstance(value, Metric):
@@ -59,12 +59,12 @@ class Recorder:
         _accumulate(self._client, name, value, weight, prog_bar, to_logger)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        """Take several values."""
+        """Record several values."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **options)
 
     def start_client(self) -> None:
-        """Forget what the last client logged, and what the module's metrics have seen."""
+        """Clear what the previous client logged, and reset the module's metrics."""
         self._client.clear()
         self._metrics.clear()
         for metric in self._own_metrics:
@@ -78,10 +78,10 @@ class Recorder:
 
 
 def isolate_metrics(module: nn.Module) -> Callable[[], None]:
-    """Keep a module's ``torchmetrics`` from syncing over processes, which hold other clients, or the same data.
+    """Keep a module's ``torchmetrics`` from syncing over processes, which train other clients or see the same data.
 
     Returns:
-        A function that restores their own way to sync.
+        A function that restores the metrics' own synchronisation.
     """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     own = [metric.distributed_available_fn for metric in metrics]
@@ -102,7 +102,7 @@ def _never() -> bool:
 def _accumulate(
     entries: dict[str, _Entry], name: str, value: Tensor | float, weight: float, prog_bar: bool, logger: bool
 ) -> None:
-    """Add a weighted value."""
+    """Add a weighted value to the running mean of its name."""
     value = _scalar(value)
     if name not in entries:
         entries[name] = _Entry(torch.zeros((), dtype=torch.float64, device=value.device), 0.0, prog_bar, logger)
@@ -111,7 +111,7 @@ def _accumulate(
 
 
 def _scalar(value: Tensor | float) -> Tensor:
-    """A tensor of several values is their mean, as Lightning reduces it."""
-    # a number keeps its digits also where half precision is the default type
+    """The value as a scalar tensor; several values are averaged, as Lightning does."""
+    # a Python number keeps its precision even where half precision is the default type
     value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     return value if value.ndim == 0 else value.float().mean()

@@ -1,4 +1,4 @@
-"""The device half of an algorithm: the contract."""
+"""The interface of the device half of an algorithm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_spectral.protocol.records import Download, Upload
 
 @dataclass(frozen=True)
 class StepActions:
-    """What a device half does in every local step.
+    """What the device half of an algorithm does in every local step.
 
     Attributes:
         before_forward: Called before each ``training_step``; ``None`` for nothing.
-        before_step: Called with the optimizer before it steps, when all gradients are there; ``None`` for nothing.
+        before_step: Called with the optimizer before it steps, once all gradients are computed; ``None`` for nothing.
     """
 
     before_forward: Callable[[], None] | None = None
@@ -27,15 +27,15 @@ class StepActions:
 
 
 class ClientSide(ABC):
-    """What a device has to know of an algorithm: a frozen, picklable choice that sees neither server nor round.
+    """The device half of an algorithm: a frozen, picklable object without access to the server or the round.
 
-    It travels to a device once, together with the user's module. Afterwards a `Download` is all that the device gets,
-    and an `Upload` all that it sends.
+    It is sent to a device once, together with the user's module. From then on the device receives only a `Download`
+    for each client, and sends back only an `Upload`.
     """
 
     @abstractmethod
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A sub-model of one keep ratio; its values arrive later by `load`.
+        """Build a sub-model of one keep ratio; `load` sets its values later.
 
         Args:
             module: The user's module; it is only read.
@@ -44,20 +44,20 @@ class ClientSide(ABC):
 
     @abstractmethod
     def load(self, client: nn.Module, download: Download) -> None:
-        """Overwrite a sub-model's values with those that were sent."""
+        """Overwrite a sub-model's values with the downloaded ones."""
 
     @abstractmethod
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """One of the user's optimizers over a sub-model, with the hooks that it needs."""
+        """Rebuild one of the user's optimizers over a sub-model, with the algorithm's hooks."""
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        """What to do in each of a client's local steps, looked up once before the first. Here: nothing."""
+        """Return what to do in each local step of a client; called before the first. By default nothing."""
         return None
 
     @abstractmethod
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """What a trained sub-model sends back: its unit and its tensors."""
+        """Return the unit and the tensors that a trained sub-model sends back."""
 
     def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
-        """For each layer that must take part in training, by name, one parameter. Here: none, nothing is sharded."""
+        """One parameter of each layer that must take part in training, by the layer's name. By default none."""
         return {}

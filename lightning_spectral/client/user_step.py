@@ -1,4 +1,4 @@
-"""A user's ``training_step`` and the hooks around it, as far as the user wrote them."""
+"""A user's ``training_step``, and the hooks around it that the user defined."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Defines = Callable[[Any, str], bool]
 
 
 def defines_all(module: Any, hook: str) -> bool:
-    """Whether a module has a hook of its own, where nobody can tell: then every hook is called."""
+    """Treat every hook as defined by the module, so that all of them are called."""
     return True
 
 
 class UserStep:
-    """The hooks of one sub-model, looked up once. Those that the user did not write do nothing and cost nothing.
+    """The hooks of one sub-model, looked up once; those that the user did not define cost nothing.
 
     Args:
         module: A copy of the user's LightningModule.
-        defines: Whether the module has a hook of its own.
+        defines: Whether the module defines a hook itself.
     """
 
     def __init__(self, module: Any, defines: Defines = defines_all) -> None:
@@ -91,7 +91,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def batch_outputs(output: Any, loss: Tensor | None) -> dict[str, Any]:
-    """What ``on_train_batch_end`` gets: the step's mapping, its loss detached; nothing if the step was skipped."""
+    """The outputs for ``on_train_batch_end``: the step's mapping with its loss detached; empty for a skipped step."""
     if loss is None:
         return {}
     extra = dict(output) if isinstance(output, Mapping) else {}
@@ -99,7 +99,7 @@ def batch_outputs(output: Any, loss: Tensor | None) -> dict[str, Any]:
 
 
 def _nothing(*args: Any) -> None:
-    """Stand in for a hook that the user did not write."""
+    """Stand in for a hook that the user did not define."""
 
 
 def _unchanged(batch: Any, dataloader_idx: int) -> Any:

@@ -1,4 +1,4 @@
-"""Batches of examples that do not lie in memory, by worker processes that stay alive from client to client."""
+"""Batches of data that is not in memory, loaded by worker processes that stay alive from client to client."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Task = tuple[int, list[int]]  # a seed, and the examples of a batch
 class WorkerBatches:
     """Loads batches of a data set, in this process or in workers, always with the same result.
 
-    What examples and collation draw from the global generators (augmentation) is seeded batch by batch. So it depends
-    neither on the number of workers nor on who was loaded before.
+    What examples and collation draw from the global generators, such as augmentation, is seeded batch by batch. So it
+    depends neither on the number of workers nor on earlier batches.
 
     Args:
         dataset: Any map-style data set.
-        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
         num_workers: Worker processes; they start with the first batch and end with `close`.
 
     Example:
@@ -46,15 +46,15 @@ class WorkerBatches:
             self._loader = DataLoader(
                 self._examples,
                 batch_sampler=self._tasks,  # type: ignore[arg-type]
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 num_workers=self._num_workers,
                 persistent_workers=True,
-                generator=torch.Generator(),  # else it draws a seed, which nobody needs, from the client's generator
+                generator=torch.Generator(),  # otherwise it draws an unused seed from the client's
             )
         return iter(self._loader)
 
     def close(self) -> None:
-        """End the workers; a later batch starts others."""
+        """Stop the workers; a later batch starts new ones."""
         self._loader = None
 
 
@@ -73,7 +73,7 @@ class _SeededExamples(Dataset[Any]):
 
 
 class _Tasks:
-    """A batch sampler whose batches are exchanged between epochs, while the workers stay."""
+    """A batch sampler whose batches are replaced between epochs, while the workers stay alive."""
 
     current: Sequence[Task] = ()
 
@@ -84,5 +84,5 @@ class _Tasks:
         return len(self.current)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

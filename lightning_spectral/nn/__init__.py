@@ -1,4 +1,4 @@
-"""Layers that hold sampled singular terms, and their exchange for a user's own layers."""
+"""Layers that hold sampled singular terms, and their substitution for a user's own layers."""
 
 from lightning_spectral.nn.batch_norm import use_batch_statistics
 from lightning_spectral.nn.cost.block_costs import Cost

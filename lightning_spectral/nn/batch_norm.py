@@ -14,8 +14,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def use_batch_statistics(module: ModuleT) -> ModuleT:
     """A copy of a module whose normalisation layers use each batch's own statistics, in evaluation too.
 
-    Running statistics are buffers that clients would have to average; without them there is nothing to average, at
-    the price that a prediction depends on the batch it is made in.
+    Running statistics are buffers that clients would have to average; without them there is nothing to average, but a
+    prediction then depends on the other examples of its batch.
 
     Args:
         module: Any module; it is not changed.
@@ -24,7 +24,7 @@ def use_batch_statistics(module: ModuleT) -> ModuleT:
         The copy, of the same class.
 
     Reference:
-        The published code of Niu et al. (2022) trains and evaluates so.
+        The published code of Niu et al. (2022) trains and evaluates this way.
 
     Example:
         >>> net = use_batch_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))

@@ -1,4 +1,4 @@
-"""What happens to the gradients of sharded layers just before an optimizer steps."""
+"""Optimizer hooks that change the gradients of sharded layers just before a step."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class EffectiveLRClip:
         check_tau(self.tau)
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
-        """Attach the hook for the sharded layers of ``module``; ``handle.remove()`` takes it off.
+        """Attach the hook for the sharded layers of ``module``; ``handle.remove()`` detaches it.
 
-        It leaves alone what this optimizer does not step: another one may, with a hook of its own.
+        Parameters that this optimizer does not step are left unchanged: another one may step them, with its own hook.
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         layers = [x for x in sharded_layers(module).values() if id(x.u) in stepped or id(x.v) in stepped]
@@ -75,7 +75,7 @@ class EffectiveLRClip:
 class FrobeniusDecay:
     r"""Optimizer hook: adds the gradient of :math:`\frac{\lambda}{2}\|U\Omega V\|_F^2` for each sharded layer.
 
-    It decays the effective weight, as ``weight_decay`` decays a dense one, where decaying u and v apart would not.
+    It decays the effective weight, as ``weight_decay`` decays a dense one; decaying u and v separately would not.
 
     Args:
         coefficients: For each dotted layer name, lambda; layers that are not named, or have 0, do not decay.
@@ -90,7 +90,7 @@ class FrobeniusDecay:
     decoupled: bool = False
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
-        """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` takes it off."""
+        """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""
         layers = sharded_layers(module)
         decays = [(layers[name], decay) for name, decay in self.coefficients.items() if decay != 0.0]
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -106,7 +106,7 @@ class FrobeniusDecay:
                     continue
                 if self.decoupled:
                     factor.sub_(penalty * (decay * group["lr"]))
-                else:  # an optimizer that maximises turns the sign of gradients round
+                else:  # an optimizer that maximises reverses the sign of gradients
                     factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
 
 

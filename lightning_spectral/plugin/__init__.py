@@ -1,1 +1,1 @@
-"""All that knows Lightning: from a user's Trainer and LightningModule to rounds."""
+"""The Lightning integration: from a user's Trainer and LightningModule to rounds."""

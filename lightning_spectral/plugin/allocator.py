@@ -1,4 +1,4 @@
-"""Memory that training frees and asks for again, kept by the process."""
+"""Keeps freed memory in the process, because training soon needs it again."""
 
 from __future__ import annotations
 

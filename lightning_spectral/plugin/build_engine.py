@@ -1,4 +1,4 @@
-"""From a FederatedModule and its Trainer to an engine, and to the device on which its clients train."""
+"""Builds the engine of a FederatedModule and its Trainer, and the device on which its clients train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_spectral.simulation import Conditions
 
 
 class Owner(Host, Protocol):
-    """What a `FederatedModule` says of a run."""
+    """What building an engine needs from a `FederatedModule`."""
 
     local_epochs: int
     client_engine: Literal["loop", "trainer"]
@@ -49,7 +49,7 @@ class Owner(Host, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """Device of the module."""
 
     @property
     def data(self) -> FederatedDataModule:
@@ -57,10 +57,10 @@ class Owner(Host, Protocol):
 
     @property
     def processes(self) -> Processes:
-        """Who trains the clients of a round."""
+        """The processes that train the clients of a round."""
 
     def make_executor(self, run: Run) -> Executor:
-        """Who runs the device half of a run's rounds."""
+        """Create what runs the device half of a run's rounds."""
 
 
 def build_engine(
@@ -71,15 +71,15 @@ def build_engine(
     conditions: Conditions | None = None,
     store: ClientStore | None = None,
 ) -> Engine:
-    """An engine with the clients, the seed and the settings of a run.
+    """Build an engine with the clients, the seed and the settings of a run.
 
     Args:
         owner: The module that a Trainer fits.
         server: The module whose weights are the server's; the user's own, or a copy.
-        algorithm: What travels.
-        state: What it owns between rounds.
-        conditions: Under which clients work; ``None`` if all report back.
-        store: What the server remembers of clients; ``None`` to begin with nothing.
+        algorithm: The algorithm.
+        state: What the algorithm owns between rounds.
+        conditions: Simulated dropout and device speed; ``None`` if all clients report back.
+        store: State of single clients that the server keeps; ``None`` for a new, empty one.
     """
     algorithm = algorithm.prepare(server)
     run = Run(
@@ -108,7 +108,7 @@ def sequential_executor(owner: Owner, run: Run) -> SequentialExecutor:
 
     Args:
         owner: The module that a Trainer fits.
-        run: What its rounds have in common.
+        run: Settings and state shared by its rounds.
     """
     device = Device(
         run.server,
@@ -136,7 +136,7 @@ def _placement(owner: Owner) -> Placement:
 
 
 def _forward_context(precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
-    """What a client's forward pass runs in; in full precision nothing, since each step would pay for entering it."""
+    """The context of a client's forward pass; in full precision none, since entering it takes time in every step."""
     names = ("train_step_context", "forward_context")
     is_plain = all(getattr(type(precision), name) is getattr(Precision, name) for name in names)
     return nullcontext if is_plain else precision.train_step_context

@@ -20,10 +20,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Whenever the process is killed, or the power fails, the file of a checkpoint's name is a whole one: the new one, or
     the one that was there before. Lightning's own plugin writes to the system's temporary folder and moves the file,
-    which is a copy, that can be cut short, where that folder is another file system.
+    which copies it, and can be interrupted, where that folder is another file system.
 
     `FederatedModule` installs it where the Trainer has Lightning's own; it reads and writes the same format. Paths
-    with a protocol (``s3://...``) are Lightning's business as before.
+    with a protocol (``s3://...``) are left to Lightning.
 
     Example:
         >>> trainer = pl.Trainer(plugins=[AtomicCheckpointIO()], logger=False, enable_checkpointing=False)
@@ -38,7 +38,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)  # not resolved: a link is replaced, and what it shows stays
+        target = Path(path)  # not resolved: a link is replaced, and its target stays
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.part")  # one name, so that what a crash left is overwritten
         with part.open("wb") as file:
@@ -58,13 +58,13 @@ def write_whole_files(trainer: pl.Trainer) -> None:
 def latest_checkpoint(folder: str | Path) -> str | None:
     """The newest whole checkpoint of a folder, for ``fit(..., ckpt_path=)``.
 
-    Files that are cut short or damaged are passed over, with a warning.
+    Truncated or damaged files are skipped, with a warning.
 
     Args:
         folder: Where a ``ModelCheckpoint`` writes; it need not exist yet.
 
     Returns:
-        A path, or ``None`` if there is no whole checkpoint: ``fit`` then begins at the beginning.
+        A path, or ``None`` if there is no whole checkpoint: ``fit`` then starts anew.
 
     Example:
         >>> latest_checkpoint("a folder that is not there")
@@ -72,12 +72,12 @@ def latest_checkpoint(folder: str | Path) -> str | None:
     for path in sorted(filter(Path.exists, Path(folder).glob("*.ckpt")), key=_age):  # a broken link does not exist
         if _is_whole(path):
             return str(path)
-        warnings.warn(f"{path} is not a whole checkpoint and is passed over; delete it.", SpectralWarning, stacklevel=2)
+        warnings.warn(f"{path} is not a whole checkpoint and is skipped; delete it.", SpectralWarning, stacklevel=2)
     return None
 
 
 def _age(path: Path) -> tuple[float, str]:
-    """Newest first; names decide between files of one moment."""
+    """Sort key: newest first, then by name."""
     return -path.stat().st_mtime_ns, path.name
 
 
@@ -91,7 +91,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the new name itself on the disk; not every system can."""
+    """Write the new name itself to the disk; not every system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""A checkpoint holds whole rounds of one configuration."""
+"""Checks that a checkpoint fits the run, and makes it hold whole rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
-    """Refuse to resume a run as another one.
+    """Check that a checkpoint was written by a run of the same configuration.
 
     Raises:
         ValueError: If the checkpoint was not written by a federated run, or names another configuration.
@@ -25,7 +25,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
     ]
     if changed:
         raise ValueError(
-            "The checkpoint is of another configuration, so resuming it would be neither run; "
+            "The checkpoint is of another configuration, and resuming it would continue neither run; "
             "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
         )
 
@@ -33,9 +33,9 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
 def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
     """Make a checkpoint that is written within an epoch hold whole rounds, as one from the end of an epoch does.
 
-    The server's weights change only when a round closes, and what clients sent so far is not saved: a round that is
-    open has not begun, and is repeated from its first client. A checkpoint from the last client's batch end has the
-    round's result already: that round is over, and resuming begins the next one.
+    The server's weights change only when a round closes, and what clients sent so far is not saved: an open round
+    counts as not begun, and is repeated from its first client. A checkpoint from the last client's batch end already
+    has the round's result: that round is over, and resuming begins the next one.
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches = progress["epoch_loop.batch_progress"]["current"]
@@ -47,7 +47,7 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
 
 
 def fit_slots(checkpoint: dict[str, Any], num_slots: int) -> None:
-    """Make a finished round of one number of processes a finished round of another, with another number of slots."""
+    """Adapt the progress of a finished round to this run's number of slots, which depends on that of processes."""
     if "loops" not in checkpoint:
         return  # weights alone: Lightning says what is missing
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]

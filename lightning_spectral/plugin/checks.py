@@ -1,4 +1,4 @@
-"""What is refused before the first round, with the remedy."""
+"""Checks before the first round, whose errors name the remedy."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def check_module(module: Any) -> None:
 
 
 def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
-    """Say which parts were compiled by ``part.compile()``, which copies do not take over."""
+    """Warn about parts that were compiled by ``part.compile()``, which copies lose."""
     lost = [name or "itself" for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None)]
     if lost:
         warnings.warn(
-            f"{type(module).__name__}: clients train copies, which do not take over `compile()` in place "
+            f"{type(module).__name__}: clients train copies, which lose `compile()` in place "
             f"({', '.join(lost)}) and run uncompiled; write self.net = torch.compile(net) instead.",
             SpectralWarning,
             stacklevel=3,
@@ -56,7 +56,7 @@ def check_stage(stage: str, module: pl.LightningModule) -> None:
 
 
 def check_clipping(trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it sees the server's alone."""
+    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it would clip only the server's."""
     if trainer.state.fn == "fit" and trainer.gradient_clip_val:
         raise ValueError(
             f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` would not reach the gradients of clients; give "
@@ -66,7 +66,7 @@ def check_clipping(trainer: pl.Trainer) -> None:
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what a fit cannot do.
+    """Check that the Trainer, its data and the module can be fitted federatedly.
 
     Raises:
         TypeError: If the data does not come from a `FederatedDataModule`.
@@ -95,12 +95,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:
-    """Raise ``ValueError``, in every process, unless all of them are to do the same run."""
-    said = processes.gather(dict(configuration))
+    """Raise ``ValueError``, in every process, unless all of them have the same configuration."""
+    gathered = processes.gather(dict(configuration))
     different = [
         f"{name}: {value!r} in process 0, {other[name]!r} in process {rank}"
-        for rank, other in enumerate(said)
-        for name, value in said[0].items()
+        for rank, other in enumerate(gathered)
+        for name, value in gathered[0].items()
         if other[name] != value
     ]
     if different:

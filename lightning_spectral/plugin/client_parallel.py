@@ -52,11 +52,11 @@ class ClientParallelStrategy(DDPStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._isolated: Callable[[], None] | None = None
-        self._told_to_end = False
+        self._sigterm_received = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Teach Lightning the names, as its own strategies do: ``client_parallel`` and one for each way to start."""
+        """Register the names with Lightning, as its own strategies do: ``client_parallel`` and its start methods."""
         for suffix, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
             description = f"Clients of a round spread over processes, started by '{start_method}'"
             name = f"{cls.strategy_name}{suffix}"
@@ -69,11 +69,11 @@ class ClientParallelStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Evaluation data is not shared out."""
+        """Give every process all of the evaluation data."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Refuse what is no federated fit; from here to the end, metrics of the server's module do not sync."""
+        """Check that the fit is federated, and keep metrics of the server's module from syncing until it ends."""
         module = self.lightning_module
         if trainer.state.fn == "fit" and not is_host(module):
             raise TypeError(
@@ -84,9 +84,9 @@ class ClientParallelStrategy(DDPStrategy):
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
         self._isolated = isolate_metrics(module)
-        # before the Trainer registers it: Lightning's own answer to SIGTERM is a broadcast, at once, and a process that
-        # waits in another collective just then waits for ever
-        self._told_to_end = False
+        # before the Trainer registers its own: on SIGTERM, Lightning broadcasts at once, and a process that waits in
+        # another collective at that moment never returns
+        self._sigterm_received = False
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[assignment, method-assign]
         super().setup(trainer)
 
@@ -97,7 +97,7 @@ class ClientParallelStrategy(DDPStrategy):
             dist.broadcast(tensor.detach(), 0)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The value itself: what is logged is the same in every process."""
+        """Return the value as it is: what is logged is the same in every process."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -107,36 +107,36 @@ class ClientParallelStrategy(DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Remember it, and pass it on to processes that were started here; the end of the turn does the rest."""
-        if not self._told_to_end and self.launcher is not None:
+        """Note the signal and forward it to processes started here; `end_if_told` acts on it after the turn."""
+        if not self._sigterm_received and self.launcher is not None:
             self.launcher.kill(signum)
-        self._told_to_end = True
+        self._sigterm_received = True
 
     def end_if_told(self) -> None:
-        """At the end of a turn, in every process: if one was told to end, all do, as Lightning ends for SIGTERM."""
-        if self.reduce_boolean_decision(self._told_to_end, all=False):
+        """End all processes after a turn, as Lightning does for SIGTERM, if any of them received that signal."""
+        if self.reduce_boolean_decision(self._sigterm_received, all=False):
             assert self.lightning_module is not None
             self.lightning_module.trainer._signal_connector.received_sigterm = True
 
     def on_exception(self, exception: BaseException) -> None:
-        """Give metrics back their own way to sync; hang up if the others may not know of the error.
+        """Restore the metrics' own synchronisation, and disconnect if other processes may not know of the error.
 
         A failure of a client or of the round is raised in every process, and so is the end after SIGTERM. After any
-        other error the others might wait for this process until the timeout: with its connections closed they get an
+        other error the others might wait for this process until the timeout; once it has disconnected, they get an
         error too.
         """
-        self._give_back_metrics()
+        self._restore_metrics()
         is_known_to_all = isinstance(exception, ClientError | RoundError | SIGTERMException)
         if not is_known_to_all and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Give metrics back their own way to sync."""
-        self._give_back_metrics()
+        """Restore the metrics' own synchronisation."""
+        self._restore_metrics()
         super().teardown()
 
-    def _give_back_metrics(self) -> None:
+    def _restore_metrics(self) -> None:
         if self._isolated is not None:
             self._isolated()
         self._isolated = None

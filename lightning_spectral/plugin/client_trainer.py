@@ -24,15 +24,15 @@ from lightning_spectral.plugin.user_hooks import RUN_HOOKS, is_overridden
 
 
 class ClientTrainer:
-    """Fits sub-models, client after client, in one quiet Trainer that is made once.
+    """Fits sub-models, client after client, in one quiet Trainer that is created once.
 
-    That Trainer counts as if the client had been in all rounds: ``current_epoch`` goes on from
+    That Trainer counts as if the client had taken part in all rounds: ``current_epoch`` goes on from
     ``round_idx * local_epochs``, and ``max_epochs`` is the number of local epochs of the whole run. ``global_step``
     counts the client's own optimizer steps in this round, from 0.
 
     Args:
         federation: The Trainer of the rounds.
-        schedulers: The user's, over the optimizers that clients' are modelled on.
+        schedulers: The user's schedulers, over the optimizers that clients' are modelled on.
     """
 
     def __init__(self, federation: pl.Trainer, schedulers: Sequence[Any] = ()) -> None:
@@ -44,10 +44,10 @@ class ClientTrainer:
         self._before_step: WeakKeyDictionary[Optimizer, list[BeforeStep]] = WeakKeyDictionary()
 
     def prepare(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> Train:
-        """Hand a new sub-model its optimizers; what is returned trains it for one client after another.
+        """Give a new sub-model its optimizers, and return a function that trains it for one client after another.
 
-        Hooks of the run, not of a client, become Lightning's own. Not just functions that do nothing: where
-        ``prepare_data`` is overridden all processes have to meet.
+        Hooks of the run, not of a client, are replaced by Lightning's own. Functions that do nothing would not do:
+        where ``prepare_data`` is overridden, Lightning makes all processes meet.
         """
         for hook in RUN_HOOKS:
             setattr(module, hook, getattr(pl.LightningModule, hook).__get__(module))
@@ -60,7 +60,7 @@ class ClientTrainer:
         return partial(self._train, module, optimizers, settings.placement)
 
     def _after_action(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """A user's step that begins with what the algorithm does before each forward pass, if anything."""
+        """Make a user's step begin with the algorithm's action before each forward pass, if there is one."""
 
         @wraps(training_step)  # Lightning looks at the arguments that it takes
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class ClientTrainer:
             self._before_step[optimizer][:] = before_step
         scaler = copy.deepcopy(placement.scaler)  # no client inherits a scale from another
         with silence(), scaled_by(scaler, self.federation.precision_plugin):
-            # an empty list where there is a step to validate with: without a word about missing data
+            # an empty list if there is a `validation_step`, so that Lightning does not warn about missing data
             trainer.fit(module, batches, [] if is_overridden(module, "validation_step") else None)
         self._trainer = trainer  # only now: one that failed is not used again
         return self._watch.result(trainer.global_step, is_automatic=module.automatic_optimization)
@@ -121,7 +121,7 @@ class _LocalEpochs(pl.Callback):
     """Ends the fit after the client's last local epoch, and sums its losses as the plain loop does."""
 
     def begin(self, task: LocalTask, last_epoch: int, device: torch.device) -> None:
-        """Forget the client before."""
+        """Start counting for a new client."""
         self.recorder = task.recorder
         self.last_epoch = last_epoch
         self.total = torch.zeros((), dtype=torch.float64, device=device)
@@ -138,7 +138,7 @@ class _LocalEpochs(pl.Callback):
             self.num_losses, self.num_examples = self.num_losses + 1, self.num_examples + size
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop, but leave ``max_epochs`` to be the run's."""
+        """Stop after the client's last epoch; ``max_epochs`` remains that of the run."""
         if trainer.current_epoch == self.last_epoch:
             trainer.should_stop = True
 
@@ -149,20 +149,20 @@ class _LocalEpochs(pl.Callback):
 
 
 class _StepsOncePerRound:
-    """What ``self.lr_schedulers()`` gives on a client: the user's scheduler to read, which only the server steps."""
+    """What ``self.lr_schedulers()`` returns on a client: the user's scheduler to read, which only the server steps."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the learning rate is constant within a round."""
+        """Do nothing: the learning rate is constant within a round."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
 
 def _rewind(trainer: pl.Trainer, first_epoch: int, max_epochs: int) -> None:
-    """Let a Trainer forget the client before: its counters go on from one fit to the next otherwise."""
+    """Reset the counters of a Trainer, which otherwise continue from one fit to the next."""
     loop = trainer.fit_loop
     loop.max_epochs = max_epochs
     loop.epoch_progress.reset()

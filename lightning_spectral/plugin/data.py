@@ -31,8 +31,8 @@ class FederatedDataModule(pl.LightningDataModule):
         batch_size: Examples per local step of a client.
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
         labels: Class of each training example, shape ``(len(train),)``; ``None`` to read them from the data set.
-        collate_fn: Joins examples to a batch; ``None`` for PyTorch's default.
-        num_workers: Worker processes for data that does not lie in memory; those for clients stay alive from client to
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes for data that is not in memory; those for clients stay alive from client to
             client. Whatever their number, the run is the same.
         seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
 
@@ -103,20 +103,20 @@ class FederatedDataModule(pl.LightningDataModule):
         return self.partition.num_clients
 
     def setup(self, stage: str) -> None:
-        """Deal the data before training, so that a split that cannot be is refused here."""
+        """Draw the partition before training, so that an impossible one is refused here."""
         if stage == "fit":
             self.partition  # noqa: B018
 
     def teardown(self, stage: str) -> None:
-        """End the workers."""
+        """Stop the worker processes."""
         self._source.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the workers."""
+        """Stop the worker processes."""
         self._source.close()
 
     def client_data(self, download: Download) -> ClientData:
-        """The batches of the client that was sent something, in an order that belongs to this round."""
+        """The data of a download's client, in an order that depends on the round."""
         indices = self.partition[download.unit.client_id]
         return ClientData(self._source, indices, self.batch_size, download.seed, download.ids)
 
@@ -156,8 +156,8 @@ class RoundLoader:
     """What Lightning iterates over in one epoch: this process's schedule of one round.
 
     Args:
-        host: Says which round it is and who takes part. Asked when the first client is fetched, because Lightning
-            wants an iterator before it knows which epoch a resumed run is in.
+        host: Knows the round and its schedule. It is asked when the first client is fetched, because Lightning creates
+            the iterator before it knows which epoch a resumed run is in.
     """
 
     def __init__(self, host: Host) -> None:

@@ -1,4 +1,4 @@
-"""What the rooms of this package see of a `FederatedModule`, and what its batches are."""
+"""The interface of a `FederatedModule` for the rest of this package, and its batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Slot:
 
 
 class Host(Protocol):
-    """What callbacks and the data module may ask of the module that a Trainer fits."""
+    """The interface of the fitted module for callbacks and the data module."""
 
     module: pl.LightningModule
     seed: int
@@ -51,7 +51,7 @@ class Host(Protocol):
         """Whom this process trains in a round, in order."""
 
     def cut_cohort(self, limit: int | float) -> None:
-        """Let only so many clients of each cohort train, or such a share of it."""
+        """Limit each cohort to a number of clients, or to a share of it."""
 
     def start_round(self, round_idx: int) -> None:
         """Open a round for its cohort."""
@@ -63,10 +63,10 @@ class Host(Protocol):
         """Close the round and step the server."""
 
     def abandon_round(self) -> None:
-        """Leave a round that an error ended."""
+        """End a round that failed."""
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
-        """Another engine with the clients, the seed and the settings of the run."""
+        """Build another engine with the clients, the seed and the settings of the run."""
 
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""
@@ -79,5 +79,5 @@ class Host(Protocol):
 
 
 def is_host(module: nn.Module | None) -> TypeGuard[Host]:
-    """Whether a module says of itself that it is a `Host`: by its bases, not by the names of its methods."""
+    """Whether a module declares itself a `Host`, by its bases and not by the names of its methods."""
     return Host in type(module).__mro__

@@ -69,16 +69,16 @@ class FederatedModule(RoundHooks, Host):
             for several optimizers, manual optimisation and hooks that the loop refuses.
         server_optimizer: From the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for SGD with learning rate 1, which is plain averaging.
-        local_hooks: What acts on the gradients of clients before each of their steps, one after another, e.g.
+        local_hooks: Hooks that act on the gradients of clients before each of their steps, one after another, e.g.
             ``[ProximalTerm(0.01), GradientClip(1.0)]``.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
-        faults: What ends the run, and what a round goes on without; ``None`` for `Faults()`.
-        dropout: Simulated clients that vanish; ``None`` for none.
+        faults: Which faults of clients end the run, and which a round tolerates; ``None`` for `Faults()`.
+        dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn: deadline, over-selection, length of a round; ``None`` for none.
 
     Raises:
         TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``.
-        ValueError: If a count is out of range, or the module does what cannot be honoured.
+        ValueError: If a count is out of range, or the module does something that federated training cannot honour.
 
     Note:
         Optimizer state is fresh for every client. The learning rate of a round is your scheduler's, read once per
@@ -181,12 +181,12 @@ class FederatedModule(RoundHooks, Host):
 
     @property
     def processes(self) -> Processes:
-        """Who trains the clients of a round: several processes with ``strategy="client_parallel"``."""
+        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
         strategy = self.trainer.strategy
         return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()
 
     def cut_cohort(self, limit: int | float) -> None:
-        """Let only so many clients of each cohort train, or such a share of it: Lightning's ``limit_train_batches``."""
+        """Limit each cohort to a number of clients, or to a share of it: Lightning's ``limit_train_batches``."""
         size = self.participation.clients_per_round
         self._cohort_size = min(size, limit) if isinstance(limit, int) else int(size * limit)
         if limit and not self._cohort_size:
@@ -221,14 +221,14 @@ class FederatedModule(RoundHooks, Host):
         return templates
 
     def make_executor(self, run: Run) -> Executor:
-        """Who runs the device half of the rounds: here clients train one after another, in this process.
+        """Create what runs the device half of the rounds: by default clients train one after another, in this process.
 
-        Override it to run them elsewhere: an `Executor` gets downloads and gives uploads.
+        Override it to run them elsewhere, with an `Executor` that takes downloads and returns uploads.
         """
         return sequential_executor(self, run)
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
-        """Another engine with the clients, the seed and the settings of the run; everybody reports back to it."""
+        """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
         return build_engine(self, server, algorithm)
 
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -241,7 +241,7 @@ class FederatedModule(RoundHooks, Host):
         return [*(own if isinstance(own, Iterable) else [own]), *missing]
 
     def _watchers(self) -> list[pl.Callback]:
-        """What has something to do for the profilers and loggers that this Trainer has: Lightning calls all of them."""
+        """Callbacks for this Trainer's profiler and loggers: only those that have work, since Lightning calls all."""
         profiled = not isinstance(self.trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
         at_wandb = any(isinstance(logger, WandbLogger) for logger in self.trainer.loggers)
         return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]
@@ -250,11 +250,11 @@ class FederatedModule(RoundHooks, Host):
         return list(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def prepare_data(self) -> None:
-        """The user's hook."""
+        """Call the user's hook."""
         self.module.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """The user's hook; for a fit, everything that can be refused is refused here."""
+        """Call the user's hook; for a fit, check everything that can be checked before training."""
         self.module.setup(stage)
         check_stage(stage, self.module)
         if stage == "fit":
@@ -270,12 +270,12 @@ class FederatedModule(RoundHooks, Host):
                 setattr(self, hook, for_evaluation(getattr(self.module, hook)))
 
     def teardown(self, stage: str) -> None:
-        """The user's hook."""
+        """Drop the engine, and call the user's hook."""
         self._engine = self._turn = None
         self.module.teardown(stage)
 
     def configure_optimizers(self) -> Any:
-        """The server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
+        """Return the server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
         several = self.client_engine == "trainer" and not self.module.automatic_optimization
         configured = self.module.configure_optimizers()
         templates, self.schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
@@ -293,16 +293,16 @@ class FederatedModule(RoundHooks, Host):
         return [server, *templates], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedulers]
 
     def on_fit_start(self) -> None:
-        """The user's hook; then the engine, on the device."""
+        """Call the user's hook, then build the engine, on the device."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
-        self.zero_grad()  # what training before this fit left: the server has pseudo-gradients alone
+        self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
         self._engine = build_engine(self, self.module, self.algorithm, self.state, self.conditions, self._store)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The user's hook; note the configuration, and let the progress count whole rounds.
+        """Call the user's hook, save the configuration, and make the progress count whole rounds.
 
         Raises:
             RoundError: If the server's step was interrupted: its weights are then those of no round.
@@ -318,7 +318,7 @@ class FederatedModule(RoundHooks, Host):
             settle_progress(checkpoint, round_is_open=self._engine.round_is_open)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The user's hook; a run can only be resumed as what it was.
+        """Check that the configuration is unchanged, restore clients' state, and call the user's hook.
 
         Raises:
             ValueError: If a fit is resumed from a checkpoint of another configuration.
@@ -337,7 +337,7 @@ class FederatedModule(RoundHooks, Host):
 
 
 def _described(server_optimizer: ServerOptimizer | None) -> str:
-    """The server optimizer with its settings, as far as they can be seen: those of a function cannot."""
+    """Describe the server optimizer with its settings, except those of a function, which are not visible."""
     if server_optimizer is None or is_dataclass(server_optimizer):
         return repr(server_optimizer)
     return "a function, whose settings are not compared"

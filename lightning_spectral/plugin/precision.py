@@ -37,7 +37,7 @@ def scaled_by(scaler: GradScaler | None, precision_plugin: Any) -> Iterator[None
     """Give Lightning's precision plugin another gradient scaler within the block, if it scales gradients at all.
 
     Clients scale their gradients with scalers of their own. The pseudo-gradient of the server is not scaled, so
-    Lightning must not divide it by a scale when the server steps: there the other one is ``None``.
+    Lightning must not divide it by a scale when the server steps: the scaler given then is ``None``.
     """
     own = getattr(precision_plugin, "scaler", None)
     if own is None:

@@ -1,4 +1,4 @@
-"""A Trainer within a Trainer's run: it writes nothing and says nothing."""
+"""A Trainer within another Trainer's run, which writes and prints nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
 
     Args:
         like: The Trainer to resemble.
-        **settings: Arguments of ``pl.Trainer`` in which it departs from the quiet ones.
+        **settings: Arguments of ``pl.Trainer`` that override the quiet ones.
     """
     strategy = _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin)
     quietly = {
@@ -32,13 +32,13 @@ def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
         "default_root_dir": like.default_root_dir,
     }
     with silence(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the machine: the other Trainer has said it
+        warnings.simplefilter("ignore")  # about the machine: the other Trainer has shown them
         return Trainer(strategy=strategy, **{**quietly, **settings})
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Within the block Lightning logs errors alone; its loggers have their own levels back afterwards.
+    """Make Lightning log only errors within the block, and restore the levels of its loggers afterwards.
 
     Example:
         >>> with silence():
@@ -60,4 +60,4 @@ class _StaysOnDevice(SingleDeviceStrategy):
     """Leaves module and optimizers where they are when a fit ends: the device is the other Trainer's."""
 
     def teardown(self) -> None:
-        """Nothing: Lightning's own would move the module to the CPU and empty the device's cache."""
+        """Do nothing: Lightning's own would move the module to the CPU and empty the device's cache."""

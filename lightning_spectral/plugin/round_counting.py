@@ -10,7 +10,7 @@ from lightning_spectral.plugin.host import Host
 
 
 def num_rounds(trainer: pl.Trainer) -> int | None:
-    """Rounds of a fit from the first to the last; ``None`` if it goes on until somebody stops it.
+    """Rounds of a fit from the first to the last; ``None`` if it continues until it is stopped.
 
     Example:
         >>> num_rounds(pl.Trainer(max_epochs=20, max_steps=15, accelerator="cpu", logger=False))
@@ -42,7 +42,7 @@ class RoundsAsSteps(pl.Callback):
             return
         pl_module.cut_cohort(trainer.limit_train_batches)
         settings: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_slots, "log_every_n_steps": 1}
-        if trainer.limit_train_batches != 0:  # which trains nothing, and says so
+        if trainer.limit_train_batches != 0:  # with 0 Lightning trains nothing, and reports it
             settings["limit_train_batches"] = 1.0
         if getattr(trainer.datamodule, "val", True) is None:  # type: ignore[attr-defined]
             settings["limit_val_batches"] = 0
@@ -56,7 +56,7 @@ class RoundsAsSteps(pl.Callback):
     def on_exception(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, exception: BaseException
     ) -> None:
-        """Restore the Trainer's settings and leave the round: Lightning tears nothing else down after an error."""
+        """End the round and restore the Trainer's settings: after an error Lightning does not call `teardown`."""
         pl_module.abandon_round()
         self._restore(trainer)
 

@@ -51,7 +51,7 @@ class RoundHooks(ServerHooks):
         raise NotImplementedError
 
     def start_round(self, round_idx: int) -> None:
-        """Open the round for its cohort and tell those who listen."""
+        """Open the round for its cohort, and call the round callbacks."""
         units = self.cohort(round_idx)
         sizes = self.data.partition.sizes_of([unit.client_id for unit in units])
         opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
@@ -59,7 +59,7 @@ class RoundHooks(ServerHooks):
             callback.on_round_start(self.trainer, self, opened.opened)
 
     def send(self, slot: Slot) -> None:
-        """Begin a client's turn: draw what it gets and send it. Nothing to do in an idle slot, or after a failure."""
+        """Begin a client's turn: draw its download and send it. An idle slot, or one after a failure, has no turn."""
         opened, self._turn = self.engine.round, None
         if slot.unit is not None and opened.failure is None:
             with opened.containing_failures(slot.unit):
@@ -83,25 +83,25 @@ class RoundHooks(ServerHooks):
             callback.on_client_end(self.trainer, self, turn)
 
     def abandon_round(self) -> None:
-        """Leave a round that an error ended: it has changed nothing at the server, and can be trained again."""
+        """End a round that failed: it has changed nothing at the server, and can be repeated."""
         if self._engine is not None:
             self._engine.abandon_round()
 
     def finish_round(self) -> None:
-        """Close the round, step the server on its pseudo-gradient, move the schedules on, and report."""
+        """Close the round, step the server on its pseudo-gradient, log the round and step the schedules."""
         summary = self.engine.close_round()
         server, local, *_ = self._optimizers()
         with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
             server.step()
         self.engine.settle()
-        self.zero_grad()  # of every parameter, also those that no optimizer has
+        self.zero_grad()  # of every parameter, including those of no optimizer
         self._finished_round = summary.round_idx
         summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
         log_round(self.trainer, summary)
         for scheduler in self.schedulers:
             if not scheduler.waits_for_metric:
                 scheduler.step(summary.round_idx)
-        # last, so that a checkpoint that one of them writes, or that its failure leaves, holds all of the round
+        # last, so that a checkpoint written by one of them, or after it failed, holds the whole round
         for callback in self._round_callbacks():
             callback.on_round_end(self.trainer, self, summary)
 
@@ -110,15 +110,15 @@ class RoundHooks(ServerHooks):
         return list(optimizers)
 
     def _round_callbacks(self) -> list[RoundCallback]:
-        """Those who listen, as the Trainer lists them, then `Aggregation`: it ends what the others watch."""
+        """The round callbacks in the Trainer's order, then `Aggregation`, which ends what the others observe."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        listening = [callback for callback in callbacks if isinstance(callback, RoundCallback)]
-        return sorted(listening, key=lambda callback: isinstance(callback, Aggregation))
+        round_callbacks = [callback for callback in callbacks if isinstance(callback, RoundCallback)]
+        return sorted(round_callbacks, key=lambda callback: isinstance(callback, Aggregation))
 
     def on_train_batch_end(self, outputs: Any, batch: Slot, batch_idx: int) -> None:
-        """A round once begun is finished: whoever wants to stop within it waits for its last client.
+        """Postpone a request to stop within a round to its last client.
 
-        Processes stop together: one that wants to is enough. Told to end by a signal, they end after any turn.
+        Processes stop together, as soon as one of them is asked to. After SIGTERM they end after the current turn.
         """
         self._turn = None
         if isinstance(self.trainer.strategy, ClientParallelStrategy):
@@ -130,10 +130,10 @@ class RoundHooks(ServerHooks):
             self.trainer.should_stop, self._stop_after_round = False, True
 
     def on_train_epoch_end(self) -> None:
-        """Schedules that wait for a metric have it now.
+        """Step the schedules that wait for a metric, which is available now.
 
-        Not in a run resumed from a checkpoint that validation wrote: metrics are not in checkpoints, and Lightning's
-        own plateau schedulers skip that round too.
+        They skip the round of a checkpoint that was written during validation: metrics are not in checkpoints, and
+        Lightning's own plateau schedulers skip that round too.
         """
         for scheduler in self.schedulers:
             if scheduler.waits_for_metric and self._finished_round == self.current_epoch:

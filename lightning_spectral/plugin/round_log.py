@@ -1,4 +1,4 @@
-"""The metrics of a finished round, handed to callbacks, progress bar and loggers in one go."""
+"""Logs the metrics of a finished round to callbacks, progress bar and loggers at once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_spectral.server.metrics import round_metrics
 def log_round(trainer: pl.Trainer, summary: RoundSummary) -> None:
     """Log a round's own metrics and the means of what its clients logged.
 
-    ``LightningModule.log`` would keep an object for each metric and look at all of them after every client. A round's
-    values are complete when it ends, so they go where `log` would bring them: into ``callback_metrics`` for
-    checkpoints, early stopping and schedulers, and as one row to each logger.
+    ``LightningModule.log`` would keep an object for each metric and visit all of them after every client. A round's
+    values are complete when it ends, so they go where `log` would put them: into ``callback_metrics`` for checkpoints,
+    early stopping and schedulers, and as one row to each logger.
 
     Args:
         trainer: The Trainer of the run.

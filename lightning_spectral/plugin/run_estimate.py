@@ -1,4 +1,4 @@
-"""How long will a run take? One round on copies, and a multiplication."""
+"""Estimates how long a run will take, from one round on copies."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def estimate(trainer: pl.Trainer, model: FederatedModule, data: FederatedDataMod
 
     Args:
         trainer: The Trainer of the run. Its device, precision and limits hold; its callbacks and loggers take no part.
-        model: What will be fitted.
-        data: On what.
+        model: The model to fit.
+        data: The data to fit it on.
 
     Returns:
         The estimate that was printed.
@@ -136,7 +136,7 @@ def _one_round(
         limit_train_batches=trainer.limit_train_batches,
         limit_val_batches=trainer.limit_val_batches,
     )
-    data.partition  # noqa: B018  # dealt here, for the run as well
+    data.partition  # noqa: B018  # drawn here, for the run as well
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with silence(), isolated_rng(model.seed, [device]):
@@ -150,7 +150,7 @@ def _one_round(
 
 
 def _copy(model: FederatedModule) -> FederatedModule:
-    """A copy without the Trainer that the model may have been in."""
+    """A copy without the Trainer that the model may be attached to."""
     trainer, model.trainer = model._trainer, None
     try:
         return copy.deepcopy(model)

@@ -18,7 +18,7 @@ class RoundScheduler:
     Attributes:
         scheduler: The user's scheduler, over the optimizer that every client's is modelled on.
         name: Its name for ``LearningRateMonitor``.
-        frequency: Steps every so many rounds.
+        frequency: Number of rounds from one step to the next.
         monitor: Metric that a ``ReduceLROnPlateau`` looks at.
         strict: Whether a missing metric is an error.
     """
@@ -62,7 +62,7 @@ class RoundScheduler:
 def read_optimizers(
     configured: Any, owner: str, *, several: bool = False
 ) -> tuple[list[Optimizer], list[RoundScheduler]]:
-    """What a user's ``configure_optimizers`` returned, in any of its forms.
+    """Read what a user's ``configure_optimizers`` returned, in any of its forms.
 
     Args:
         configured: An optimizer; a sequence of them; ``([optimizer], [scheduler])``; ``{"optimizer": ...,

@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 
 from lightning_spectral.client.user_step import call_with_accepted
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
-from lightning_spectral.plugin.user_hooks import lent_logging
+from lightning_spectral.plugin.user_hooks import forwarded_logging
 
 
 def _on_server(hook: str) -> Callable[..., Any]:
-    """A method that calls the user's hook of the same name, with ``self.log`` lent to it."""
+    """A method that calls the user's hook of the same name, whose ``self.log`` is forwarded to Lightning's module."""
 
     def forward(self: ServerHooks, *args: Any) -> Any:
-        with lent_logging(self.module, self):
+        with forwarded_logging(self.module, self):
             return call_with_accepted(getattr(self.module, hook), *args)
 
     forward.__name__ = forward.__qualname__ = hook
@@ -57,7 +57,7 @@ class ServerHooks(pl.LightningModule):
     on_train_end = _on_server("on_train_end")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's ``forward`` with the server's weights."""
+        """Call the user's ``forward`` with the server's weights."""
         return self.module(*args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -67,8 +67,8 @@ class ServerHooks(pl.LightningModule):
         super().log(name, value, *args, **options)
 
     def on_validation_epoch_end(self) -> None:
-        """The user's hook; the round goes along so that loggers can draw evaluation against it."""
-        with lent_logging(self.module, self):
+        """Call the user's hook, and log the round, so that loggers can plot evaluation against it."""
+        with forwarded_logging(self.module, self):
             self.module.on_validation_epoch_end()
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.log("fl/round", float(self.current_epoch), batch_size=1)

@@ -21,29 +21,29 @@ def action_name(stage: str) -> str:
 
 
 def stage_profile(trainer: pl.Trainer, stage: str) -> AbstractContextManager[Any]:
-    """A block that the Trainer's profiler sees as one stage; most profilers do nothing."""
+    """A context manager that shows the block to the Trainer's profiler as one stage."""
     profile: AbstractContextManager[Any] = trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
     return profile
 
 
 class RoundStages(pl.Callback):
-    """Tells the profiler of the one stage that Lightning runs: validation within a fit."""
+    """Records in the profiler the one stage that Lightning runs: validation within a fit."""
 
     def __init__(self) -> None:
         self._is_open = False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation begins."""
+        """Start recording validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             trainer.profiler.start(action_name("validate"))  # type: ignore[attr-defined]
             self._is_open = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation ends."""
+        """Stop recording validation."""
         if self._is_open:
             trainer.profiler.stop(action_name("validate"))  # type: ignore[attr-defined]
             self._is_open = False
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """It ends here too: a profiler does not start again what it has not stopped."""
+        """Stop recording after an error: a profiler cannot restart an action that it has not stopped."""
         self.on_validation_end(trainer, pl_module)

@@ -35,7 +35,7 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Of these, a client's own Trainer runs (`client_engine="trainer"`):
+# Refused hooks that a client's own Trainer does run (`client_engine="trainer"`):
 TRAINER_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"})
 
 OR_A_TRAINER = 'or pass client_engine="trainer"'
@@ -94,18 +94,18 @@ def defines(module: Any, hook: str) -> bool:
 
 
 @contextmanager
-def lent_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
-    """Within the block ``module.log`` and ``module.log_dict`` are those of the module that Lightning trains."""
-    borrower: Any = module
-    borrower.log, borrower.log_dict = to.log, to.log_dict
+def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
+    """Forward ``module.log`` and ``module.log_dict`` within the block to the module that Lightning trains."""
+    target: Any = module
+    target.log, target.log_dict = to.log, to.log_dict
     try:
         yield
     finally:
-        del borrower.log, borrower.log_dict
+        del target.log, target.log_dict
 
 
 def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's batch hook for evaluation batches; a client's turn passes, its own batches move while it trains."""
+    """Apply a user's batch hook to evaluation batches only: a client's batches are moved while it trains."""
 
     def hook(batch: Any, *args: Any) -> Any:
         return batch if isinstance(batch, Slot) else batch_hook(batch, *args)

@@ -1,4 +1,4 @@
-"""How much named tensors changed, in blocks that stay in cache: never a second copy of a model."""
+"""The changes of named tensors, computed in blocks that fit the cache: never a second copy of a model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Piece(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Neighbouring pieces that are handled together.
+    """Neighbouring pieces that are processed together.
 
     Attributes:
         pieces: The pieces.
         where: Their part of the flat vector.
-        change: Room for how much they changed, float64; all blocks use the same.
-        runs: The room of each piece, of its shape.
+        change: Buffer for their change, float64; all blocks share it.
+        runs: The part of the buffer of each piece, in its shape.
     """
 
     pieces: tuple[Piece, ...]
@@ -50,7 +50,7 @@ class ChangeBlocks:
 
     Args:
         before: The tensors before training, read again for every client.
-        kinds: For each name anything that compares; tensors of different kinds never share a block.
+        kinds: For each name a number; tensors with different numbers never share a block.
 
     Attributes:
         ranges: For each name its part of the flat vector.
@@ -96,10 +96,10 @@ class ChangeBlocks:
 
 
 def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[Tensor]) -> None:
-    """``after - before`` of some tensors, in their own type unless told to use float64, into float64 tensors.
+    """Write ``after - before`` of some tensors into float64 tensors, subtracting in their own type or in float64.
 
     Args:
-        pairs: After, before and whether to subtract in float64.
+        pairs: After, before, and whether to subtract in float64.
         out: Where to put them, of the same shapes.
     """
     after = [tensor.double() if in_float64 else tensor for tensor, _, in_float64 in pairs]
@@ -110,11 +110,11 @@ def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[
 def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
     """Pieces of about a block's size, in the order of the tensor's values.
 
-    What lies in memory in this order is cut anywhere, everything else between its first dimension's slices: no copy.
+    A contiguous tensor is cut anywhere, any other between the slices of its first dimension; nothing is copied.
 
     Args:
         tensor: What to cut.
-        like: A tensor of the same shape whose place in memory decides.
+        like: A tensor of the same shape whose memory layout decides.
     """
     if like.numel() <= block_size(like):
         return (tensor,) if like.numel() else ()
@@ -129,12 +129,12 @@ def rows_in_a_block(tensor: Tensor) -> int:
 
 
 def block_size(tensor: Tensor) -> int:
-    """Values that are handled at a time: on a CPU what fits its cache, elsewhere enough to keep it busy."""
+    """Number of values processed at a time: on a CPU what fits its cache, elsewhere enough to keep the device busy."""
     return 2**16 if tensor.device.type == "cpu" else 2**22
 
 
 def _group(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces of together at most a block's size, or a single larger one."""
+    """Runs of pieces that together have at most a block's size, or of a single larger piece."""
     group: list[Piece] = []
     for piece in pieces:
         if group and piece.stop - group[0].start > block_size(piece.before):

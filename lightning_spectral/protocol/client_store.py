@@ -1,4 +1,4 @@
-"""What the server remembers of single clients from round to round."""
+"""State of single clients that the server keeps from round to round."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Key = tuple[int, str]
 class ClientStore:
     """Named tensors for each client and model: control variates, stale updates, last losses.
 
-    It is empty until an algorithm writes into it. What is written during a round is read back at once, but belongs to
-    the store only when the round ends: a checkpoint within a round, and a round that fails, hold none of it. In several
-    processes each writes for the clients that it trained; `written` and `merge` let all of them end a round with the
-    same content.
+    It is empty until an algorithm writes into it. What is written during a round can be read at once, but is committed
+    only when the round ends: neither a checkpoint within the round nor a round that fails keeps it. Each of several
+    processes writes for the clients that it trained; `written` and `merge` let all of them end a round with the same
+    content.
 
     Example:
         >>> import torch
@@ -40,7 +40,7 @@ class ClientStore:
         return self._written[unit.key] if unit.key in self._written else self._entries[unit.key]
 
     def __setitem__(self, unit: WorkUnit, tensors: Tensors) -> None:
-        """Remember copies of some tensors, in place of what was there."""
+        """Store copies of some tensors, in place of the previous ones."""
         self._written[unit.key] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def __contains__(self, unit: WorkUnit) -> bool:
@@ -59,21 +59,21 @@ class ClientStore:
         return sum(tensor.numel() * tensor.element_size() for entry in entries for tensor in entry.values())
 
     def written(self) -> dict[Key, dict[str, Tensor]]:
-        """What this round wrote so far, on the CPU: what other processes have to know."""
+        """The entries written in this round so far, on the CPU, for other processes."""
         return {key: {name: tensor.cpu() for name, tensor in entry.items()} for key, entry in self._written.items()}
 
     def merge(self, written: Mapping[Key, Tensors], device: torch.device | str = "cpu") -> None:
-        """Take over what another process wrote in this round."""
+        """Add the entries that another process wrote in this round."""
         for key, tensors in written.items():
             self._written[key] = {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def commit(self) -> None:
-        """Keep what the round wrote: it is over."""
+        """Keep the entries written in a round that has ended."""
         self._entries.update(self._written)
         self._written = {}
 
     def discard(self) -> None:
-        """Forget what a round wrote that did not end."""
+        """Drop the entries written in a round that did not end."""
         self._written = {}
 
     def to(self, device: torch.device | str) -> None:
@@ -82,10 +82,10 @@ class ClientStore:
             entry.update({name: tensor.to(device) for name, tensor in entry.items()})
 
     def state_dict(self) -> dict[Key, dict[str, Tensor]]:
-        """Everything that finished rounds wrote, for the checkpoint."""
+        """The entries of all finished rounds, for the checkpoint."""
         return {key: dict(self._entries[key]) for key in sorted(self._entries)}
 
     def load_state_dict(self, state_dict: Mapping[Key, Tensors]) -> None:
-        """Everything, from a checkpoint."""
+        """Restore all entries from a checkpoint."""
         self._entries = {key: dict(tensors) for key, tensors in state_dict.items()}
         self._written = {}

@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 class SharesWork(Protocol):
-    """Several processes that prepare a round together, or one."""
+    """One or several processes that prepare a round together."""
 
     def share_out(
         self, pieces: Sequence[T], do: Callable[[T], tuple[Tensor, ...]], cost: Callable[[T], float]
     ) -> list[tuple[Tensor, ...]]:
-        """Do each piece of work in one process and hand its tensors to all.
+        """Do each piece of work in one process and send its tensors to all.
 
         Args:
             pieces: The work, the same list in every process.
-            do: From a piece to its tensors.
+            do: Maps a piece to its tensors.
             cost: Predicted time of a piece, any unit.
         """
 
@@ -49,10 +49,9 @@ class Cohort:
         seed: The run's seed.
         round_idx: Communication round, from 0.
         groups: For each distinct keep ratio, its units by ascending client id.
-        workers: Who shares what is costly to prepare.
-        store: What the server keeps of single clients from round to round.
-        absolute: Whether coefficients are weights as they are, those of an unbiased sampler, which the average does
-            not divide by their sum.
+        workers: The processes that share costly preparation.
+        store: State of single clients that the server keeps from round to round.
+        absolute: Whether coefficients are used as they are, as for an unbiased sampler, and not divided by their sum.
     """
 
     seed: int
@@ -85,5 +84,5 @@ class Cohort:
         """
         weights = [unit.coefficient for unit in units]
         if not any(weights):
-            return float(len(weights))  # nobody has data: nobody counts more than another
+            return float(len(weights))  # no client has data: all count the same
         return sum(weights) ** 2 / sum(weight**2 for weight in weights)

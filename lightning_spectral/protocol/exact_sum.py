@@ -1,4 +1,4 @@
-"""A sum whose bits do not depend on the order of its terms, nor on who added which."""
+"""A sum whose bits do not depend on the order of its terms, nor on which process added which."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Number = TypeVar("Number", float, Tensor)
 class ExactSum:
     r"""Sum of weighted changes of one tensor, the same to the last bit in any order and over any processes.
 
-    Floating-point addition rounds, and what it rounds depends on what was there before. Sums of whole numbers do not,
+    Floating-point addition rounds its result, so a sum depends on the order of its terms. Sums of whole numbers do not,
     as long as they stay below 2^53 in float64. So each weighted change is rounded once, on its own, to a whole number
     of fine steps of 2^-50 units, and those are summed. The unit is the power of two above the tensor's largest
     magnitude before training, at least 1. Weights together are at most 1 (`Weights`), so changes of at most 4 units
     never sum to more than 2^52 steps.
 
     A client that moves a tensor further adds two numbers for each value: its multiple of a coarse step, 2^39 fine
-    ones, which has a sum of its own, and the rest, at most 2^38 fine steps. From 2^13 clients both sums stay below
+    ones, which has a sum of its own, and the rest, at most 2^38 fine steps. For 2^13 clients both sums stay below
     2^53 steps. The coarse sum exists only once a client needs it; whether one does depends on the largest magnitudes
     before and after its own training, on nothing else.
 
@@ -75,7 +75,7 @@ class ExactSum:
         return weight * (FINE / ONE / self.unit)
 
     def widen(self) -> Tensor:
-        """The sum of coarse steps, from now on if not yet."""
+        """The sum of coarse steps, created at the first call."""
         if self.coarse is None:
             self.coarse = torch.zeros_like(self.fine)
         return self.coarse

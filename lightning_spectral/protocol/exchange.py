@@ -1,4 +1,4 @@
-"""Named tensors out of a module and back into it, and an average into the server's module."""
+"""Reads named tensors from a module, writes them back, and applies an average to the server's module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
 
     Args:
         module: Any module; it is only read.
-        shared: Tensors that stand for themselves in the copy, because they are about to be replaced there.
+        shared: Tensors that are not copied but shared, because the copy is about to replace them.
     """
     trainer = getattr(module, "_trainer", None)  # of a LightningModule in a fit
     detached = {} if trainer is None else {id(trainer): None}
@@ -66,12 +66,12 @@ def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tenso
 
 @torch.no_grad()
 def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) -> None:
-    """Turn averaged changes into pseudo-gradients of parameters; buffers are not optimised, they just move.
+    """Turn averaged changes into pseudo-gradients of parameters, and add those of buffers directly.
 
     Args:
         server: The server's module; each named parameter gets ``grad = -change``, so that plain SGD with learning
             rate 1 lands on the clients' weighted mean.
-        changes: Names of parameters and buffers with their mean changes, one of which is looked at at a time.
+        changes: Names of parameters and buffers with their mean changes, read one at a time.
     """
     parameters = dict(server.named_parameters())
     buffers = dict(server.named_buffers())
@@ -80,7 +80,7 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
         else:
             buffers[name].add_(change.to(buffers[name].dtype))
-        del change  # or it would still be there when the next one is made
+        del change  # free it before the next one is computed
 
 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -107,8 +107,8 @@ def _policy(buffer: Tensor, persistent: bool) -> str:
 def _state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters once each, tied ones under their first name, and buffers likewise.
 
-    That is ``{**dict(module.named_parameters()), **dict(module.named_buffers())}`` in a third of the time: it is asked
-    for twice in every client's turn.
+    That is ``{**dict(module.named_parameters()), **dict(module.named_buffers())}`` in a third of the time: it is called
+    twice in every client's turn.
     """
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}

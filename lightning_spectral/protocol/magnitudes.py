@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**40  # about 1.1e12: what the sums of `exact_sum` have room for from 2^13 clients
+LARGEST = 2.0**40  # about 1.1e12: what the sums of `exact_sum` have room for with 2^13 clients
 
 
 @torch.no_grad()
@@ -39,5 +39,5 @@ def can_be_summed(magnitude: float) -> bool:
 
 
 def _exact(end: Tensor) -> Tensor:
-    """A type that stacks with every floating-point type without loss."""
+    """The value in a type that stacks with every floating-point type without loss."""
     return end if end.is_floating_point() else end.double()

@@ -22,8 +22,8 @@ class Assigned(Generic[T]):
     """The value that each client of a federation has.
 
     Attributes:
-        values: The distinct values, in the order in which they were given. In a small federation a value with a small
-            share may belong to nobody.
+        values: The distinct values, in the order in which they were given. In a small federation no client may have a
+            value with a small share.
         indices: Which of ``values`` each client has, int64, shape ``(num_clients,)``. If there is only one value, a
             single number in memory.
     """
@@ -116,7 +116,7 @@ def _is_list(value: object) -> bool:
 
 
 def _entries(value: PerClient[T]) -> Sequence[T]:
-    """All values that are written down: one, the keys of the shares, or the list."""
+    """All given values: a single one, the keys of the shares, or the list."""
     if isinstance(value, Mapping):
         return list(value)
     return cast("Sequence[T]", value) if _is_list(value) else [cast("T", value)]

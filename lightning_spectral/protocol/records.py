@@ -1,4 +1,4 @@
-"""What travels between server and devices, and what is noted of it, field by field."""
+"""Records of what travels between server and devices, and of the outcome, field by field."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Download:
-    """What the server sends to one device: all that it must know to train.
+    """What the server sends to a device: everything it needs to train for one client.
 
     An algorithm gives the first three fields; the server's round fills in the others, which are the same for any
     algorithm.
 
     Attributes:
-        unit: Who is to train what.
+        unit: The client, and the model that it trains.
         capacity: The keep ratio of the sub-model to train.
         tensors: Every parameter and buffer of the sub-model by name.
         round_idx: Communication round, from 0.
@@ -46,7 +46,7 @@ class Download:
 
     @property
     def ids(self) -> tuple[int | str, ...]:
-        """What the device's random draws are derived from, beside the seed and their purpose."""
+        """What the device's random draws are derived from, besides the seed and their purpose."""
         return self.round_idx, *self.unit.ids
 
     @property
@@ -57,13 +57,13 @@ class Download:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The server's own note of what it drew for one unit; it stays at the server until the upload is there.
+    """The server's record of what it drew for one unit, kept at the server until the upload arrives.
 
     Attributes:
-        unit: Who was sent something.
+        unit: The unit that the download is for.
         capacity: The keep ratio of its sub-model.
-        drawn: For each sharded layer, the sorted indices of the sent terms, shape ``(n,)``; or whatever else an
-            algorithm has to remember.
+        drawn: For each sharded layer, the sorted indices of the sent terms, shape ``(n,)``; or any other tensors that
+            the algorithm needs when it adds the upload.
     """
 
     unit: WorkUnit
@@ -73,12 +73,12 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a device could not do what it was asked to do.
+    """An exception on a device.
 
     Attributes:
-        stage: What it was doing: ``"loading"``, ``"local training"`` or ``"collecting"``.
+        stage: The stage that failed: ``"loading"``, ``"local training"`` or ``"collecting"``.
         message: Type and text of the exception.
-        cause: The exception itself, where it was raised in this process; it does not travel.
+        cause: The exception itself, if it was raised in this process; it is not pickled.
     """
 
     stage: str
@@ -86,7 +86,7 @@ class Failure:
     cause: Exception | None = field(default=None, compare=False)
 
     def __reduce__(self) -> tuple[type[Failure], tuple[str, str]]:
-        """Leave the exception behind: not every one can be pickled."""
+        """Pickle without the exception, because not every exception can be pickled."""
         return Failure, (self.stage, self.message)
 
 
@@ -102,9 +102,9 @@ class Upload:
             them before the next upload is asked for, or copy them.
         num_steps: Local optimizer steps; one that gradient scaling skips, because a gradient overflowed, counts too.
         loss: Mean loss per example over all local epochs; NaN if no step was taken.
-        logged: Means of what the client's own ``self.log`` calls said.
-        left_out: Why there is nothing to average; ``None`` if there is.
-        failure: What went wrong on the device, where something did.
+        logged: Means of the values that the client logged with ``self.log``, by name.
+        left_out: Why the upload cannot be averaged; ``None`` if it can.
+        failure: What failed on the device; ``None`` if nothing did.
         seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.
     """
 
@@ -146,8 +146,8 @@ class ClientOutcome:
         downlink_bytes: Bytes sent to it.
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
-        virtual_seconds: When it was done, by the virtual clock; NaN without a clock, or if it never was.
-        logged: Means of what the client's own ``self.log`` calls said; nothing if it is left out.
+        virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
+        logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
     """
 
     round_idx: int
@@ -164,7 +164,7 @@ class ClientOutcome:
 
     @property
     def client_id(self) -> int:
-        """Which client."""
+        """The client's id, from 0."""
         return self.unit.client_id
 
 
@@ -179,7 +179,7 @@ class RoundSummary:
             longest.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
         logged: Example-weighted means over the round of what clients logged.
-        left_out: For each reason for which this run may leave clients out, for how many it did.
+        left_out: For each reason that this run allows, the number of clients left out.
     """
 
     round_idx: int
@@ -192,7 +192,7 @@ class RoundSummary:
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """One value that a client logged, or all clients of a round.
+    """The mean of one logged value, over a client's turn or over all clients of a round.
 
     Attributes:
         value: The example-weighted mean.

@@ -1,4 +1,4 @@
-"""Derived random generators: every draw belongs to a (seed, purpose, ids) and to nothing else."""
+"""Derived random generators: every draw depends on a seed, a purpose and ids, and on nothing else."""
 
 import hashlib
 import operator
@@ -66,11 +66,11 @@ def derived_generator(seed: int, purpose: str, *ids: int | str, device: torch.de
 class GlobalGenerators:
     """The global generators of a process: Python's, numpy's legacy one, and torch's on the CPU and on CUDA devices.
 
-    For code that is not ours: a user's dropout and augmentations draw from them. Saving and restoring takes longer
+    They serve code outside this package, such as a user's dropout and augmentations. Saving and restoring takes longer
     than seeding, so a round saves them once and seeds them for every client.
 
     Args:
-        devices: Devices whose global generators are among them. The CPU's always is; of other devices only CUDA's are.
+        devices: Devices whose global generators to include. The CPU's always is; of other devices only CUDA's are.
 
     Example:
         >>> generators = GlobalGenerators()
@@ -88,12 +88,12 @@ class GlobalGenerators:
         self._saved: tuple[Any, Any, list[torch.Tensor]] | None = None
 
     def save(self) -> None:
-        """Remember where they are."""
+        """Save the state of every generator."""
         of_torch = [generator.get_state() for generator in self._of_torch]
         self._saved = random.getstate(), np.random.get_state(), of_torch
 
     def seed(self, seed: int) -> None:
-        """Seed all of them from one integer."""
+        """Seed all generators from one integer."""
         random.seed(derived_seed(seed, "python"))
         np.random.seed(derived_seed(seed, "numpy") % 2**32)  # the legacy API takes 32 bits
         of_torch = derived_seed(seed, "torch")
@@ -102,7 +102,7 @@ class GlobalGenerators:
             generator.manual_seed(of_torch)
 
     def restore(self) -> None:
-        """Return to where they were when they were saved, if they were; a second time changes nothing."""
+        """Restore the saved states, if there are any; a second call changes nothing."""
         if self._saved is None:
             return
         (python_state, numpy_state, torch_states), self._saved = self._saved, None
@@ -114,14 +114,12 @@ class GlobalGenerators:
 
 @contextmanager
 def isolated_rng(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Seed the global generators for a block and restore them afterwards, also when the block raises.
+    """Seed the global generators for a block and restore them afterwards, even if the block raises.
 
     Args:
         seed: Seed of the block, any integer.
         devices: As for `GlobalGenerators`.
 
-    Yields:
-        Nothing.
 
     Example:
         >>> with isolated_rng(7):
@@ -150,7 +148,7 @@ def _cuda_generators(devices: Sequence[torch.device]) -> list[torch.Generator]:
     """Global generators of the distinct CUDA devices in ``devices``."""
     indices = {device.index for device in map(torch.device, devices) if device.type == "cuda"}
     if not indices:
-        return []  # do not wake CUDA up
+        return []  # do not initialise CUDA
     torch.cuda.init()  # type: ignore[no-untyped-call]
     current = torch.cuda.current_device()
     return [torch.cuda.default_generators[i] for i in sorted({current if i is None else i for i in indices})]

@@ -1,4 +1,4 @@
-"""Sums of several processes become one: exact, so that it does not matter who trained which client."""
+"""Adds up the sums of several processes exactly, so that it does not matter which of them trained a client."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Peers(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
 
     def gather(self, value: T) -> list[T]:
-        """What each process says, in the order of their ranks."""
+        """Gather one value from every process, in the order of their ranks."""
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace float64 tensors by their sums over processes, in place."""
 
 
 class RunningMean(Protocol):
-    """What several processes add up once each has its clients' part of a weighted mean."""
+    """A weighted mean that is summed client by client, and then over processes."""
 
     @property
     def weights(self) -> Weights:
-        """Weights so far."""
+        """The clients' weights so far."""
 
     @property
     def sums(self) -> list[ExactSum]:
@@ -42,7 +42,7 @@ class RunningMean(Protocol):
 
     @property
     def totals(self) -> list[Tensor]:
-        """All other sums, float64: there in every process."""
+        """All other sums, float64; every process has them."""
 
 
 def merge(mine: RunningMean, theirs: RunningMean) -> None:
@@ -65,8 +65,8 @@ def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
     if processes.size == 1:
         return
     mine = [(m.weights.sum, m.weights.num_terms, [s.coarse is not None for s in m.sums]) for m in means]
-    for mean, said in zip(means, zip(*processes.gather(mine), strict=True), strict=True):
-        steps, num_terms, has_coarse = zip(*said, strict=True)
+    for mean, gathered in zip(means, zip(*processes.gather(mine), strict=True), strict=True):
+        steps, num_terms, has_coarse = zip(*gathered, strict=True)
         mean.weights.count(sum(steps) - mean.weights.sum, sum(num_terms) - mean.weights.num_terms)
         for total, needed in zip(mean.sums, zip(*has_coarse, strict=True), strict=True):
             if any(needed):

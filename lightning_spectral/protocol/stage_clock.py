@@ -31,7 +31,7 @@ class StageClock:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Measure a block, also when it raises."""
+        """Measure a block, even if it raises."""
         start = time.perf_counter()
         try:
             with self.profile(stage):
@@ -40,6 +40,6 @@ class StageClock:
             self.seconds[stage] += time.perf_counter() - start
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add what was measured elsewhere."""
+        """Add seconds that were measured elsewhere."""
         for stage, more in seconds.items():
             self.seconds[stage] += more

@@ -30,8 +30,9 @@ class MeanChange:
     .. math:: 2^{-50}\, n\, \tfrac{T}{W}\, \text{unit} + 2^{-51}\, \big(1 + n\, \tfrac{T}{W}\big) \max_c |\Delta_c|.
 
     The first term is the rounding of n weighted changes to the grid, whose unit is the power of two above the
-    tensor's largest magnitude before training, at least 1. The 1 stands for the products, the join of two sums and
-    the division; what follows for the rounding of the weights, which vanishes if they are whole numbers.
+    tensor's largest magnitude before training, at least 1. In the second term, the 1 is the rounding of the products,
+    of the addition of two sums and of the division; the rest is that of the weights, which vanishes if they are whole
+    numbers.
 
     Args:
         before: The tensors every client started from, by name; they are read again for every client.
@@ -109,7 +110,7 @@ class MeanChange:
         merge(self, other)
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor's name and mean change, float64, made one after the other; zero where nobody contributed."""
+        """Each tensor's name and mean change, float64, computed one after another; zero if no client contributed."""
         divisor = self.weights.one if self._absolute else float(max(self.weights.sum, 1))
         for name, total in self._sums.items():
             yield name, total.total().div_(total.factor(divisor)).view(self.before[name].shape)
@@ -118,7 +119,7 @@ class MeanChange:
 class MeanTermChange:
     r"""Weighted mean, term by term, of how much the vectors of one layer's singular terms changed.
 
-    Term i averages over the clients that held it, :math:`\sum_c D_c \Delta u_i^c / \sum_c D_c`; a term that nobody
+    Term i averages over the clients that held it, :math:`\sum_c D_c \Delta u_i^c / \sum_c D_c`; a term that no client
     held does not change (Korzhenkov & Louizos 2024, section 3.1, step 3). The sums are exact, as in `MeanChange`.
 
     Args:
@@ -126,7 +127,7 @@ class MeanTermChange:
         v: Right vectors before training, shape ``(N, c_in k)``.
         total_weight: Sum of the weights of all clients that were asked.
         absolute: Whether weights are the coefficients of an unbiased estimate: each term's mean is then multiplied by
-            the sum of the weights of all who reported, whether they held it or not.
+            the sum of the weights of all clients that reported, whether they held it or not.
     """
 
     def __init__(self, u: Tensor, v: Tensor, total_weight: float, absolute: bool = False) -> None:
@@ -139,7 +140,7 @@ class MeanTermChange:
 
     @property
     def sums(self) -> list[ExactSum]:
-        """Of the left and of the right vectors."""
+        """The sums of the left and of the right vectors."""
         return [self._u.sum, self._v.sum]
 
     @property

@@ -15,10 +15,10 @@ class TermSum:
     """Sum over clients of the weighted change of the vectors of their terms.
 
     Args:
-        name: What an error calls it.
+        name: Name of the factor in error messages.
         before: All vectors before training, one for each of the N terms; read again for every client.
         dim: Dimension of the terms: 1 for left vectors, ``(c_out, N)``, and 0 for right ones, ``(N, c_in k)``.
-        magnitude: The largest of ``before``.
+        magnitude: Largest absolute value of ``before``.
 
     Attributes:
         sum: The sum, of the shape of ``before``.

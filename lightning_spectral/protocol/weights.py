@@ -1,4 +1,4 @@
-"""The clients' weights in one round's average, as whole numbers of steps: their sums depend on no order."""
+"""The clients' weights in one round's average, as whole numbers of steps, whose sums do not depend on the order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ONE = 2.0**52  # steps in a weight of 1, once weights are scaled
 class Weights:
     r"""The weights that clients have in a round's average, and their sum so far.
 
-    They are scaled by the power of two above the cohort's total T, so that together they are at most 1, and rounded
-    once, each for itself, to whole numbers of steps of 2^-52. Those numbers multiply the clients' tensors, and it is
-    them that are summed. So every weighted mean is that of weights a tiny bit off, by at most
-    :math:`2^{-52}\, T`; whole numbers, such as numbers of examples, stay as they are.
+    They are scaled by the power of two above the cohort's total T, so that together they are at most 1, and each is
+    rounded once, on its own, to a whole number of steps of 2^-52. Those whole numbers multiply the clients' tensors,
+    and their sum divides the result. So a weighted mean is that of weights that differ from the given ones by at most
+    :math:`2^{-52}\, T`; whole numbers, such as numbers of examples, do not change.
 
     Args:
-        total: Sum of the weights of everyone asked, an upper bound for the sum of those who report.
+        total: Sum of the weights of all clients asked, an upper bound for the sum over those that report.
 
     Attributes:
         sum: Sum of the weights so far, in steps.
@@ -53,7 +53,7 @@ class Weights:
         return math.ldexp(ONE, -self._exponent)
 
     def add(self, weight: float) -> int:
-        """Count one client's weight; returns it in steps.
+        """Count one client's weight, and return it in steps.
 
         Raises:
             ValueError: If it is not between 0 and the total, or the weights sum to more than the total.
@@ -69,7 +69,7 @@ class Weights:
         """Count weights that were rounded elsewhere; errors as for `add`."""
         if self.num_terms + num_terms > MOST_TERMS:
             raise OverflowError(f"An exact sum has room for {MOST_TERMS} terms; ask fewer clients in a round.")
-        # a step more for each term: the weights' own rounding, and that of whoever added up the total
+        # one step of slack for each term: the rounding of the weights and of their total
         if self.sum + steps > self._steps(self.total) + MOST_TERMS:
             raise ValueError(
                 f"The weights sum to more than `total_weight`={self.total:g}; give the sum of all of them."

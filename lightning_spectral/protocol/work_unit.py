@@ -10,7 +10,7 @@ class WorkUnit(NamedTuple):
 
     Attributes:
         client_id: Which client, from 0.
-        model: Which model; ``""`` where there is one.
+        model: Which model; ``""`` if there is only one.
         coefficient: Its weight in the average, any non-negative number. Under uniform participation its number of
             examples D; the average divides by the sum over those who reported.
 
@@ -25,10 +25,10 @@ class WorkUnit(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str]:
-        """Client and model: one unit of a round has it, whatever its coefficient."""
+        """Client and model, which identify a unit within a round whatever its coefficient."""
         return self.client_id, self.model
 
     @property
     def ids(self) -> tuple[int | str, ...]:
-        """What its random draws are derived from; a single model has no name in them."""
+        """What its random draws are derived from; without the model if there is only one."""
         return self.key if self.model else (self.client_id,)

@@ -1,4 +1,4 @@
-"""One round after another: who trains next, what came back, and the step that follows."""
+"""The server half of a run: rounds, clients' turns, averages and the server's step."""
 
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 

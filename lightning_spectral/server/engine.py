@@ -1,4 +1,4 @@
-"""One round after another: plain torch, told when by callbacks and what by an algorithm."""
+"""Opens and closes rounds, in plain torch: callbacks decide when, an algorithm decides what."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Engine:
     """Opens and closes the rounds of a run.
 
     Args:
-        run: What all rounds have in common.
-        make_executor: Called when the first round opens: who runs the device half.
+        run: Settings and state shared by all rounds.
+        make_executor: Creates what runs the device half; called when the first round opens.
     """
 
     def __init__(self, run: Run, make_executor: Callable[[], Executor]) -> None:
@@ -29,7 +29,7 @@ class Engine:
 
     @property
     def round_is_open(self) -> bool:
-        """Whether clients have been, or are being, trained whose updates the server's weights do not have yet."""
+        """Whether a round is open: updates of its clients are not yet in the server's weights."""
         return self._round is not None
 
     @property
@@ -39,7 +39,7 @@ class Engine:
         return self._round
 
     def open_round(self, round_idx: int, num_examples: Mapping[WorkUnit, int]) -> OpenRound:
-        """Look at the server's weights once and prepare for this cohort.
+        """Open a round: prepare it for its cohort from the server's weights.
 
         Args:
             round_idx: Communication round, from 0.
@@ -54,8 +54,8 @@ class Engine:
     def close_round(self) -> RoundSummary:
         """Finish the average: afterwards parameters of the server, or of its state, carry the pseudo-gradient.
 
-        All processes call it together and end with the same. If no client is left, and `Faults` allows it, there is no
-        gradient, and the server's step changes nothing.
+        All processes call it together and get the same result. If no client is left, and `Faults` allows it, there is
+        no gradient, and the server's step changes nothing.
 
         Raises:
             ClientError: If a client failed in one of several processes.
@@ -70,12 +70,12 @@ class Engine:
         return summary
 
     def abandon_round(self) -> None:
-        """Leave a round that will not be finished, if one is open."""
+        """End a round that will not be finished, if one is open."""
         if self._round is not None:
             self._round.executor.end_round()
 
     def settle(self) -> None:
-        """After the server optimizer stepped: write what follows from the algorithm's state into the server."""
+        """Update the server's module from the algorithm's state, after the server optimizer's step."""
         self.run.algorithm.settle(self.run.server, self.run.state)
         self.server_is_stepping = False
 

@@ -1,4 +1,4 @@
-"""Who runs the device half of a round: the contract, and one client after another."""
+"""The interface of what runs the device half of a round, and an implementation that trains one client at a time."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from lightning_spectral.protocol.records import Download, Upload
 
 
 class Executor(ABC):
-    """Brings downloads to devices and uploads back. It knows nothing of algorithms."""
+    """Sends downloads to devices and returns their uploads, independently of the algorithm."""
 
     @abstractmethod
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield one upload for each download, in any order.
 
-        The server reads an upload before it asks for the next one, or owns a copy: the tensors of an upload may be the
-        memory in which the next client trains. A device that fails says so in `Upload.failure`.
+        The server reads or copies an upload before it asks for the next one, because its tensors may be the memory in
+        which the next client trains. A device that fails reports it in `Upload.failure`.
         """
 
     def begin_round(self) -> None:
-        """Called when a round opens. Here: nothing to prepare."""
+        """Prepare for a round; called when it opens. By default nothing."""
         return None
 
     def end_round(self) -> None:
-        """Called when all clients of a round have trained, or when it fails. Here: nothing to clear up."""
+        """Clean up after a round; called when all its clients have trained, or when it fails. By default nothing."""
         return None
 
 
 class SequentialExecutor(Executor):
     """Trains one client after another on a device in this process.
 
-    From a round's beginning to its end the process's global generators are the clients'.
+    From the beginning of a round to its end, the clients' seeds govern the global generators of the process.
 
     Args:
-        device: Where all of them train.
+        device: The device on which all clients train.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def begin_round(self) -> None:
-        """Remember the state of the global generators."""
+        """Save the state of the global generators."""
         self.device.generators.save()
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:

@@ -28,7 +28,7 @@ class Raise:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Go on without the client: it enters no average, and is counted.
+    """Continue without the client: it is left out of the average, and counted.
 
     Args:
         max_share: Largest share of a round's clients that may be left out for this reason; if there are more,
@@ -55,8 +55,8 @@ class Faults:
         on_no_update: No optimizer step, although there was something to train: ``training_step`` returned ``None``
             for every batch.
         on_no_data: A client to which the partition gives no examples. `Raise` refuses such a partition at once.
-        on_dropped_out: `ClientDropout` let it drop out.
-        on_late: It missed the deadline of the `VirtualClock`.
+        on_dropped_out: A client that drops out, as `ClientDropout` simulates.
+        on_late: A client that misses the deadline of the `VirtualClock`.
 
     Raises:
         TypeError: If an answer is neither `Raise` nor `LeaveOut`.
@@ -94,12 +94,12 @@ class Faults:
         return isinstance(self.answer(reason), Raise)
 
     def exclusion_reasons(self, conditions: Conditions) -> tuple[ExclusionReason, ...]:
-        """Why clients may be left out of a run's rounds."""
+        """The reasons for which a run may leave clients out of its rounds."""
         own: tuple[ExclusionReason, ...] = ("error", "not_finite", "no_update", "no_data")
         return tuple(reason for reason in own + conditions.exclusion_reasons if not self.ends_run(reason))
 
     def check_round(self, round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
-        """Refuse a round that lost more clients than allowed.
+        """Check that a round lost no more clients than allowed.
 
         Raises:
             RoundError: Names the reason, the clients and what to do.
@@ -117,11 +117,11 @@ class Faults:
 
 def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason, list[int]]:
     """Ids of the clients that were left out, by reason."""
-    gone: dict[ExclusionReason, list[int]] = defaultdict(list)
+    by_reason: dict[ExclusionReason, list[int]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.left_out is not None:
-            gone[outcome.left_out].append(outcome.client_id)
-    return dict(gone)
+            by_reason[outcome.left_out].append(outcome.client_id)
+    return dict(by_reason)
 
 
 def _named(client_ids: Sequence[int]) -> str:

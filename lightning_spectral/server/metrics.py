@@ -13,7 +13,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
     """Collect the metrics to log for a finished round.
 
     Returns:
-        - ``fl/round``: its index, from 0; the x axis of all other metrics.
+        - ``fl/round``: index of the round, from 0; the x axis of all other metrics.
         - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
         - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: clients in the average, clients left out of it,
           examples of those in it.

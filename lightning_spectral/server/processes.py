@@ -1,4 +1,4 @@
-"""What the processes of a run say to each other: plain torch.distributed, and nothing at all in a single one."""
+"""Communication between the processes of a run, in plain torch.distributed; a single process does not communicate."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Processes:
     """This process among those that train the same rounds; all of them call these methods together.
 
     Attributes:
-        rank: Which one this is, from 0.
-        size: How many there are.
-        device: Where this process holds tensors.
+        rank: Rank of this process, from 0.
+        size: Number of processes.
+        device: Device on which this process holds tensors.
 
     Example:
         >>> Processes().gather("alone")
@@ -38,7 +38,7 @@ class Processes:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def gather(self, value: T) -> list[T]:
-        """What each process says, in the order of their ranks; for plain numbers and strings."""
+        """Gather one picklable value from every process, in the order of their ranks."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -58,11 +58,11 @@ class Processes:
                 tensor.copy_(total.view_as(tensor))
 
     def share_out(self, pieces: Sequence[T], do: Callable[[T], Tensors], cost: Callable[[T], float]) -> list[Tensors]:
-        """Do each piece of work in one process and hand its tensors to all: the same bits everywhere.
+        """Do each piece of work in one process and send its tensors to all, which get the same bits.
 
         Args:
             pieces: The work, the same list in every process.
-            do: From a piece to its tensors.
+            do: Maps a piece to its tensors.
             cost: Predicted time of a piece, any unit.
 
         Raises:
@@ -72,24 +72,24 @@ class Processes:
             return [do(piece) for piece in pieces]
         dealt = deal([cost(piece) for piece in pieces], self.size)
         mine, error = _try_all(do, [pieces[i] for i in dealt[self.rank]])
-        said = self.gather((_text(error), [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in mine]))
-        raise_everywhere([text for text, _ in said], error, RoundError)
+        gathered = self.gather((_text(error), [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in mine]))
+        raise_everywhere([text for text, _ in gathered], error, RoundError)
         results: dict[int, Tensors] = {}
-        for owner, (_, layout) in enumerate(said):
-            results.update(zip(dealt[owner], self._hand_on(owner, mine, layout), strict=True))
+        for owner, (_, layout) in enumerate(gathered):
+            results.update(zip(dealt[owner], self._broadcast(owner, mine, layout), strict=True))
         return [results[i] for i in range(len(pieces))]
 
-    def _hand_on(self, owner: int, mine: list[Tensors], layout: Layout) -> list[Tensors]:
-        """What one process made, in all of them: one message for each type of number."""
-        made = mine if owner == self.rank else [self._empty(one) for one in layout]
+    def _broadcast(self, owner: int, mine: list[Tensors], layout: Layout) -> list[Tensors]:
+        """Broadcast the tensors that one process computed, in one message for each dtype."""
+        received = mine if owner == self.rank else [self._empty(one) for one in layout]
         for dtype in dict.fromkeys(dtype for one in layout for _, dtype in one):
-            tensors = [tensor for one in made for tensor in one if tensor.dtype == dtype]
+            tensors = [tensor for one in received for tensor in one if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, owner)
             if owner != self.rank:
                 for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                     tensor.copy_(values.view_as(tensor))
-        return made
+        return received
 
     def _empty(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensors:
         return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in layout)
@@ -99,8 +99,8 @@ def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: t
     """Raise the same error in every process if anything failed in one of them.
 
     Args:
-        texts: What failed, by process, in each of them the same; ``None`` where nothing did.
-        own: What failed in this one.
+        texts: Error message of each process, the same list in all of them; ``None`` where nothing failed.
+        own: The exception of this process, if there is one.
         kind: Class of the error.
 
     Example:
@@ -124,7 +124,7 @@ def _text(error: Exception | None) -> str | None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of together at most 2^22 values, or a single larger one."""
+    """Runs of tensors that together have at most 2^22 values, or of a single larger tensor."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(t.numel() for t in [*bucket, tensor]) > _BUCKET:

@@ -25,18 +25,18 @@ from lightning_spectral.simulation import SimulatedTask
 
 
 class OpenRound:
-    """One round of a run, from the look at the server's weights to the pseudo-gradient.
+    """One round of a run, from reading the server's weights to the pseudo-gradient.
 
     Args:
-        run: What all rounds have in common.
-        executor: Who runs the device half.
+        run: Settings and state shared by all rounds.
+        executor: What runs the device half.
         round_idx: Communication round, from 0.
         num_examples: Number of examples of each unit that takes part, in the cohort's order.
 
     Attributes:
-        opened: What the algorithm made of the server's weights.
-        outcomes: Of the units that this process has received.
-        failure: What failed in this process, where several have to meet before it can be raised.
+        opened: The round as the algorithm opened it.
+        outcomes: Outcomes of the units that this process has received.
+        failure: A failure in this process that is raised once all processes meet.
     """
 
     def __init__(self, run: Run, executor: Executor, round_idx: int, num_examples: Mapping[WorkUnit, int]) -> None:
@@ -63,14 +63,14 @@ class OpenRound:
         return Cohort(self.run.seed, self.round_idx, units, self.run.processes, self.run.store)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
-        """What a client is asked to do; how large its sub-model is, only for a clock that wants to know."""
+        """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
         run, size = self.run, SubModelSize()
         if run.conditions.clock is not None:
             size = run.sizes.of(run.algorithm, run.server, self.opened, unit, self.cohort.keep_ratio_of(unit))
         return SimulatedTask(self.cohort.keep_ratio_of(unit), self.num_examples[unit], run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Draw what one unit gets, and say what it has to know to train on it."""
+        """Draw the download of one unit, and complete it with what is common to all of them."""
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
             download, receipt = self.run.algorithm.send(self.opened, unit)
         run, round_idx = self.run, self.round_idx
@@ -81,9 +81,9 @@ class OpenRound:
 
     @contextmanager
     def containing_failures(self, unit: WorkUnit) -> Iterator[None]:
-        """Around the work for one unit: among several processes a failure waits until all meet in `gather`.
+        """Hold a failure in the work for one unit back until all processes meet in `gather`, if there are several.
 
-        Raised at once it would leave the others waiting for this process.
+        If it were raised at once, the others would wait for this process.
         """
         try:
             yield
@@ -106,7 +106,7 @@ class OpenRound:
         outcomes = self._meet()
         self.run.faults.check_round(self.round_idx, outcomes)
         if all(outcome.left_out for outcome in outcomes):
-            _warn_nobody_left(self.round_idx, outcomes)
+            _warn_no_client_left(self.round_idx, outcomes)
         else:
             with self.clock.measure("aggregate"):
                 if self.run.processes.size > 1:  # an algorithm that has no running means trains in a single one
@@ -114,22 +114,22 @@ class OpenRound:
         return outcomes
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
-        """Exchange what each process has to say of its clients; an error everywhere if one failed."""
+        """Exchange the outcomes of all processes; raise an error in each of them if one failed."""
         processes, store = self.run.processes, self.run.store
         failure = None if self.failure is None else str(self.failure)
         written = store.written() if processes.size > 1 else {}
-        said = processes.gather((failure, self.outcomes, self.clock.seconds, written))
-        raise_everywhere([failure for failure, *_ in said], self.failure, ClientError)
-        self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in said) for stage in STAGES}
-        for rank, (*_, written) in enumerate(said):
+        gathered = processes.gather((failure, self.outcomes, self.clock.seconds, written))
+        raise_everywhere([failure for failure, *_ in gathered], self.failure, ClientError)
+        self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in gathered) for stage in STAGES}
+        for rank, (*_, written) in enumerate(gathered):
             if rank != processes.rank:
                 store.merge(written, processes.device)
         places = {unit.key: place for place, unit in enumerate(self.num_examples)}
-        outcomes = [outcome for _, outcomes, _, _ in said for outcome in outcomes]
+        outcomes = [outcome for _, outcomes, _, _ in gathered for outcome in outcomes]
         return tuple(sorted(outcomes, key=lambda outcome: places[outcome.unit.key]))
 
     def apply(self, outcomes: Sequence[ClientOutcome]) -> RoundSummary:
-        """Turn the sums into pseudo-gradients, unless nobody is left to average."""
+        """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""
         run = self.run
         if not all(outcome.left_out for outcome in outcomes):
             with self.clock.measure("apply"):
@@ -140,15 +140,15 @@ class OpenRound:
         run.store.commit()
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)
-        gone = clients_by_reason(outcomes)
-        counts = {reason: len(gone.get(reason, ())) for reason in run.faults.exclusion_reasons(run.conditions)}
+        left_out = clients_by_reason(outcomes)
+        counts = {reason: len(left_out.get(reason, ())) for reason in run.faults.exclusion_reasons(run.conditions)}
         means = round_means(outcomes)
         return RoundSummary(self.round_idx, tuple(outcomes), dict(self.clock.seconds), diagnostics, means, counts)
 
 
 @contextmanager
 def address(round_idx: int, unit: WorkUnit, stage: str) -> Iterator[None]:
-    """Name the round, the client and the stage of whatever fails."""
+    """Raise any failure within the block as a `ClientError` that names the round, the client and the stage."""
     try:
         yield
     except Exception as error:
@@ -162,7 +162,7 @@ def client_error(round_idx: int, unit: WorkUnit, stage: str, error: Exception | 
 
 
 def named(unit: WorkUnit) -> str:
-    """A unit in a sentence.
+    """Name a unit in a message.
 
     Example:
         >>> named(WorkUnit(3)), named(WorkUnit(3, "words"))
@@ -171,7 +171,7 @@ def named(unit: WorkUnit) -> str:
     return f"client {unit.client_id}" + (f", model {unit.model!r}" if unit.model else "")
 
 
-def _warn_nobody_left(round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
+def _warn_no_client_left(round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
     why = ", ".join(f"{len(ids)} {reason}" for reason, ids in clients_by_reason(outcomes).items())
     warnings.warn(
         f"Round {round_idx}: no client is left to average ({why}); the server's weights are unchanged.",

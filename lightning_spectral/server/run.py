@@ -1,4 +1,4 @@
-"""What all rounds of a run have in common."""
+"""Settings and state shared by all rounds of a run."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def _no_options() -> tuple[tuple[Options, ...], ...]:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One federated run, as its rounds see it.
+    """One federated run: settings and state shared by all of its rounds.
 
     Attributes:
         server: The user's module with dense weights.
-        algorithm: What travels, prepared for ``server``.
+        algorithm: The algorithm, prepared for ``server``.
         state: What the algorithm owns between rounds; ``None`` for nothing.
         keep_ratios: Keep ratio of every client.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
-        options: Asked once a round: for each of the user's optimizers, the options of its parameter groups.
+        options: Called once a round: for each of the user's optimizers, the options of its parameter groups.
         faults: What to do about clients that do not report back.
-        conditions: Who does not, in a simulation.
-        processes: Who trains the clients of a round; each has a run of its own, over the same server.
-        store: What the server remembers of single clients.
-        sizes: How large sub-models are, measured for a virtual clock.
-        profile: Entered around each stage, by its name.
+        conditions: Simulated dropout and device speed.
+        processes: The processes that train the clients of a round; each has its own `Run`, with the same weights.
+        store: State of single clients that the server keeps.
+        sizes: Sizes of sub-models, measured for a virtual clock.
+        profile: Maps the name of a stage to a context manager that is entered around it.
     """
 
     server: nn.Module
@@ -66,5 +66,5 @@ class Run:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """Dropout and device speed, as they were assigned to the clients."""
+        """Dropout and device speed as assigned to the clients."""
         return self.conditions.prepare(len(self.keep_ratios), self.seed)

@@ -1,4 +1,4 @@
-"""Which process does what: work dealt so that all finish together, or slot by slot."""
+"""Assigns work to processes: dealt so that all finish together, or scheduled slot by slot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Slots = list[WorkUnit | None]
 
 
 def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
-    """Deal pieces of work to processes, the longest first, each to the process that has least so far.
+    """Deal pieces of work to processes, the longest first, each to the process with the least work so far.
 
     Args:
         work: Predicted time of each piece, any unit, not negative.
-        num_processes: How many share the work.
+        num_processes: Number of processes that share the work.
 
     Returns:
         For each process its pieces, by index, longest first. A pure function: ties go to the lower index.
@@ -51,12 +51,12 @@ def schedule(units: Sequence[WorkUnit], work: Sequence[float], num_processes: in
     Lightning lets no process begin a slot before all have finished the one before, so a slot lasts as long as its
     longest unit. Units of similar size therefore share a slot: they are sorted, longest first, and dealt row by row.
     With P processes a round is longer than an even share of its work by at most (P - 1) / P times the difference
-    between the longest unit and the shortest, if nobody idles. A single process takes the units in the given order.
+    between the longest unit and the shortest, if none idles. A single process takes the units in the given order.
 
     Args:
         units: The round's units.
         work: Predicted time of each, any unit of time.
-        num_processes: How many share the round.
+        num_processes: Number of processes that share the round.
 
     Example:
         >>> slots = schedule([WorkUnit(7), WorkUnit(8), WorkUnit(9)], [50.0, 100.0, 40.0], num_processes=2)

@@ -1,4 +1,4 @@
-"""How large sub-models are, and what travels for them: what a virtual clock wants to know."""
+"""Sizes of sub-models and of what travels for them, which a virtual clock needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SubModelSize(NamedTuple):
 
 
 class SubModelSizes:
-    """Measures each keep ratio once, on a sub-model that is thrown away."""
+    """Measures the size of each keep ratio once, on a temporary sub-model."""
 
     def __init__(self) -> None:
         self._sizes: dict[float, SubModelSize] = {}

@@ -41,17 +41,17 @@ class Turn:
         return self.round.round_idx
 
     def send(self) -> None:
-        """Draw what the client gets. One without data gets nothing: it reports that before anything is sent."""
+        """Draw the client's download. A client without data reports that beforehand and is sent nothing."""
         if self.simulated.left_out != "no_data":
             self.download, self._receipt = self.round.send(self.unit)
 
     @property
     def takes_part(self) -> bool:
-        """Whether the client is going to train: whoever will not report back does not train in vain."""
+        """Whether the client trains: one that will not report back does not."""
         return self.download is not None and self.simulated.left_out is None
 
     def train(self) -> None:
-        """Have the client train, unless the round will go on without it.
+        """Train the client, unless the round continues without it.
 
         Raises:
             ClientError: If training fails and `Faults.on_error` says `Raise`.
@@ -63,7 +63,7 @@ class Turn:
             self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
 
     def answer(self, upload: Upload) -> None:
-        """Take what the client's device sent back.
+        """Accept the upload of the client's device.
 
         Raises:
             ClientError: If the device failed, and `Faults` does not allow the round to go on without it.
@@ -74,7 +74,7 @@ class Turn:
         self.upload = upload
 
     def _check(self, failure: Failure) -> None:
-        """A failure to load or to collect is the algorithm's own, which no policy excuses."""
+        """Raise a failure that `Faults` does not tolerate; one to load or to collect is the algorithm's fault."""
         if failure.stage != "local training" or self.round.run.faults.ends_run("error"):
             raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
 
@@ -116,7 +116,7 @@ class Turn:
         )
 
     def _leave_out(self, reason: ExclusionReason, message: str) -> None:
-        """Go on without the client, with a warning unless that was to be expected."""
+        """Continue without the client if `Faults` allows it, with a warning unless that was to be expected."""
         what = f"{EXPLANATIONS[reason]} ({message})" if message else EXPLANATIONS[reason]
         if self.round.run.faults.ends_run(reason):
             raise ClientError(
@@ -132,7 +132,7 @@ class Turn:
 
 
 def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
-    """Send to some units, have the executor run all of them, and receive what comes back, in any order."""
+    """Play the turns of some units: send every download, then receive the uploads in any order."""
     turns = {unit.key: Turn(opened, unit) for unit in units}
     for turn in turns.values():
         turn.send()
@@ -147,6 +147,6 @@ def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
 
 
 def _too_large(upload: Upload) -> str:
-    """What is wrong with an upload that is finite and cannot be summed; nothing to add if it is not finite."""
+    """Why an upload of finite values cannot be summed; empty if its values are not finite."""
     magnitudes = upload.largest.values()
     return f"it holds values up to {max(magnitudes):.0e}" if all(map(math.isfinite, magnitudes)) else ""

@@ -1,4 +1,4 @@
-"""How long clients take, on a clock that no machine has to wait for."""
+"""A virtual clock, which predicts how long clients take without waiting for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeviceProfile:
     """The speed of one type of device.
 
     Args:
-        downlink: Bytes per second that it receives; ``float("inf")`` for no time at all.
+        downlink: Bytes per second that it receives; ``float("inf")`` if transfers take no time.
         uplink: Bytes per second that it sends.
         macs_per_second: Multiply-accumulates per second that it computes while training.
 
@@ -63,7 +63,7 @@ class VirtualClock:
     """Predicts when each client of a round finishes, from the speed of its device.
 
     A client takes ``downlink_bytes / downlink + 3 macs * num_examples * local_epochs / macs_per_second + uplink_bytes
-    / uplink`` seconds; all clients of a round begin together. How long anything really takes plays no part.
+    / uplink`` seconds; all clients of a round begin together. Real time plays no part.
 
     Args:
         profiles: One for all clients; ``{profile: share of clients}``; or one per client.
@@ -78,7 +78,7 @@ class VirtualClock:
         ValueError: If shares are not positive or do not sum to 1, or ``deadline`` or ``keep_first`` is not positive.
 
     Note:
-        A client that drops out is missed: the server waits for it until the deadline, or, without one, not at all.
+        The server waits for a client that drops out until the deadline, or, without a deadline, not at all.
 
     Example:
         >>> phone = DeviceProfile(downlink=1e6, uplink=1e5, macs_per_second=1e9)
@@ -97,7 +97,7 @@ class VirtualClock:
     profiles: PerClient[DeviceProfile]
     deadline: float = math.inf
     keep_first: int | None = None
-    # a function's repr has its address, and a run's identity, to which the clock's repr belongs, must not
+    # the repr of a function contains its address, which must not enter a run's configuration
     macs: Mapping[float, float] | Callable[[float], float] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ class Conditions:
 
     @property
     def exclusion_reasons(self) -> tuple[ExclusionReason, ...]:
-        """Why clients may be left out under these conditions."""
+        """The reasons for which clients may be left out under these conditions."""
         possible: dict[ExclusionReason, bool] = {
             "dropped_out": self.dropout is not None,
             "late": self.clock is not None and self.clock.deadline < math.inf,

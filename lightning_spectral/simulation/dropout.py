@@ -13,7 +13,7 @@ __all__ = ["ClientDropout", "drops_out"]
 
 @dataclass(frozen=True)
 class ClientDropout:
-    """Lets clients drop out of rounds: such a client is sent its sub-model, trains nothing and returns nothing.
+    """Makes clients drop out of rounds: such a client is sent its sub-model, trains nothing and returns nothing.
 
     Whether a client drops out depends on the run's seed, the round and the client alone: not on who else takes part,
     nor on where a run was resumed.
@@ -46,13 +46,13 @@ class ClientDropout:
 
 
 def drops_out(probability: float, seed: int, round_idx: int, unit: WorkUnit) -> bool:
-    """Whether a unit drops out of a round: a coin of its own for each unit and round.
+    """Whether a unit drops out of a round: an independent draw for each unit and round.
 
     Example:
         >>> sum(drops_out(0.25, 0, 0, WorkUnit(client_id)) for client_id in range(1000))
         250
     """
-    # a derived seed is a uniform integer below 2**63: no generator is needed for a single coin
+    # a derived seed is a uniform integer below 2**63: no generator is needed for a single draw
     return derived_seed(seed, "client dropout", round_idx, *unit.ids) < probability * 2**63
 
 

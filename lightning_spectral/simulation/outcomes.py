@@ -1,4 +1,4 @@
-"""Which clients of a round report back: known before anybody trains, so nobody trains in vain."""
+"""Which clients of a round report back: decided before training, so that no client trains in vain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SimulatedOutcome:
 
     Attributes:
         left_out: Why its update will not be used; ``None`` if it is to train.
-        seconds: When it is done, by the virtual clock; NaN without a clock, or if it never is.
+        seconds: When it finishes, by the virtual clock; NaN without a clock, or if it never finishes.
     """
 
     left_out: ExclusionReason | None = None
@@ -67,25 +67,25 @@ class Simulation:
     def outcomes(self, round_idx: int, tasks: Mapping[WorkUnit, SimulatedTask]) -> SimulatedRound:
         """The outcome of each unit: a pure function of the arguments, whatever their order.
 
-        A client without data says so at once; one that drops out is never heard of again. Of the others, in the order
-        in which they finish, the first `VirtualClock.keep_first` are kept, unless they are late.
+        A client without data reports that at once; one that drops out never reports. Of the others, in the order in
+        which they finish, the first `VirtualClock.keep_first` are kept, unless they are late.
 
         Args:
             round_idx: Communication round, from 0.
             tasks: What each unit is asked to do.
         """
-        outcomes = {unit.key: self._without_others(round_idx, unit, task) for unit, task in tasks.items()}
+        outcomes = {unit.key: self._outcome_alone(round_idx, unit, task) for unit, task in tasks.items()}
         if self.clock is None:
             return SimulatedRound(outcomes)
         if self.clock.keep_first is not None:
             finished = [unit for unit in tasks if outcomes[unit.key].left_out is None]
-            finished.sort(key=lambda unit: (outcomes[unit.key].seconds, self._photo_finish(round_idx, unit)))
+            finished.sort(key=lambda unit: (outcomes[unit.key].seconds, self._tie_break(round_idx, unit)))
             for unit in finished[self.clock.keep_first :]:
                 outcomes[unit.key] = SimulatedOutcome("surplus", outcomes[unit.key].seconds)
         return SimulatedRound(outcomes, _round_seconds(self.clock, outcomes.values()))
 
-    def _without_others(self, round_idx: int, unit: WorkUnit, task: SimulatedTask) -> SimulatedOutcome:
-        """The outcome as far as it depends on this unit alone: all but being surplus."""
+    def _outcome_alone(self, round_idx: int, unit: WorkUnit, task: SimulatedTask) -> SimulatedOutcome:
+        """The outcome as far as it depends on this unit alone: everything except being surplus."""
         if task.num_examples == 0:
             return SimulatedOutcome("no_data")
         if self._drops_out(round_idx, unit):
@@ -100,8 +100,8 @@ class Simulation:
             return False
         return drops_out(self.probabilities.of(unit.client_id), self.seed, round_idx, unit)
 
-    def _photo_finish(self, round_idx: int, unit: WorkUnit) -> int:
-        """Place among equal devices, which finish together: drawn, so that no client's number puts it first."""
+    def _tie_break(self, round_idx: int, unit: WorkUnit) -> int:
+        """Order among devices that finish at the same time: drawn, so that it does not depend on client ids."""
         return derived_seed(self.seed, "photo finish", round_idx, *unit.ids)
 
 

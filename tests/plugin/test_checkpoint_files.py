@@ -87,7 +87,7 @@ class TestFinding:
         whole = (saved / "two.ckpt").read_bytes()
         (saved / "two.ckpt").write_bytes(whole[: int(share * len(whole))])
         set_age(saved / "two.ckpt", 100)
-        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt is not a whole checkpoint and is passed over"):
+        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt is not a whole checkpoint and is skipped"):
             assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
 
     def test_a_damaged_weight_is_noticed(self, saved: Path) -> None:

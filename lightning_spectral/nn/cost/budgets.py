@@ -16,7 +16,7 @@ from lightning_spectral.nn.plan.trace import Example
 
 Budget = float | Sequence[float]
 
-# All of them grow with the keep ratio, which the search rests on.
+# All of them grow with the keep ratio, which the search relies on.
 NEEDS: Mapping[str, Callable[[Cost], int]] = MappingProxyType(
     {
         "budget_bytes": lambda cost: cost.round_bytes,

@@ -67,8 +67,8 @@ def costs_of(
     example = example_of(module) if example_input is None else example_input
     if example is None:
         raise ValueError(
-            "What a module costs shows in a forward pass: give `example_input`, a batch as clients train on, or set "
-            "the module's `example_input_array`."
+            "The cost of a module is counted in a forward pass: give `example_input`, a batch as clients train on, or "
+            "set the module's `example_input_array`."
         )
     return _count(module, example, plan_of(module, layers, example))
 
@@ -85,7 +85,7 @@ def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
 
 
 def _sent(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
-    """Parameters and bytes of what is not sharded, by the functions that make up a round."""
+    """Parameters and bytes of what is not sharded, computed by the functions that a round uses."""
     return Cost(
         parameters=sum(p.numel() for name, p in module.named_parameters() if name not in without),
         downlink_bytes=num_bytes(travelling_tensors(module, without)),
@@ -94,7 +94,7 @@ def _sent(module: nn.Module, without: Collection[str], keep_buffers: Sequence[st
 
 
 def _passed(counted: CountedPass | Cost) -> Cost:
-    """The part of a cost that a forward pass shows."""
+    """The part of a cost that is counted in a forward pass."""
     return Cost(macs=counted.macs, kept_values=counted.kept_values, kept_bytes=counted.kept_bytes)
 
 

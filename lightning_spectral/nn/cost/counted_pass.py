@@ -90,7 +90,7 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
 
 
 class _Kept:
-    """The distinct storages of saved tensors; holding them keeps their memory from being used again during the pass."""
+    """The distinct storages of saved tensors; holding them keeps their memory from being reused during the pass."""
 
     def __init__(self, others: Iterable[Any]) -> None:
         self._others = _storages(others)
@@ -98,7 +98,7 @@ class _Kept:
         self.num_values = self.num_bytes = self.num_packs = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note a saved tensor, as autograd's hook."""
+        """Record a saved tensor, as autograd's hook."""
         self.num_packs += 1
         for address, storage in _storages([tensor]).items():
             if address not in self._others and address not in self._saved:
@@ -123,7 +123,7 @@ class _Record:
         return int(self.counter.get_total_flops()) // 2 + self._unknown_macs
 
     def enter(self, *_: Any) -> None:
-        """Note where the counts stand before a layer runs, as its forward pre-hook."""
+        """Record the counts before a layer runs, as its forward pre-hook."""
         self._entered.append((self.kept.num_packs, self.macs))
 
     def leaver(self, name: str, is_watched: bool) -> Callable[[nn.Module, Any, Any, Any], None]:
@@ -131,7 +131,7 @@ class _Record:
 
         Args:
             name: Dotted name of the layer.
-            is_watched: Whether its calls are wanted; if not, it is a dense recurrent layer.
+            is_watched: Whether its calls are recorded; if not, it is a dense recurrent layer.
         """
 
         def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

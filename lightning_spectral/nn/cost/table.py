@@ -1,4 +1,4 @@
-"""What each keep ratio costs, as a table to read, to draw and to log."""
+"""The cost of each keep ratio, as a table to print, plot and log."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class CostTable:
         """
         rows = self.as_dict()
         logger.log_metrics({f"cost/{row}/{name}": n for row, costs in rows.items() for name, n in costs.items()})
-        if hasattr(logger, "log_table"):  # of the loggers that Lightning brings, wandb's
+        if hasattr(logger, "log_table"):  # of Lightning's own loggers, only wandb's
             data = [[row, *costs.values()] for row, costs in rows.items()]
             logger.log_table("cost", columns=["keep ratio", *rows["full"]], data=data)
 
     def plot(self) -> Figure:
-        """Draw each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
+        """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.0, 3.5), layout="constrained")
@@ -148,7 +148,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
         "uplink_bytes": ("up", _bytes),
     }
 )
-# Titles, and looks that can be told apart where lines cover each other.
+# Titles, and line styles that remain distinguishable where lines overlap.
 LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "kept_bytes": ("kept bytes", "-s"),

@@ -19,7 +19,7 @@ ROLES = ("q", "k", "v")
 class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     """``nn.MultiheadAttention`` with q, k and v factorised one by one.
 
-    The output projection ``out_proj`` is a layer of its own: it comes along as it is, and is swapped like any linear
+    The output projection ``out_proj`` is a separate layer: it is kept as it is here, and swapped like any linear
     layer. Made from a dense attention, by ``like`` or ``from_dense``, with the numbers of terms of q, k and v.
 
     Shape:
@@ -33,7 +33,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         (True, True)
     """
 
-    # What torch's encoder layers look at before they read a packed weight and skip this module's `forward`.
+    # Torch's encoder layers read this before they read a packed weight and skip this module's `forward`.
     _qkv_same_embed_dim = False
 
     in_proj_bias: nn.Parameter | None
@@ -61,7 +61,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, num_terms: NumTerms) -> SpectralShardedMultiheadAttention:
-        """An empty layer of the shape of ``dense``; it takes over its ``out_proj``."""
+        """An empty layer of the shape of ``dense``, with the same ``out_proj``."""
         return cls(dense, counts(num_terms))
 
     def matrix_inputs(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Sequence[Tensor]:
@@ -135,7 +135,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask whose ``True`` forbids, as numbers to add."""
+    """A mask as numbers to add to the scores; where a boolean one is ``True``, minus infinity."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

@@ -57,7 +57,7 @@ class BlockCall(NamedTuple):
     Attributes:
         num_positions: Number of vectors that the matrix is applied to: entries of the batch times places in the
             sequence or the image.
-        input_needs_grad: Whether they have a gradient.
+        input_needs_grad: Whether these vectors have a gradient.
         keeps: Whether autograd keeps anything; it does not under ``no_grad`` and in a checkpointed section.
     """
 

@@ -29,13 +29,13 @@ class SpectralShardedConv(SpectralShardedLayer):
         out_channels: Channels of the output.
         kernel_size: Size of the kernel in each dimension.
         num_terms: Number n of singular terms held, ``1 <= n <= min(out_channels, in_channels * kernel)``.
-        stride: One number for each dimension; so are the arguments below.
+        stride: Stride of the kernel; one number for each dimension, like padding and dilation.
         padding: Numbers, or ``"same"`` / ``"valid"``.
         dilation: Spacing of the kernel.
         bias: Whether there is a bias.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        device: As everywhere in ``torch.nn``.
-        dtype: As everywhere in ``torch.nn``.
+        device: As in other ``torch.nn`` modules.
+        dtype: As in other ``torch.nn`` modules.
 
     Raises:
         ValueError: If ``num_terms`` is out of range.
@@ -193,7 +193,7 @@ def explicit_padding(
     """Padding as ``F.pad`` takes it: before and after the last dimension, then the one before it.
 
     Example:
-        >>> explicit_padding("same", (3, 4), (1, 1))  # what is odd goes to the end, as in torch
+        >>> explicit_padding("same", (3, 4), (1, 1))  # an odd number puts one more at the end, as in torch
         [1, 2, 1, 1]
     """
     if padding == "valid":

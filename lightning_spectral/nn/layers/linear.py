@@ -19,8 +19,8 @@ class SpectralShardedLinear(SpectralShardedLayer):
         out_features: Size of each output example.
         num_terms: Number n of singular terms held, ``1 <= n <= min(in_features, out_features)``.
         bias: Whether there is a bias.
-        device: As everywhere in ``torch.nn``.
-        dtype: As everywhere in ``torch.nn``.
+        device: As in other ``torch.nn`` modules.
+        dtype: As in other ``torch.nn`` modules.
 
     Shape:
         Input ``(..., in_features)``, output ``(..., out_features)``.

@@ -1,4 +1,4 @@
-"""Convolutions with a kernel of one, as what they are: a matrix applied at every position."""
+"""Convolutions with a kernel of size one, computed as a matrix applied at every position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def pointwise(
     x: Tensor, matrix: Tensor, bias: Tensor | None, stride: tuple[int, ...], conv: Callable[..., Tensor]
 ) -> Tensor:
-    """A convolution whose kernel is one wide in each dimension, by matrix products where they are faster.
+    """A convolution whose kernel has size one in each dimension, by matrix products where they are faster.
 
     Args:
         x: Shape ``(batch, columns, *positions)``, or the same without the batch.

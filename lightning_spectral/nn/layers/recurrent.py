@@ -74,7 +74,7 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         if dense.proj_size:
             options["proj_size"] = dense.proj_size
         first = dense.weight_hh_l0
-        layer = cls(**options, device="meta", dtype=first.dtype)  # "meta": weights that are never there
+        layer = cls(**options, device="meta", dtype=first.dtype)  # "meta": weights that are never allocated
         layer._swap_weights(dense, counts(num_terms), first.device)
         return layer.train(dense.training)
 
@@ -105,10 +105,10 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         return torch.cat([block.matrix() for block in blocks if isinstance(block, SingularTerms)])
 
     def _update_flat_weights(self) -> None:
-        """Torch would look for parameters here; `forward` has rebuilt them."""
+        """Do nothing: torch would look for parameters here, and `forward` has rebuilt them."""
 
     def flatten_parameters(self) -> None:
-        """There is no lasting weight to flatten."""
+        """Do nothing: no weight lasts beyond a pass."""
 
 
 def sequence_values(input: Tensor | PackedSequence, hx: Any = None) -> Tensor:

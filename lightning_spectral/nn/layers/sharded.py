@@ -1,4 +1,4 @@
-"""The contract of a sharded layer: how it is made from a dense one, and what its terms cost."""
+"""The interface of a sharded layer: how it is made from a dense one, and what its terms cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShardedLayer(_Base):
 
     @classmethod
     def like(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
-        """An empty layer of the shape of ``dense``: its terms arrive later.
+        """An empty layer of the shape of ``dense``, whose terms are loaded later.
 
         Args:
             dense: The dense layer; it is only read.
@@ -79,7 +79,7 @@ class ShardedLayer(_Base):
         return [module for module in self.modules() if isinstance(module, SingularTerms)]
 
     def matrix_inputs(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """What the layer applies its matrices to in a call; override it if that is not the first argument.
+        """The tensors that a call applies the matrices to; override it if that is not the first argument.
 
         Args:
             args: As for ``forward``.
@@ -103,12 +103,12 @@ class ShardedLayer(_Base):
     def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
         """Multiply-accumulate operations that the terms of a block take in one call of the layer.
 
-        Here: two thin products, or the rebuilt matrix and one product where that is less work, as
-        `SingularTerms.linear` does it. Override it, and `kept_by_terms`, in a layer that applies its terms otherwise.
+        By default those of two thin products, or of the rebuilt matrix and one product where that is less work, as in
+        `SingularTerms.linear`. Override it, and `kept_by_terms`, in a layer that applies its terms differently.
 
         Args:
             block: The matrix.
-            call: To how many vectors it is applied.
+            call: The number of vectors it is applied to.
             num_terms: Number n of terms.
         """
         rows, columns = block.shape
@@ -120,12 +120,12 @@ class ShardedLayer(_Base):
     def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
         """Values that autograd keeps of the terms of a block in one call, beyond parameters, buffers and inputs.
 
-        Here: ``U diag(omega)``, and what lies between the two products or, where the input has a gradient, the rebuilt
-        matrix. What does not grow with the number of terms may be left out: it is counted in a pass.
+        By default ``U diag(omega)``, and the result of the first product or, where the input has a gradient, the
+        rebuilt matrix. What does not grow with the number of terms may be left out: it is counted in a pass.
 
         Args:
             block: The matrix.
-            call: To how many vectors it is applied, and whether they have a gradient.
+            call: The number of vectors it is applied to, and whether they have a gradient.
             num_terms: Number n of terms.
         """
         rows, columns = block.shape
@@ -158,8 +158,8 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
         weight_shape: ``(c_out, c_in, ...)``.
         num_terms: Number n of singular terms held.
         bias: Whether there is a bias.
-        device: As everywhere in ``torch.nn``.
-        dtype: As everywhere in ``torch.nn``.
+        device: As in other ``torch.nn`` modules.
+        dtype: As in other ``torch.nn`` modules.
     """
 
     bias: nn.Parameter | None

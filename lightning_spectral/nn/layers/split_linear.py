@@ -20,8 +20,8 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
         out_features: Size of each output example, divisible by the number of parts.
         num_terms: Number of singular terms of each part.
         bias: Whether there is a bias.
-        device: As everywhere in ``torch.nn``.
-        dtype: As everywhere in ``torch.nn``.
+        device: As in other ``torch.nn`` modules.
+        dtype: As in other ``torch.nn`` modules.
 
     Shape:
         Input ``(..., in_features)``, output ``(..., out_features)``.

@@ -1,4 +1,4 @@
-"""n singular terms instead of a matrix: what a client holds and trains."""
+"""A matrix held as n singular terms, which a client trains."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SingularTerms(nn.Module):
     Args:
         shape: Rows (outputs) and columns (inputs) of the matrix.
         num_terms: Number n of singular terms, ``1 <= n <= min(rows, columns)``.
-        device: As everywhere in ``torch.nn``.
-        dtype: As everywhere in ``torch.nn``.
+        device: As in other ``torch.nn`` modules.
+        dtype: As in other ``torch.nn`` modules.
 
     Raises:
         ValueError: If ``num_terms`` is out of range.
@@ -102,7 +102,7 @@ class SingularTerms(nn.Module):
 
 
 def sharded_layers(module: nn.Module) -> dict[str, SingularTerms]:
-    """Whatever holds singular terms in a module, by dotted name: sharded layers, or blocks within them.
+    """The modules that hold singular terms, by dotted name: sharded layers, or blocks within them.
 
     Example:
         >>> list(sharded_layers(nn.Sequential(nn.Linear(3, 2), SingularTerms((4, 3), num_terms=1))))
@@ -115,7 +115,7 @@ def rebuilding_is_cheaper(num_positions: int, num_terms: int, rows: int, columns
     """Whether the matrix first, then one product, takes fewer multiplications than two thin products.
 
     The factors cost ``P n (rows + columns)`` and the matrix ``n rows columns + P rows columns``, P being the number of
-    positions. It can only be so where the factors hold more values than the matrix.
+    positions. This requires factors that hold more values than the matrix.
 
     Example:
         >>> rebuilding_is_cheaper(num_positions=2048, num_terms=256, rows=256, columns=256)

@@ -56,11 +56,11 @@ class LayerChoices:
         check_granularity(self.term_granularity)
 
     def excludes(self, name: str) -> bool:
-        """Whether a pattern takes the layer out."""
+        """Whether a pattern of ``exclude`` matches the layer."""
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def num_parts(self, name: str) -> int:
-        """Number of linear layers packed into the layer; 1 if no pattern says more."""
+        """Number of linear layers packed into the layer; 1 if no pattern matches it."""
         return next((parts for pattern, parts in self.split.items() if fnmatchcase(name, pattern)), 1)
 
 

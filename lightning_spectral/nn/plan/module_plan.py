@@ -60,7 +60,7 @@ class ModulePlan:
     Attributes:
         layers: In order of execution where a forward pass was traced, else in order of registration.
         buffers: In order of registration.
-        problems: What has to be solved before training.
+        problems: Problems that have to be solved before training.
         choices: What the user decided: the plan follows from them and the module.
     """
 

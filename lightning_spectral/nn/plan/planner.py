@@ -19,7 +19,7 @@ from lightning_spectral.protocol.exchange import buffer_policies
 
 
 def plan_layers(module: nn.Module, example_input: Example = None, choices: LayerChoices = LayerChoices()) -> ModulePlan:
-    """Decide how clients hold every layer of ``module`` that has parameters, and collect all that is wrong.
+    """Decide how clients hold every layer of ``module`` that has parameters, and collect all problems.
 
     A pure function: nothing is printed, changed or raised about the module.
 

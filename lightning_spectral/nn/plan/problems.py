@@ -1,4 +1,4 @@
-"""Everything that stands in the way of sharding a module as its user asks."""
+"""The problems that prevent sharding a module as requested."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def problems_of(
     if zero := [layer.name for layer in sharded if _has_zero_block(module, layer)]:
         yield (
             f"Layers whose weight is zero have no singular terms that could train: {', '.join(zero)}. Keep them dense "
-            "with `exclude=`, or initialise them otherwise."
+            "with `exclude=`, or initialise them differently."
         )
 
 

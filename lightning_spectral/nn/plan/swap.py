@@ -86,7 +86,7 @@ def _numbers_of_terms(plan: ModulePlan, layer: LayerPlan, keep_ratio: float) -> 
 
 
 def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
-    """Let the forward and backward hooks of a layer watch the one in its place."""
+    """Move the forward and backward hooks of a layer to its replacement."""
     for hooks in [
         name for name in vars(sharded) if name.endswith("hooks") and ("forward" in name or "backward" in name)
     ]:

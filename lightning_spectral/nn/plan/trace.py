@@ -46,7 +46,7 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
 
 
 def run_example(module: nn.Module, example_input: Example) -> Any:
-    """One forward pass with gradients, so that no layer is bypassed by a fused kernel; random state restored."""
+    """Run one forward pass with gradients, so that no fused kernel bypasses a layer, and restore the random state."""
     with torch.random.fork_rng(), torch.enable_grad():
         if isinstance(example_input, Mapping):
             return module(**example_input)

@@ -1,4 +1,4 @@
-"""From a user's choices, or a plan made before, to the plan of a module."""
+"""The plan of a module, from a user's choices or from a plan made before."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def validate(
         example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that
             shows which layers run and in which order; ``None`` for Lightning's ``example_input_array`` of the module,
             or no pass.
-        layers: What to decide differently from the defaults; or a plan of this module, to print it again.
+        layers: Choices that differ from the defaults; or a plan of this module, to print it again.
 
     Returns:
         The plan that is printed, problems included. Give it to `SpectralSharding`, `cost_table` and the others as
-        ``layers``, and they hold to it.
+        ``layers``, and they follow it.
 
     Raises:
         ValueError: If ``layers`` is the plan of another module.

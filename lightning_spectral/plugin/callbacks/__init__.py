@@ -1,4 +1,4 @@
-"""When things happen: round boundaries, and what watches rounds go by."""
+"""Callbacks: the boundaries of a round, and what observes rounds."""
 
 from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh

@@ -1,4 +1,4 @@
-"""Does the server move where federated averaging would have moved it?"""
+"""Compares the server's update with that of federated averaging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UpdateAlignment(RoundCallback):
     """Logs ``fl/fedavg_alignment``: the cosine between the server's update and that of a FedAvg round.
 
     The same clients train the whole model from the same weights on the same batches; their mean is compared with what
-    the algorithm of the run did, and thrown away. Costs one extra dense round each time, so ask for it rarely.
+    the algorithm of the run did, and discarded. It costs one extra dense round each time, so use it rarely.
 
     Args:
         every_n_rounds: Compare in rounds 0, n, 2n, ...
@@ -47,7 +47,7 @@ class UpdateAlignment(RoundCallback):
         self._options: list[list[Options]] = []
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Host, opened: Any) -> None:  # type: ignore[override]
-        """Remember where the server starts, and at which learning rates clients train."""
+        """Save the server's weights and the clients' learning rates."""
         wanted = trainer.current_epoch % self.every_n_rounds == 0
         self._before = copy.deepcopy(pl_module.module.state_dict()) if wanted else None
         self._options = [[options_of(group) for group in template.param_groups] for template in pl_module.templates()]
@@ -84,7 +84,7 @@ def temporary_options(optimizers: Sequence[Optimizer], options: Sequence[Sequenc
 
 
 def options_of(group: Options) -> Options:
-    """Everything in a parameter group but its parameters."""
+    """The options of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 

@@ -1,4 +1,4 @@
-"""The round's boundaries as callbacks: each says when; the engine knows what."""
+"""The boundaries of a round as callbacks: they decide when something happens, the engine decides what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_spectral.server.turn import Turn
 
 
 class SVDRefresh(pl.Callback):
-    """At the start of a round: look at the server's weights once, for this round's cohort.
+    """Opens a round at its start: prepares it for its cohort from the server's weights.
 
     For spectral sharding this factorises every sharded layer and computes inclusion probabilities, multipliers and
     the fitted design of each keep ratio. `FederatedModule` installs it; an instance of your own replaces that one.
@@ -22,7 +22,7 @@ class SVDRefresh(pl.Callback):
 
 
 class SubmodelSampling(pl.Callback):
-    """Before a client trains: draw its terms and send them."""
+    """Draws a client's terms and sends them, before the client trains."""
 
     def on_train_batch_start(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, batch: Slot, batch_idx: int
@@ -32,11 +32,11 @@ class SubmodelSampling(pl.Callback):
 
 
 class Aggregation(RoundCallback):
-    """After a client trained: add its update to the running sums. After the last one: one server step.
+    """Adds each client's update to the running sums after it trained, and steps the server after the last one.
 
-    This happens inside Lightning's training step, where an optimizer's step counts: ``global_step`` is the number of
-    finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. Wherever it
-    stands in the Trainer's list, it acts after all other round callbacks.
+    This happens inside Lightning's training step, where an optimizer's step is counted: ``global_step`` is the number
+    of finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. It acts
+    after all other round callbacks, wherever it stands in the Trainer's list.
     """
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]

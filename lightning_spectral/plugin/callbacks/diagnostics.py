@@ -1,4 +1,4 @@
-"""What the sampling of a round looks like before anybody trains."""
+"""Diagnostics of a round's sampling, computed before any client trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SpectralDiagnostics(RoundCallback):
     """Logs, averaged over the sharded layers, how well a round's sub-models represent the weights.
 
     - ``fl/discrepancy``: expected squared Frobenius error of the cohort's average over the weight's squared norm.
-    - ``fl/expected_coverage``: expected share of terms that somebody holds (``fl/terms_visited`` is the realised one).
+    - ``fl/expected_coverage``: expected share of terms that a client holds (``fl/terms_visited`` is the realised one).
     - ``fl/entropy_rank``, ``fl/participation_rank``, ``fl/stable_rank``: effective ranks, each a share of N.
 
     With an algorithm that shards nothing it logs nothing. The figures are pure functions: see
@@ -42,7 +42,7 @@ class SpectralDiagnostics(RoundCallback):
         self.every_n_rounds = every_n_rounds
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
-        """Compute and log."""
+        """Compute the figures of the round and log them."""
         if isinstance(opened, SpectralRound) and trainer.current_epoch % self.every_n_rounds == 0:
             values = {name: torch.tensor(value).double() for name, value in spectral_figures(opened).items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
@@ -83,7 +83,7 @@ def _coverage(layer: LayerRound) -> Tensor:
 
 
 def _holders(plan: GroupPlan) -> Tensor:
-    """Probabilities of independent events, one of which happens if somebody of the group holds a term."""
+    """Probabilities of independent events, one of which happens if a client of the group holds a term."""
     if plan.dealt is None:
         return plan.inclusion_probs.repeat(plan.num_clients, 1)
     return (plan.num_clients * plan.inclusion_probs).clamp(max=1.0)[None]  # floor(C pi) clients hold it, or one more

@@ -1,4 +1,4 @@
-"""The metrics of every round, kept for a table or a picture at the end."""
+"""The metrics of every round, kept for a table or a plot at the end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class RoundHistory(RoundCallback):
         self._from_clients: set[str] = set()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Add the round."""
+        """Add the row of the round."""
         logged = {name: entry.value for name, entry in summary.logged.items()}
         self.rows.append({**round_metrics(summary), **logged})
         self._from_clients |= self.rows[-1].keys()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add what validation said of the aggregated model."""
+        """Add the validation metrics of the aggregated model."""
         if self.rows and not trainer.sanity_checking:
             # Lightning keeps the last value of every metric: what clients log is the last round's by now
             validated = {n: float(v) for n, v in trainer.callback_metrics.items() if n not in self._from_clients}
@@ -43,7 +43,7 @@ class RoundHistory(RoundCallback):
         return [row[name] for row in self.rows if name in row]
 
     def plot(self, name: str, path: str | Path) -> None:
-        """Draw one metric per round into a picture file; needs matplotlib (the ``examples`` extra)."""
+        """Plot one metric over the rounds into an image file; needs matplotlib (the ``examples`` extra)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.0, 3.5), layout="constrained")
@@ -58,6 +58,6 @@ class RoundHistory(RoundCallback):
         return {"rows": [dict(row) for row in self.rows], "from_clients": sorted(self._from_clients)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The rows of the rounds before."""
+        """Restore the rows of earlier rounds."""
         self.rows = [dict(row) for row in state_dict["rows"]]
         self._from_clients = set(state_dict["from_clients"])

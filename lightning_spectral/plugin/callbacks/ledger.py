@@ -23,8 +23,8 @@ class LedgerRow(NamedTuple):
         downlink_bytes: Bytes sent to it.
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
-        virtual_seconds: When it was done, by the virtual clock; ``None`` without a clock, or if it never was.
-        model: Which model it trained; ``""`` where there is one.
+        virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
+        model: Which model it trained; ``""`` if there is only one.
     """
 
     round_idx: int
@@ -40,7 +40,7 @@ class LedgerRow(NamedTuple):
 class CommunicationLedger(RoundCallback):
     """Counts the tensors that travel: their values, without any framing of a network protocol.
 
-    It is part of the checkpoint. One row is kept per client and round, so this callback is for those who ask for it;
+    It is part of the checkpoint. One row is kept per client and round, so this callback is not installed by default;
     the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
 
     Attributes:
@@ -51,7 +51,7 @@ class CommunicationLedger(RoundCallback):
         self.rows: list[LedgerRow] = []
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Enter the round's clients."""
+        """Add one row for each client of the round."""
         self.rows.extend(map(_row, summary.clients))
 
     @property
@@ -71,7 +71,7 @@ class CommunicationLedger(RoundCallback):
         return {"rows": [tuple(row) for row in self.rows]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The rows of the rounds before."""
+        """Restore the rows of earlier rounds."""
         self.rows = [LedgerRow(*row) for row in state_dict["rows"]]
 
 

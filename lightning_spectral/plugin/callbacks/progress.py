@@ -43,7 +43,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anybody can see the bar."""
+        """Whether there is a terminal or a notebook to show the bar in."""
         return bool(super().is_enabled) and (sys.stdout.isatty() or "ipykernel" in sys.modules)
 
     def init_train_tqdm(self) -> Tqdm:
@@ -62,11 +62,11 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         )
 
     def init_validation_tqdm(self) -> Tqdm:
-        """None within a fit, whose bar says that it validates."""
+        """No bar within a fit, whose own bar shows that it validates."""
         return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """A round begins."""
+        """Reset the figures of the round, and show which round it is."""
         self._loss_sum, self._num_examples, self._start = 0.0, 0.0, time.perf_counter()
         self._describe(trainer)
 
@@ -78,7 +78,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             self._progress["loss"] = self._loss_sum / self._num_examples
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """The round's own figures."""
+        """Take the figures of the finished round."""
         metrics = round_metrics(summary)
         self._progress.update(
             {
@@ -92,16 +92,16 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A client is done."""
+        """Advance the bar by one client."""
         done, cohort = batch_idx + 1, int(trainer.num_training_batches)
         if self.is_enabled and (done % self.refresh_rate == 0 or done == cohort):
             self.train_progress_bar.n = trainer.current_epoch + done / cohort
             counted = {"clients" if trainer.world_size == 1 else "turns": f"{done}/{cohort}"}
-            self._progress = {**counted, **self._progress, **counted}  # in front, and new
+            self._progress = {**counted, **self._progress, **counted}  # first, and up to date
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say so."""
+        """Show that validation runs."""
         super().on_validation_start(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._describe(trainer, ", validating")
@@ -113,7 +113,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """The round's figures and the metrics for the bar, without the logger's version: it says nothing of a run."""
+        """The round's figures and the metrics for the bar, without the logger's version number."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         own = self._progress if trainer.state.fn == "fit" else {}

@@ -1,4 +1,4 @@
-"""The hooks that Lightning does not have."""
+"""Callback hooks for rounds and clients, which Lightning does not have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_spectral.server.turn import Turn
 
 
 class RoundCallback(pl.Callback):
-    """A callback that is told when a round is prepared, when a client finished, and how the round ended.
+    """A callback with hooks at the start of a round, after each client and at the end of the round.
 
     Example:
         >>> class PrintRounds(RoundCallback):
@@ -20,12 +20,12 @@ class RoundCallback(pl.Callback):
     """
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
-        """Called once the server's weights were looked at; ``opened`` is what the algorithm made of them."""
+        """Called once a round is open; ``opened`` is what `Algorithm.open` returned."""
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         """Called after a client's local epochs, before its update is received; in the process that trained it.
 
-        ``turn.unit`` says whose turn it was, ``turn.upload`` what came back.
+        ``turn.unit`` is the client's work unit, ``turn.upload`` what it sent back.
         """
 
     def on_cohort_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases draws every metric against the round."""
+"""Plots every metric of Weights & Biases against the round."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class DenseSide(ClientSide):
         return Upload(download.unit, select_tensors(client, self.returned))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseRound:
     """One open round in which tensors travel whole.
 

@@ -19,7 +19,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupPlan:
     """How the clients of one keep ratio get their terms of one layer.
 
@@ -38,7 +38,7 @@ class GroupPlan:
     dealt: Mapping[tuple[int, str], Tensor] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerRound:
     """One factorised matrix in one round: a layer's weight, or a block of it.
 
@@ -78,7 +78,7 @@ class LayerRound:
         return weight_change(self.u[:, visited].double(), self.v[visited].double(), u_change, v_change)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SpectralRound:
     """One open round of spectral sharding.
 

@@ -100,11 +100,11 @@ class Device:
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
     def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
-        watch = None if self._gradients_checked else GradientWatch(self.side.watched(sub_model.module))
-        with clock.measure("train"), _during("local training"):
+        watched = {} if self._gradients_checked else self.side.watched(sub_model.module)
+        with GradientWatch(watched) as watch, clock.measure("train"), _during("local training"):
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             result = sub_model.train(self._start(sub_model, download))
-        if watch is not None and result.num_steps > 0:
+        if result.num_steps > 0 and not self._gradients_checked:
             watch.check(self.module)
             self._gradients_checked = True
         if result.num_steps == 0 and download.local_epochs > 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class GradientWatch:
-    """Records which parameters receive a gradient, from construction until `check`.
+    """Records which parameters receive a gradient, until the block that it opens ends.
 
     Args:
         parameters: The parameters to watch, by the name of the layer that each belongs to.
@@ -25,8 +25,16 @@ class GradientWatch:
     def _record(self, name: str, parameter: Tensor) -> None:
         self.reached[name] = True
 
+    def __enter__(self) -> GradientWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
     def check(self, server: nn.Module) -> None:
-        """Remove the hooks and check what they recorded.
+        """Check what the hooks recorded.
 
         Args:
             server: The server's module, whose parameters must not receive gradients from clients.
@@ -34,8 +42,6 @@ class GradientWatch:
         Raises:
             ValueError: If a watched parameter got no gradient, or one of ``server`` did.
         """
-        for handle in self._handles:
-            handle.remove()
         if missed := [name for name, reached in self.reached.items() if not reached]:
             raise ValueError(
                 "Layers that would be sharded do not take part in the forward pass of `training_step`: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -81,7 +81,7 @@ class LocalOptimizer:
 
     optimizer: Optimizer
     followed: tuple[int, ...]
-    overrides: tuple[Options, ...] = field(default=())
+    overrides: tuple[Options, ...]
 
     def start_client(self, options: Sequence[Options]) -> None:
         """Clear the state of the previous client, such as momentum, and set the round's options."""

@@ -210,8 +210,8 @@ class FederatedModule(RoundHooks, Host):
         units = self.cohort(round_idx)
         if self.processes.size == 1:
             return [Slot(round_idx, unit) for unit in units]
-        keep_ratio_of = self.engine.run.keep_ratio_of
-        work = [scheduling.predicted_work(int(unit.coefficient), keep_ratio_of(unit)) for unit in units]
+        sizes, ratios = self.num_examples(units), map(self.engine.run.keep_ratio_of, units)
+        work = [scheduling.predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
         slots = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
         return [Slot(round_idx, unit) for unit in slots]
 

@@ -50,10 +50,14 @@ class RoundHooks(ServerHooks):
         """Who takes part in a round."""
         raise NotImplementedError
 
+    def num_examples(self, units: Sequence[WorkUnit]) -> list[int]:
+        """Number of training examples of each unit's client."""
+        return self.data.partition.sizes_of([unit.client_id for unit in units])
+
     def start_round(self, round_idx: int) -> None:
         """Open the round for its cohort, and call the round callbacks."""
         units = self.cohort(round_idx)
-        sizes = self.data.partition.sizes_of([unit.client_id for unit in units])
+        sizes = self.num_examples(units)
         opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
         for callback in self._round_callbacks():
             callback.on_round_start(self.trainer, self, opened.opened)
@@ -88,7 +92,7 @@ class RoundHooks(ServerHooks):
             self._engine.abandon_round()
 
     def finish_round(self) -> None:
-        """Close the round, step the server on its pseudo-gradient, log the round and step the schedules."""
+        """Close the round, step the server on its pseudo-gradient, step the schedules and log the round."""
         summary = self.engine.close_round()
         server, local, *_ = self._optimizers()
         with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
@@ -97,11 +101,11 @@ class RoundHooks(ServerHooks):
         self.zero_grad()  # of every parameter, including those of no optimizer
         self._finished_round = summary.round_idx
         summary = replace(summary, diagnostics={**summary.diagnostics, "lr": float(local.param_groups[0]["lr"])})
-        log_round(self.trainer, summary)
         for scheduler in self.schedulers:
             if not scheduler.waits_for_metric:
                 scheduler.step(summary.round_idx)
-        # last, so that a checkpoint written by one of them, or after it failed, holds the whole round
+        # last, so that a checkpoint written by one of them, or after one failed, holds the whole round
+        log_round(self.trainer, summary)
         for callback in self._round_callbacks():
             callback.on_round_end(self.trainer, self, summary)
 

@@ -150,12 +150,12 @@ def _one_round(
 
 
 def _copy(model: FederatedModule) -> FederatedModule:
-    """A copy without the Trainer that the model may be attached to."""
-    trainer, model.trainer = model._trainer, None
+    """A copy without the Trainer that the model may be attached to, and without what a failed fit left."""
+    (trainer, model.trainer), (engine, model._engine) = (model._trainer, None), (model._engine, None)
     try:
         return copy.deepcopy(model)
     finally:
-        model.trainer = trainer
+        model.trainer, model._engine = trainer, engine
 
 
 class _Clock(pl.Callback):

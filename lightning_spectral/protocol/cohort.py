@@ -41,7 +41,7 @@ class Alone:
         return [do(piece) for piece in pieces]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cohort:
     """Who takes part in one round.
 

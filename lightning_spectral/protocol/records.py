@@ -18,7 +18,7 @@ Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Download:
     """What the server sends to a device: everything it needs to train for one client.
 
@@ -55,7 +55,7 @@ class Download:
         return num_bytes(self.tensors)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Receipt:
     """The server's record of what it drew for one unit, kept at the server until the upload arrives.
 
@@ -90,7 +90,7 @@ class Failure:
         return Failure, (self.stage, self.message)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Upload:
     """What one device sends back.
 

@@ -105,11 +105,12 @@ class GlobalGenerators:
         """Restore the saved states, if there are any; a second call changes nothing."""
         if self._saved is None:
             return
-        (python_state, numpy_state, torch_states), self._saved = self._saved, None
+        python_state, numpy_state, torch_states = self._saved
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         for generator, state in zip(self._of_torch, torch_states, strict=True):
             generator.set_state(state)
+        self._saved = None
 
 
 @contextmanager

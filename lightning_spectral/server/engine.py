@@ -22,15 +22,11 @@ class Engine:
 
     def __init__(self, run: Run, make_executor: Callable[[], Executor]) -> None:
         self.run = run
+        self.round_is_open = False
         self.server_is_stepping = False
         self._make_executor = make_executor
         self._executor: Executor | None = None
         self._round: OpenRound | None = None
-
-    @property
-    def round_is_open(self) -> bool:
-        """Whether a round is open: updates of its clients are not yet in the server's weights."""
-        return self._round is not None
 
     @property
     def round(self) -> OpenRound:
@@ -48,6 +44,7 @@ class Engine:
         if self._executor is None:
             self._executor = self._make_executor()
         self._round = OpenRound(self.run, self._executor, round_idx, num_examples)
+        self.round_is_open = True
         self._executor.begin_round()
         return self._round
 
@@ -66,13 +63,14 @@ class Engine:
         outcomes = self.round.gather()
         self.server_is_stepping = True
         summary = self.round.apply(outcomes)
-        self._round = None
+        self.round_is_open, self._round = False, None
         return summary
 
     def abandon_round(self) -> None:
-        """End a round that will not be finished, if one is open."""
-        if self._round is not None:
-            self._round.executor.end_round()
+        """Let go of a round that will not be finished, if one is open, and of who trained it."""
+        if self._executor is not None:
+            self._executor.end_round()
+        self._executor = self._round = None
 
     def settle(self) -> None:
         """Update the server's module from the algorithm's state, after the server optimizer's step."""

@@ -25,7 +25,10 @@ class Executor(ABC):
         return None
 
     def end_round(self) -> None:
-        """Clean up after a round; called when all its clients have trained, or when it fails. By default nothing."""
+        """Clean up after a round; called when all its clients have trained, or when it fails.
+
+        It may be called twice. By default it does nothing.
+        """
         return None
 
 

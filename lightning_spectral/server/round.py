@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lightning_spectral.errors import ClientError, SpectralWarning
+from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
@@ -43,7 +43,8 @@ class OpenRound:
         self.run = run
         self.executor = executor
         self.round_idx = round_idx
-        self.num_examples = dict(num_examples)
+        self.units = tuple(num_examples)
+        self.num_examples = {unit.key: size for unit, size in num_examples.items()}
         self.clock = StageClock(run.profile)
         self.outcomes: list[ClientOutcome] = []
         self.failure: Exception | None = None
@@ -57,17 +58,18 @@ class OpenRound:
 
     def _cohort(self) -> Cohort:
         groups: dict[float, list[WorkUnit]] = defaultdict(list)
-        for unit in sorted(self.num_examples, key=lambda unit: unit.key):
+        for unit in sorted(self.units, key=lambda unit: unit.key):
             groups[self.run.keep_ratio_of(unit)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
-        return Cohort(self.run.seed, self.round_idx, units, self.run.processes, self.run.store)
+        run = self.run
+        return Cohort(run.seed, self.round_idx, units, run.processes, run.store, run.absolute)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
         run, size = self.run, SubModelSize()
         if run.conditions.clock is not None:
             size = run.sizes.of(run.algorithm, run.server, self.opened, unit, self.cohort.keep_ratio_of(unit))
-        return SimulatedTask(self.cohort.keep_ratio_of(unit), self.num_examples[unit], run.local_epochs, *size)
+        return SimulatedTask(self.cohort.keep_ratio_of(unit), self.num_examples[unit.key], run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with what is common to all of them."""
@@ -90,8 +92,10 @@ class OpenRound:
         except Exception as error:
             if self.run.processes.size == 1:
                 raise
-            self.failure = error if isinstance(error, ClientError) else client_error(self.round_idx, unit, "", error)
-            self.failure.__cause__ = error
+            self.failure = error
+            if not isinstance(error, ClientError):
+                self.failure = client_error(self.round_idx, unit, "", error)
+                self.failure.__cause__ = error
 
     def gather(self) -> tuple[ClientOutcome, ...]:
         """Add up the sums of all processes, and check that enough clients are in them.
@@ -124,9 +128,17 @@ class OpenRound:
         for rank, (*_, written) in enumerate(gathered):
             if rank != processes.rank:
                 store.merge(written, processes.device)
-        places = {unit.key: place for place, unit in enumerate(self.num_examples)}
         outcomes = [outcome for _, outcomes, _, _ in gathered for outcome in outcomes]
-        return tuple(sorted(outcomes, key=lambda outcome: places[outcome.unit.key]))
+        return self._in_order({outcome.unit.key: outcome for outcome in outcomes})
+
+    def _in_order(self, outcomes: Mapping[tuple[int, str], ClientOutcome]) -> tuple[ClientOutcome, ...]:
+        """One outcome per unit, in the cohort's order; none may be missing."""
+        if missing := [named(unit) for unit in self.units if unit.key not in outcomes]:
+            raise RoundError(
+                f"Round {self.round_idx}: nothing was received from {', '.join(missing)}; an executor must return an "
+                "upload for every download."
+            )
+        return tuple(outcomes[unit.key] for unit in self.units)
 
     def apply(self, outcomes: Sequence[ClientOutcome]) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""

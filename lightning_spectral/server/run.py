@@ -37,6 +37,7 @@ class Run:
         keep_ratios: Keep ratio of every client.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
+        absolute: Whether units' coefficients are weights as they are; see `Cohort`.
         options: Called once a round: for each of the user's optimizers, the options of its parameter groups.
         faults: What to do about clients that do not report back.
         conditions: Simulated dropout and device speed.
@@ -52,6 +53,7 @@ class Run:
     keep_ratios: Assigned[float]
     seed: int
     local_epochs: int = 1
+    absolute: bool = False
     options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
     faults: Faults = field(default_factory=Faults)
     conditions: Conditions = field(default_factory=Conditions)

@@ -29,7 +29,7 @@ class Turn:
     def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
         self.round = opened
         self.unit = unit
-        self.num_examples = opened.num_examples[unit]
+        self.num_examples = opened.num_examples[unit.key]
         self.simulated = opened.simulated.of(unit)
         self.download: Download | None = None
         self.upload: Upload | None = None
@@ -58,16 +58,19 @@ class Turn:
         """
         if self.takes_part:
             assert self.download is not None
-            self.answer(next(iter(self.round.executor.run([self.download]))))
+            self.accept(next(iter(self.round.executor.run([self.download])), None))
         else:
             self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
 
-    def answer(self, upload: Upload) -> None:
+    def accept(self, upload: Upload | None) -> None:
         """Accept the upload of the client's device.
 
         Raises:
-            ClientError: If the device failed, and `Faults` does not allow the round to go on without it.
+            ClientError: If there is none, or if the device failed and `Faults` does not allow the round to go on
+                without it.
         """
+        if upload is None:
+            raise ClientError(f"Round {self.round_idx}, {named(self.unit)}: its executor returned no upload.")
         self.round.clock.add(upload.seconds)
         if upload.failure is not None:
             self._check(upload.failure)
@@ -132,16 +135,24 @@ class Turn:
 
 
 def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
-    """Play the turns of some units: send every download, then receive the uploads in any order."""
+    """Play the turns of some units: send every download, then receive the uploads in any order.
+
+    Raises:
+        ClientError: If a turn fails; among several processes only when they meet.
+    """
     turns = {unit.key: Turn(opened, unit) for unit in units}
     for turn in turns.values():
-        turn.send()
+        with opened.containing_failures(turn.unit):
+            turn.send()
     downloads = [turn.download for turn in turns.values() if turn.takes_part and turn.download is not None]
-    for upload in opened.executor.run(downloads):
-        turns[upload.unit.key].answer(upload)
-        turns[upload.unit.key].receive()
+    uploads = opened.executor.run(downloads) if opened.failure is None else ()
+    for upload in uploads:
+        turn = turns[upload.unit.key]
+        with opened.containing_failures(turn.unit):
+            turn.accept(upload)
+            turn.receive()
     for turn in turns.values():
-        if not turn.takes_part:
+        if not turn.takes_part and opened.failure is None:
             turn.train()
             turn.receive()
 

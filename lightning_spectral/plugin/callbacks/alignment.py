@@ -56,17 +56,15 @@ class UpdateAlignment(RoundCallback):
         self, trainer: pl.Trainer, pl_module: Host, summary: RoundSummary
     ) -> None:
         """Train the same clients densely from there, and compare."""
-        if self._before is None:
-            return
+        before, self._before = self._before, None
         sizes = {client.unit: client.num_examples for client in summary.clients if not client.left_out}
-        if not sizes:
+        if before is None or not sizes:
             return
-        ours = update(pl_module.module, self._before)
+        ours = update(pl_module.module, before)
         with temporary_options(pl_module.templates(), self._options):  # schedules have moved on to the next round
-            theirs = dense_update(pl_module, self._before, summary.round_idx, sizes)
+            theirs = dense_update(pl_module, before, summary.round_idx, sizes)
         cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
-        self._before = None
 
 
 @contextmanager
@@ -96,9 +94,12 @@ def dense_update(
     server.trainer = pl_module.module.trainer
     server.load_state_dict(before)
     engine = pl_module.build_engine(server, FedAvg())
-    opened = engine.open_round(round_idx, num_examples)
-    play(opened, list(num_examples)[engine.run.processes.rank :: engine.run.processes.size])
-    engine.close_round()
+    processes = engine.run.processes
+    try:
+        play(engine.open_round(round_idx, num_examples), list(num_examples)[processes.rank :: processes.size])
+        engine.close_round()
+    finally:
+        engine.abandon_round()  # unless it was closed
     return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
 
 

@@ -157,7 +157,6 @@ class TestInARun:
         forgetful = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "forgetful.ckpt")
         assert not same(forgetful.state, whole.state)  # or the test would show nothing
 
-    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
     def test_a_checkpoint_within_a_round_remembers_nothing_of_that_round(
         self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, seeded
+from federation import Fit, same_state, seeded
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -252,9 +252,11 @@ def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, fit:
 
 
 def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    num_outs: list[int] = []
+
     class Lit(lit_mlp):  # type: ignore[misc]
         def on_fit_start(self) -> None:
-            self.scale = 1.0
+            self.scale = 0.0
 
         def on_train_epoch_start(self) -> None:
             self.outs: list[float] = []
@@ -264,18 +266,30 @@ def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, f
             self.outs.append(float(loss.detach()))
             return loss
 
-    fit(Lit(), data)
+        def on_train_epoch_end(self) -> None:
+            num_outs.append(len(self.outs))
+
+    assert fit(Lit(), data).history.column("fl/loss") == [0.0, 0.0]  # by the scale that the server's hook made
+    assert num_outs == [3] * 6  # two rounds of three clients, who begin with an empty list
 
 
 def test_a_layer_that_the_first_batch_skips_takes_part_all_the_same(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
+        batch_of_all_layers = 1
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 0:
                 return None
-            layers = self.net if batch_idx == 1 else nn.Sequential(self.net[0], self.net[5])
+            layers = self.net if batch_idx == self.batch_of_all_layers else nn.Sequential(self.net[0], self.net[5])
             return nn.functional.cross_entropy(layers(batch[0]), batch[1])
 
-    fit(Lit(), data)
+    class Never(Lit):
+        batch_of_all_layers = -1
+
+    before = (lit := Lit()).net[2].weight.detach().clone()
+    assert not torch.equal(fit(lit, data).module.net[2].weight, before)
+    with pytest.raises(ValueError, match=r"do not take part in the forward pass of `training_step`: net\.2"):
+        fit(Never(), data)
 
 
 def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -487,9 +501,14 @@ def test_runs_with_one_seed_agree_and_with_two_do_not(lit_mlp: Any, data: Any, f
 
 
 def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    sharding = ls.SpectralSharding(keep_ratio=0.5)
-    for module in (lit_mlp(width=12), lit_mlp(width=20)):
-        fit(module, data, algorithm=sharding)
+    used = ls.SpectralSharding(keep_ratio=0.5)
+    fit(seeded(lit_mlp, width=12), data, algorithm=used)
+    again, fresh, other = (
+        fit(seeded(lit_mlp, width=20), data, algorithm=algorithm).state
+        for algorithm in (used, ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio=0.3))
+    )
+    assert same_state(again, fresh)
+    assert not same_state(again, other)
 
 
 @pytest.mark.parametrize("design", [None, ls.ConditionalPoisson(), ls.SuccessiveSampling()], ids=repr)

@@ -38,7 +38,7 @@ class TestConstructor:
             ({"server_optimizer": 3}, "must be a function from parameters to an optimizer, got 3"),
         ],
     )
-    def test_arguments_that_cannot_be_meant(self, options: dict[str, Any], message: str, lit: Any) -> None:
+    def test_invalid_arguments_are_refused(self, options: dict[str, Any], message: str, lit: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=message):
             ls.FederatedModule(lit, **{"clients_per_round": 2, **options})
 
@@ -238,7 +238,7 @@ def poisoned_data(values: list[float]) -> ls.FederatedDataModule:
 
 class TestClients:
     @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=repr)
-    def test_an_update_that_is_not_finite_is_left_out_said_and_counted(self, algorithm: Any, fit: Fit) -> None:
+    def test_an_update_that_is_not_finite_is_left_out_reported_and_counted(self, algorithm: Any, fit: Fit) -> None:
         with pytest.warns(ls.SpectralWarning, match="Round 0: client 2 is left out of the average: update not finite"):
             fitted = fit(
                 seeded(LitPoisoned), poisoned_data([1.0, 2.0, math.nan]), algorithm=algorithm, clients_per_round=3

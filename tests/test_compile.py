@@ -53,7 +53,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Three rounds of clients that clip, for two local epochs each."""
+    """Fits of three rounds, each with two local epochs and clipped gradients."""
     return partial(fit, max_epochs=3, local_epochs=2, local_hooks=[ls.GradientClip(1.0)])
 
 
@@ -94,7 +94,7 @@ def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: Tens
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32; same operations, maybe other order
 
 
-def test_compiling_in_place_is_lost_and_said() -> None:
+def test_compiling_in_place_is_lost_with_a_warning() -> None:
     module = LitCompiled(compiled=False)
     module.net.compile(backend="aot_eager")
     with pytest.warns(ls.SpectralWarning, match=r"do not take over `compile\(\)` in place \(net\)"):

@@ -1,4 +1,4 @@
-"""Every kind of layer goes through whole rounds: nothing moves without training, and what moves is put back right."""
+"""Every kind of layer goes through whole rounds: without training nothing changes, and training changes every layer."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -99,7 +99,7 @@ def flat() -> TensorDataset:
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """One round of six clients."""
+    """Fits of one round with six clients."""
     return partial(fit, clients_per_round=6)
 
 
@@ -121,7 +121,7 @@ def test_without_training_no_bit_of_any_layer_changes(name: str, flat: TensorDat
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_one_client_with_all_terms_hands_back_the_weight_it_trained(name: str, flat: TensorDataset, fit: Fit) -> None:
+def test_one_client_with_all_terms_returns_the_weight_it_trained(name: str, flat: TensorDataset, fit: Fit) -> None:
     torch.manual_seed(0)
     lit = LitCore(CORES[name]()).double()
     dataset = TensorDataset(flat.tensors[0].double(), flat.tensors[1])
@@ -227,7 +227,7 @@ def test_a_tied_head_stays_tied_and_dense(fit: Fit) -> None:
     assert not torch.equal(lit.embed.weight, before)
 
 
-def test_a_frozen_layer_stays_dense_and_still(flat: TensorDataset, fit: Fit) -> None:
+def test_a_frozen_layer_stays_dense_and_unchanged(flat: TensorDataset, fit: Fit) -> None:
     lit = LitNet(
         lambda self, x: self.mid(self.base(x)), True, base=nn.Linear(8, 8).requires_grad_(False), mid=nn.Linear(8, 8)
     )

@@ -16,7 +16,7 @@ import lightning_spectral as ls
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Two rounds of three clients with half the terms."""
+    """Fits of two rounds, each with three clients that hold half the terms."""
     return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
 
 
@@ -273,7 +273,7 @@ def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, f
     assert num_outs == [3] * 6  # two rounds of three clients, who begin with an empty list
 
 
-def test_a_layer_that_the_first_batch_skips_takes_part_all_the_same(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_a_layer_that_the_first_batch_skips_still_takes_part(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         batch_of_all_layers = 1
 
@@ -348,7 +348,7 @@ def test_signatures_of_steps(form: str, lit_mlp: Any, data: Any, fit: Fit) -> No
     assert fit(lit(), data, max_epochs=1).history.column("fl/loss")[0] > 0
 
 
-def test_hooks_on_a_sharded_layer_go_on_watching_it(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_hooks_on_a_sharded_layer_still_run(lit_mlp: Any, data: Any, fit: Fit) -> None:
     calls: list[bool] = []
     lit = lit_mlp()
     lit.net[2].register_forward_hook(lambda module, args, output: calls.append(module.training))
@@ -379,7 +379,7 @@ def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data
     assert torch.equal(module.net[0].weight, before)
 
 
-def test_gradients_from_before_the_fit_are_not_taken_for_a_leak(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_gradients_from_before_the_fit_are_not_mistaken_for_a_leak(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([self.net[2].weight], lr=0.1)

@@ -71,7 +71,7 @@ class MasterWeights(ls.FedAvg):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Three rounds."""
+    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 

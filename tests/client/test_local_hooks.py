@@ -95,7 +95,7 @@ ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(ls.Unbiased(), keep_ra
 class TestInRounds:
     @pytest.fixture
     def fit(self, fit: Fit, algorithm: Any) -> Fit:
-        """Three rounds."""
+        """Fits of three rounds."""
         return partial(fit, algorithm=algorithm, max_epochs=3)
 
     def test_fedprox_is_the_penalty_in_every_clients_loss(
@@ -139,6 +139,6 @@ def test_the_trainers_own_clipping_points_to_ours(lit: Any, data: Any, quiet: An
 
 
 @pytest.mark.parametrize("hooks", [ls.GradientClip(1.0), [ls.GradientClip], ["clip"]])
-def test_what_is_no_list_of_hooks_is_refused(hooks: Any, lit: Any) -> None:
+def test_anything_but_a_list_of_hooks_is_refused(hooks: Any, lit: Any) -> None:
     with pytest.raises(TypeError, match="`local_hooks` must be an instance of"):
         ls.FederatedModule(lit, clients_per_round=2, local_hooks=hooks)

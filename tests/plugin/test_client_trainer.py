@@ -29,7 +29,7 @@ DENSE = ls.FedAvg()
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Two rounds, in which each client has its own Trainer."""
+    """Fits of two rounds, in which each client has its own Trainer."""
     return partial(fit, algorithm=MIXED, max_epochs=2, client_engine="trainer")
 
 
@@ -129,7 +129,7 @@ class TestOrdinaryModules:
             assert_same_run(*with_both_engines(fit, Lit(), data, local_epochs=2))
 
     @pytest.mark.filterwarnings("ignore:You have overridden `on_")  # the Trainer of the rounds, as of any module
-    def test_hooks_come_in_the_same_order(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    def test_hooks_run_in_the_same_order(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         calls: list[str] = []
 
         def spy(name: str) -> Any:
@@ -402,7 +402,9 @@ class TestCounters:
         assert seen == 2 * of_round_0 + 2 * of_round_1
 
     @pytest.mark.parametrize(("max_steps", "seen"), [(2, 4), (-1, -1)])
-    def test_runs_with_another_end_or_none(self, max_steps: int, seen: int, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    def test_runs_that_end_by_steps_or_never(
+        self, max_steps: int, seen: int, lit_mlp: Any, data: Any, fit: Fit
+    ) -> None:
         totals: list[int] = []
 
         class Lit(lit_mlp):  # type: ignore[misc]

@@ -28,7 +28,7 @@ MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """With two keep ratios."""
+    """Fits with two keep ratios."""
     return partial(fit, algorithm=MIXED)
 
 
@@ -159,7 +159,7 @@ class TestRounds:
 class TestResume:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:
-        """With momentum at the server."""
+        """Fits with momentum at the server."""
         return partial(fit, server_optimizer=momentum_server)
 
     @pytest.fixture
@@ -235,7 +235,7 @@ class TestResume:
             assert resumed.trainer.global_step == resumed.trainer.current_epoch == 4
             assert same_state(whole.state, resumed.state)
 
-    def test_a_wish_to_stop_within_a_round_waits_for_its_end(
+    def test_a_request_to_stop_takes_effect_at_the_end_of_the_round(
         self, lit_mlp: Any, data: Any, fit: Fit, fit_and_save: FitAndSave, tmp_path: Path
     ) -> None:
         whole = fit_and_save(tmp_path / "whole", 4)

@@ -20,7 +20,7 @@ DEVICES = [
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Two rounds."""
+    """Fits of two rounds."""
     return partial(fit, max_epochs=2)
 
 
@@ -37,12 +37,12 @@ class WithoutAutocast(MixedPrecision):
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 class TestEveryAlgorithm:
     def test_gradient_scaling_alone_changes_no_bit(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        """Neither the clients' steps nor the server's, whose pseudo-gradient nobody scaled."""
+        """Neither the clients' steps nor the server's, whose pseudo-gradient was never scaled."""
         plain = fit(seeded(lit_mlp), data, algorithm=algorithm)
         plugin = WithoutAutocast()
         scaled = fit(seeded(lit_mlp), data, algorithm=algorithm, trainer={"plugins": [plugin]})
         assert torch.equal(plain.weights, scaled.weights)
-        assert scaled.trainer.precision_plugin.scaler is plugin.scaler  # lent back
+        assert scaled.trainer.precision_plugin.scaler is plugin.scaler  # restored after the fit
         assert plugin.scaler.get_scale() == 2.0**8
 
     @pytest.mark.parametrize("device", DEVICES)
@@ -67,7 +67,7 @@ class TestEveryAlgorithm:
             assert half.history.column("fl/loss") == pytest.approx(full.column("fl/loss"), rel=eps)
 
     def test_losses_are_summed_in_full_precision(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        """bfloat16 has 8 bits: a sum of a hundred numbers that are not would show."""
+        """bfloat16 has 8 bits: the error of summing a hundred numbers in it would show."""
 
         class Lit(lit_mlp):  # type: ignore[misc]
             def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -42,7 +42,7 @@ def test_profilers_by_name(profiler: str, lit: Any, data: Any, fit: Fit, caplog:
     assert [stage for stage in PROFILED if action_name(stage) not in caplog.text] == []
 
 
-def test_a_profiler_goes_on_after_a_validation_that_failed(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Failing(lit_mlp):  # type: ignore[misc]
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             raise KeyError("no such metric")

@@ -32,7 +32,7 @@ def same(one: Any, two: Any) -> bool:
     return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
 
 
-def test_a_store_is_empty_until_somebody_writes() -> None:
+def test_a_store_is_empty_until_it_is_written_to() -> None:
     store = Cohort(0, 0, {}).store
     assert (len(store), list(store), store.num_bytes, store.state_dict(), store.written()) == (0, [], 0, {}, {})
     assert WorkUnit(0) not in store
@@ -110,7 +110,7 @@ def test_processes_that_exchange_what_they_wrote_end_with_the_same() -> None:
 class TestInARun:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:
-        """Rounds of five clients."""
+        """Fits with five clients per round."""
         return partial(fit, clients_per_round=5)
 
     def saved(self, trainer: pl.Trainer, path: Path) -> Any:

@@ -108,7 +108,7 @@ def test_a_round_without_lightning_is_that_of_a_trainer(
 
 
 @pytest.mark.parametrize("executor", [SequentialExecutor, Backwards])
-def test_who_will_not_report_back_is_not_asked_to_train(executor: Any, lit_mlp: Any, uneven: Any) -> None:
+def test_clients_that_will_not_report_back_are_not_asked_to_train(executor: Any, lit_mlp: Any, uneven: Any) -> None:
     asked: list[int] = []
 
     class Watched(executor):  # type: ignore[misc]

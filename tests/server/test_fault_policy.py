@@ -1,4 +1,4 @@
-"""For every reason and every answer: the round does what the policy says, and the others do not notice."""
+"""For every reason and every answer: the round does what the policy says, and other clients are unaffected."""
 
 import math
 import warnings
@@ -32,7 +32,7 @@ EXPECTED = {"dropped_out", "late", "no_data", "surplus"}  # counted, but no reas
 
 
 class LitFragile(pl.LightningModule):
-    """What its batches hold decides what goes wrong; before it fails it leaves a mess behind."""
+    """Fails in the way that its batches decide; before it raises an error, it corrupts all that it can reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def federation(reason: ExclusionReason | None, bad: set[int]) -> tuple[ls.Federa
 
 @pytest.fixture
 def fit_with(fit: Fit) -> FitWith:
-    """Two rounds of everyone, in which exactly the clients of ``bad`` are left out for ``reason``."""
+    """Fits of two rounds with all clients, in which exactly the clients of ``bad`` are left out for ``reason``."""
 
     def fit_with(reason: ExclusionReason | None, bad: set[int], module: Any = None, **options: Any) -> Fitted:
         data, conditions = federation(reason, bad)
@@ -186,7 +186,7 @@ def momentum(parameters: Any) -> Any:
 @pytest.mark.parametrize("reason", POLICIES)
 @pytest.mark.filterwarnings("ignore:Round . client . is left out:lightning_spectral.SpectralWarning")
 @pytest.mark.filterwarnings("ignore:Round .. client . is left out:lightning_spectral.SpectralWarning")
-def test_a_round_that_nobody_survives_changes_nothing_and_says_so(
+def test_a_round_without_survivors_changes_nothing_and_warns(
     reason: ExclusionReason, algorithm: Any, fit_with: FitWith
 ) -> None:
     module = LitFragile()
@@ -274,6 +274,6 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
         (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, clock=FAST), "`clock` must be an instance of"),  # type: ignore[arg-type]
     ],
 )
-def test_arguments_that_cannot_be_meant(make: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()

@@ -186,7 +186,7 @@ class TestResume:
         with pytest.raises(ValueError, match=f"another configuration(.|\n)*{named}"):
             fit(seeded(lit_mlp), data, max_epochs=2, ckpt_path=tmp_path / "1.ckpt", **now)
 
-    def test_of_functions_nothing_is_compared(self, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    def test_functions_are_not_compared(self, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
         first = fit(seeded(lit_mlp), data, server_optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
         first.trainer.save_checkpoint(tmp_path / "1.ckpt")
         again = lambda p: torch.optim.SGD(p, lr=0.5)  # noqa: E731

@@ -51,7 +51,7 @@ def closing(model: ls.FederatedModule) -> Iterator[None]:
 
 @pytest.fixture
 def fit_as(fit: Fit) -> FitAs:
-    """Three rounds of a federation of the given class."""
+    """Fits of three rounds with the given class of federation."""
 
     def fit_as(federated: type[ls.FederatedModule], algorithm: Any, lit: type[LitMLP] = LitMLP) -> Fitted:
         model = federated(seeded(lit), algorithm=algorithm, clients_per_round=4, local_epochs=2, seed=3)

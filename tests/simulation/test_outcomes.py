@@ -251,6 +251,6 @@ def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: An
         (lambda: ls.ClientDropout("often"), r"`probability` must be in \[0, 1\], got 'often'"),  # type: ignore[arg-type]
     ],
 )
-def test_arguments_that_cannot_be_meant(make: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()

@@ -26,7 +26,7 @@ class Logged(pl.Callback):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Three rounds."""
+    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 

@@ -27,7 +27,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 @pytest.fixture
 def fit_onto(fit: Fit) -> FitOnto:
-    """Three rounds with a bar on the given screen."""
+    """Fits of three rounds with a bar on the given screen."""
 
     def fit_onto(
         screen: io.StringIO, lit: Any, data: Any, callbacks: Any = (), max_steps: int = -1, **more: Any
@@ -57,7 +57,7 @@ def test_one_bar_counts_rounds_and_clients(lit: Any, data: Any, fit_onto: FitOnt
     assert {round(100 * clients / 12) for clients in range(1, 13)} <= set(percents)
 
 
-def test_loss_accuracy_bytes_and_seconds_stand_beside_it(
+def test_the_bar_shows_loss_accuracy_bytes_and_seconds(
     lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal
 ) -> None:
     history = fit_onto(terminal, lit, data).history
@@ -73,7 +73,7 @@ def test_loss_accuracy_bytes_and_seconds_stand_beside_it(
 
 
 @pytest.mark.parametrize(("num_processes", "name"), [(1, "clients"), (2, "turns")])
-def test_what_is_counted_goes_on_and_stands_first(num_processes: int, name: str, terminal: Terminal) -> None:
+def test_the_count_keeps_going_and_comes_first(num_processes: int, name: str, terminal: Terminal) -> None:
     class Bar(ls.RoundProgressBar):
         is_enabled = True
 
@@ -90,7 +90,7 @@ def test_what_is_counted_goes_on_and_stands_first(num_processes: int, name: str,
     assert [list(one.items()) for one in shown] == [[(name, f"{done}/3"), ("loss", 0.5)] for done in (1, 2, 3)]
 
 
-def test_a_resumed_run_goes_on_where_it_was(
+def test_a_resumed_run_continues_where_it_stopped(
     lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal, tmp_path: Any
 ) -> None:
     fit_onto(terminal, lit, data, max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
@@ -98,9 +98,7 @@ def test_a_resumed_run_goes_on_where_it_was(
     assert states(later.getvalue())[0].startswith("Rounds:  50%")
 
 
-def test_a_run_without_an_end_has_a_bar_without_a_total(
-    lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal
-) -> None:
+def test_an_endless_run_has_a_bar_without_a_total(lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal) -> None:
     class Stop(pl.Callback):
         def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             trainer.should_stop = trainer.current_epoch == 1
@@ -120,7 +118,7 @@ def test_validation_alone_has_lightnings_bar(lit: Any, data: Any, quiet: Any, te
     assert "Validation DataLoader 0: 100%" in terminal.getvalue()
 
 
-def test_nothing_is_drawn_where_nobody_looks(lit: Any, data: Any, fit_onto: FitOnto) -> None:
+def test_no_bar_is_drawn_into_a_file(lit: Any, data: Any, fit_onto: FitOnto) -> None:
     log_file = io.StringIO()
     fit_onto(log_file, lit, data)
     assert log_file.getvalue() == ""

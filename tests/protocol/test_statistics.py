@@ -18,6 +18,7 @@ from lightning_spectral.protocol.magnitudes import LARGEST, largest_magnitudes
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean, add_up
 from lightning_spectral.protocol.weights import MOST_TERMS
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 T = TypeVar("T")
 Client = tuple[dict[str, Tensor], float]
@@ -257,7 +258,7 @@ def test_largest_uploads_of_the_largest_round_are_summed_exactly() -> None:
 def test_an_upload_can_be_averaged_exactly_if_it_can_be_added(value: float, dtype: torch.dtype) -> None:
     tensors = {"w": torch.tensor([1.0, -value], dtype=torch.float64).to(dtype), "n": torch.zeros(0, dtype=dtype)}
     before = {"w": torch.tensor([-1.0, min(value, 60_000.0)]).to(dtype), "n": torch.zeros(0, dtype=dtype)}
-    upload, mean = Upload(tensors, 3), MeanChange(before, 3)
+    upload, mean = Upload(WorkUnit(0), tensors), MeanChange(before, 3)
     if upload.can_be_averaged():
         mean.add(tensors, 3, upload.largest)
         assert all(bool(change.isfinite().all()) for _, change in mean.finish())

@@ -1,4 +1,4 @@
-"""Small federated runs, and what must be the same of them however many processes train them.
+"""Small federated runs, whose outcome must not depend on the number of processes.
 
 ``python client_parallel_runs.py FOLDER PORT PORT`` makes them in two processes, then in three.
 """
@@ -138,7 +138,7 @@ def run(
     num_processes: int = 1,
     **federation: Any,
 ) -> dict[str, Any]:
-    """What a run came to, in plain tensors and numbers."""
+    """The outcome of a run, in plain tensors and numbers."""
     torch.manual_seed(0)
     lit = module()
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
@@ -180,7 +180,7 @@ def run(
 
 
 def say_and_share(processes: Processes) -> dict[str, Any]:
-    """What a process gets out of talking to the others."""
+    """What a process receives from the others."""
     weights = [torch.randn(n, n + 3, generator=torch.Generator().manual_seed(n)) for n in (7, 2, 5, 4, 9)]
 
     def fails_on_the_largest(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:

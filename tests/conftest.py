@@ -1,7 +1,10 @@
 """A tiny federation that the tests share."""
 
 import socket
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +18,10 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.protocol.records import Receipt, Upload
+
+sys.path.insert(0, str(Path(__file__).parent))  # every test can import the modules beside this file by name
+import federation
+from federation import Fit, seeded
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
 settings.register_profile("reproducible", derandomize=True)  # a failure here is a failure everywhere
@@ -96,9 +103,7 @@ def lit_mlp() -> type[LitMLP]:
 
 @pytest.fixture
 def lit() -> LitMLP:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LitMLP()
+    return seeded(LitMLP)
 
 
 @pytest.fixture
@@ -124,3 +129,9 @@ def quiet(tmp_path: Any) -> dict[str, Any]:
         "enable_model_summary": False,
         "default_root_dir": tmp_path,
     }
+
+
+@pytest.fixture
+def fit(quiet: dict[str, Any]) -> Fit:
+    """Trains a module federatedly: see `federation.fit`."""
+    return partial(federation.fit, quiet)

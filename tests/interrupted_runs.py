@@ -1,7 +1,7 @@
 """A run that is interrupted again and again, each time by a signal at a random moment, and resumed from what it left.
 
-``python interrupted_runs.py FOLDER NUM_PROCESSES SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and what the same
-run comes to without any signal, in one process. The processes that are interrupted are forks of this one, so that
+``python interrupted_runs.py FOLDER NUM_PROCESSES SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and the outcome of
+the same run without any signal, in one process. The processes that are interrupted are forks of this one, so that
 everything is imported once. Of several, some get the signal.
 """
 
@@ -65,7 +65,7 @@ def fed_adam(parameters: Any) -> Any:
 
 
 def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes: int = 1) -> None:
-    """Fit, from the newest whole checkpoint if there is one, and write what the run came to."""
+    """Fit, from the newest whole checkpoint if there is one, and write its outcome."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(80, 6, generator=generator)
     examples = TensorDataset(x, x[:, :3].argmax(1))
@@ -119,7 +119,7 @@ def start(folder: Path, num_rounds: int, num_processes: int) -> tuple[list[int],
 
 
 def status_of(*arguments: Any) -> int:
-    """Train, and say how it ended."""
+    """Train, and return the exit status."""
     try:
         train(*arguments)
     except SystemExit:

@@ -78,7 +78,7 @@ def serve(pipe: Connection, start: bytes) -> None:
 
 
 def toy_data() -> ls.FederatedDataModule:
-    """The same wherever it is made."""
+    """The same data in every process."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(120, 6, generator=generator)
     toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))

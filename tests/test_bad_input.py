@@ -7,19 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, seeded
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.checks import check_trainer
-
-
-def fit(module: Any, data: Any, quiet: dict[str, Any], max_epochs: int = 1, **options: Any) -> pl.Trainer:
-    settings: dict[str, Any] = {"clients_per_round": 4, **options}
-    trainer = pl.Trainer(max_epochs=max_epochs, **quiet)
-    trainer.fit(ls.FederatedModule(module, **settings), data)
-    return trainer
 
 
 class TestConstructor:
@@ -44,7 +38,7 @@ class TestConstructor:
             ({"server_optimizer": 3}, "must be a function from parameters to an optimizer, got 3"),
         ],
     )
-    def test_arguments_that_cannot_be_meant(self, options: dict[str, Any], message: str, lit: Any) -> None:
+    def test_invalid_arguments_are_refused(self, options: dict[str, Any], message: str, lit: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=message):
             ls.FederatedModule(lit, **{"clients_per_round": 2, **options})
 
@@ -81,15 +75,15 @@ class TestConstructor:
 
 
 class TestSetup:
-    def test_more_clients_per_round_than_clients(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_more_clients_per_round_than_clients(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match=r"`clients_per_round` must be at most num_clients=12, got 13"):
-            fit(lit, data, quiet, clients_per_round=13)
+            fit(lit, data, clients_per_round=13)
 
-    def test_more_clients_than_examples(self, lit: Any, toy: Any, quiet: Any) -> None:
+    def test_more_clients_than_examples(self, lit: Any, toy: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match=r"num_clients=500.*got 120 examples"):
-            fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(500)), quiet)
+            fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(500)))
 
-    def test_clients_without_examples(self, lit: Any, toy: Any, quiet: Any) -> None:
+    def test_clients_without_examples(self, lit: Any, toy: Any, fit: Fit) -> None:
         class Lazy(ls.Partitioner):
             num_clients = 3
 
@@ -99,15 +93,15 @@ class TestSetup:
                 return Partition.from_lists([[0, 1], [], [2]])
 
         with pytest.raises(ValueError, match=r"1 of 3 clients have no examples \(clients 1\); use fewer"):
-            fit(lit, ls.FederatedDataModule(toy, Lazy()), quiet, clients_per_round=1)
+            fit(lit, ls.FederatedDataModule(toy, Lazy()), clients_per_round=1)
 
-    def test_data_without_a_length(self, lit: Any, quiet: Any) -> None:
+    def test_data_without_a_length(self, lit: Any, fit: Fit) -> None:
         class Stream(IterableDataset[Any]):
             def __iter__(self) -> Any:
                 yield torch.zeros(1)
 
         with pytest.raises(ValueError, match="Stream has no length"):
-            fit(lit, ls.FederatedDataModule(Stream(), ls.IIDPartitioner(2)), quiet, clients_per_round=1)
+            fit(lit, ls.FederatedDataModule(Stream(), ls.IIDPartitioner(2)), clients_per_round=1)
 
     def test_data_that_is_not_federated(self, lit: Any, toy: Any, quiet: Any) -> None:
         trainer = pl.Trainer(max_epochs=1, **quiet)
@@ -119,23 +113,23 @@ class TestSetup:
         with pytest.raises(TypeError, match="feeds clients, not batches, and LitMLP trains on batches; wrap it"):
             pl.Trainer(max_epochs=1, **quiet).fit(lit, data)
 
-    def test_several_optimizers(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_several_optimizers(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitTwo(lit_mlp):  # type: ignore[misc]
             def configure_optimizers(self) -> Any:
                 return [torch.optim.SGD(self.net[0].parameters()), torch.optim.SGD(self.net[2].parameters())]
 
         with pytest.raises(ValueError, match=r"LitTwo.configure_optimizers must return one torch optimizer, got 2"):
-            fit(LitTwo(), data, quiet)
+            fit(LitTwo(), data)
 
-    def test_an_optimizer_with_a_closure(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_an_optimizer_with_a_closure(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitClosure(lit_mlp):  # type: ignore[misc]
             def configure_optimizers(self) -> Any:
                 return torch.optim.LBFGS(self.parameters())
 
         with pytest.raises(ValueError, match="LBFGS needs a closure"):
-            fit(LitClosure(), data, quiet)
+            fit(LitClosure(), data)
 
-    def test_validation_data_without_a_validation_step(self, toy: Any, quiet: Any) -> None:
+    def test_validation_data_without_a_validation_step(self, toy: Any, fit: Fit) -> None:
         class LitBlind(pl.LightningModule):
             def __init__(self) -> None:
                 super().__init__()
@@ -149,31 +143,32 @@ class TestSetup:
 
         data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy)
         with pytest.raises(ValueError, match="LitBlind has no `validation_step`"):
-            fit(LitBlind(), data, quiet)
+            fit(LitBlind(), data)
         data.val = None
-        fit(LitBlind(), data, quiet)
+        before = (lit := LitBlind()).net.weight.detach().clone()
+        assert not torch.equal(fit(lit, data).module.net.weight, before)
 
-    def test_nothing_to_train(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_nothing_to_train(self, lit: Any, data: Any, fit: Fit) -> None:
         lit.requires_grad_(False)
         with pytest.raises(ValueError, match="LitMLP has no trainable parameter in its optimizer"):
-            fit(lit, data, quiet)
+            fit(lit, data)
 
     def test_a_weight_that_is_zero(self, lit: Any) -> None:
         nn.init.zeros_(lit.net[2].weight)
         with pytest.raises(ValueError, match=r"weight is zero have no singular terms that could train: net\.2"):
             ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
 
-    def test_complex_parameters(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_complex_parameters(self, lit: Any, data: Any, fit: Fit) -> None:
         lit.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         with pytest.raises(ValueError, match="Complex parameters are not averaged: phase"):
-            fit(lit, data, quiet)
+            fit(lit, data)
 
     def test_testing_without_a_test_step(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
         lit = type("LitUntested", (lit_mlp,), {"test_step": pl.LightningModule.test_step})()
         with pytest.raises(ValueError, match=r"`Trainer.test` needs `LitUntested.test_step`"):
             pl.Trainer(**quiet).test(ls.FederatedModule(lit, clients_per_round=1), data)
 
-    def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitUnused(lit_mlp):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
@@ -182,8 +177,10 @@ class TestSetup:
 
         sharding = ls.SpectralSharding()
         with pytest.raises(ValueError, match=r"forward pass of `training_step`: forgotten\. Keep them dense"):
-            fit(LitUnused(), data, quiet, algorithm=sharding)
-        fit(LitUnused(), data, quiet, algorithm=ls.SpectralSharding(exclude=["forgotten"]))
+            fit(LitUnused(), data, algorithm=sharding)
+        dense = ls.SpectralSharding(exclude=["forgotten"])
+        lit = fit(LitUnused(), data, algorithm=dense).module
+        assert list(dense.plan(lit).sharded) == ["net.2", "net.5"]
 
     def test_a_trainer_of_several_processes_that_share_gradients(self, lit: Any, data: Any) -> None:
         # a stand-in, because a second process cannot be had in every test run
@@ -192,29 +189,25 @@ class TestSetup:
         with pytest.raises(ValueError, match=message):
             check_trainer(trainer, lit)
 
-    def test_a_cohort_cut_to_nobody_or_larger_than_can_be_summed(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_a_cohort_cut_to_nobody_or_larger_than_can_be_summed(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match=r"limit_train_batches=0.2 of 3 clients trains none; raise it"):
-            pl.Trainer(max_epochs=1, limit_train_batches=0.2, **quiet).fit(
-                ls.FederatedModule(lit, clients_per_round=3), data
-            )
+            fit(lit, data, clients_per_round=3, trainer={"limit_train_batches": 0.2})
         with pytest.raises(ValueError, match="`clients_per_round` must be at most 8192, got 8193"):
             ls.FederatedModule(lit, clients_per_round=8193)
 
-    def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match="lists 2 values for 12 clients"):
-            fit(lit, data, quiet, algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5]))
+            fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5]))
 
     def test_a_checkpoint_of_an_ordinary_run(
-        self, lit_mlp: Any, toy: Any, data: Any, quiet: Any, tmp_path: Any
+        self, lit_mlp: Any, toy: Any, data: Any, quiet: Any, fit: Fit, tmp_path: Any
     ) -> None:
         trainer = pl.Trainer(max_epochs=1, log_every_n_steps=1, **quiet)
         loader = torch.utils.data.DataLoader(toy, batch_size=60)
         trainer.fit(lit_mlp(), loader, loader)
         trainer.save_checkpoint(tmp_path / "plain.ckpt")
         with pytest.raises(ValueError, match="was not written by a FederatedModule"):
-            pl.Trainer(max_epochs=2, **quiet).fit(
-                ls.FederatedModule(lit_mlp(), clients_per_round=2), data, ckpt_path=str(tmp_path / "plain.ckpt")
-            )
+            fit(lit_mlp(), data, max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
 
 
 class LitPoisoned(pl.LightningModule):
@@ -245,27 +238,21 @@ def poisoned_data(values: list[float]) -> ls.FederatedDataModule:
 
 class TestClients:
     @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=repr)
-    def test_an_update_that_is_not_finite_is_left_out_said_and_counted(self, algorithm: Any, quiet: Any) -> None:
-        def run(values: list[float], cohort: int) -> tuple[torch.Tensor, dict[str, float]]:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                module = LitPoisoned()
-            history = ls.RoundHistory()
-            trainer = pl.Trainer(max_epochs=1, callbacks=[history], **quiet)
-            model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=cohort)
-            trainer.fit(model, poisoned_data(values))
-            return nn.utils.parameters_to_vector(module.parameters()).detach(), history.rows[0]
-
+    def test_an_update_that_is_not_finite_is_left_out_reported_and_counted(self, algorithm: Any, fit: Fit) -> None:
         with pytest.warns(ls.SpectralWarning, match="Round 0: client 2 is left out of the average: update not finite"):
-            weights, row = run([1.0, 2.0, math.nan], cohort=3)
-        assert bool(torch.isfinite(weights).all())
+            fitted = fit(
+                seeded(LitPoisoned), poisoned_data([1.0, 2.0, math.nan]), algorithm=algorithm, clients_per_round=3
+            )
+        (row,) = fitted.rows
+        assert bool(torch.isfinite(fitted.weights).all())
         assert (row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) == (2.0, 1.0, 8.0)
         assert math.isfinite(row["fl/loss"])
         assert math.isfinite(row["seen"])
         if isinstance(algorithm, ls.FedAvg):  # nobody's draw depends on the cohort: the others' average is the same
-            torch.testing.assert_close(weights, run([1.0, 2.0], cohort=2)[0], rtol=1e-6, atol=1e-7)
+            others = fit(seeded(LitPoisoned), poisoned_data([1.0, 2.0]), algorithm=algorithm, clients_per_round=2)
+            torch.testing.assert_close(fitted.weights, others.weights, rtol=1e-6, atol=1e-7)
 
-    def test_a_round_without_any_finite_update_stops_the_run_and_changes_nothing(self, quiet: Any) -> None:
+    def test_a_round_without_any_finite_update_stops_the_run_and_changes_nothing(self, fit: Fit) -> None:
         module = LitPoisoned()
         before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
         with (
@@ -275,18 +262,18 @@ class TestClients:
                 match=r"Round 0: 2 of 2 clients are left out \(clients 0 and 1: update not finite or too",
             ),
         ):
-            fit(module, poisoned_data([math.nan, math.nan]), quiet, clients_per_round=2)
+            fit(module, poisoned_data([math.nan, math.nan]), clients_per_round=2)
         assert torch.equal(before, nn.utils.parameters_to_vector(module.parameters()).detach())
 
-    def test_a_failure_names_the_round_the_client_and_the_stage(self, quiet: Any) -> None:
+    def test_a_failure_names_the_round_the_client_and_the_stage(self, fit: Fit) -> None:
         data = poisoned_data([1.0, 2.0, math.inf])
         with pytest.raises(ls.ClientError, match=r"Round 0, client 2, .*: RuntimeError: the sensor is broken") as error:
-            fit(LitPoisoned(), data, quiet, clients_per_round=3)
+            fit(LitPoisoned(), data, clients_per_round=3)
         assert isinstance(error.value.__cause__, RuntimeError)
 
-    def test_server_weights_that_are_not_finite_are_refused_by_layer(self, quiet: Any) -> None:
+    def test_server_weights_that_are_not_finite_are_refused_by_layer(self, fit: Fit) -> None:
         module = LitPoisoned()
         with torch.no_grad():
             module.net[1].weight.fill_(math.inf)
         with pytest.raises(ValueError, match=r"Layer 'net.1' cannot be factorised"):
-            fit(module, poisoned_data([1.0]), quiet, algorithm=ls.SpectralSharding(), clients_per_round=1)
+            fit(module, poisoned_data([1.0]), algorithm=ls.SpectralSharding(), clients_per_round=1)

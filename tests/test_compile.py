@@ -1,12 +1,14 @@
 """A compiled part of the user's module stays compiled: clients are new values in the same parameters."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch._dynamo
+from federation import Fit, seeded
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
@@ -49,17 +51,15 @@ def _fresh_compiler() -> Iterator[None]:
     counters.clear()
 
 
-def run(toy: TensorDataset, quiet: Any, algorithm: Any, batch_size: int, compiled: bool = True) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = LitCompiled(compiled)
-    count = CountGraphs()
-    model = ls.FederatedModule(
-        module, algorithm=algorithm, clients_per_round=4, local_epochs=2, local_hooks=[ls.GradientClip(1.0)]
-    )
-    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), batch_size=batch_size)
-    pl.Trainer(max_epochs=3, callbacks=[count], **quiet).fit(model, data)
-    return module, count
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of three rounds, each with two local epochs and clipped gradients."""
+    return partial(fit, max_epochs=3, local_epochs=2, local_hooks=[ls.GradientClip(1.0)])
+
+
+def clients(toy: TensorDataset, batch_size: int) -> ls.FederatedDataModule:
+    """Ten examples for each of twelve clients."""
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), batch_size=batch_size)
 
 
 def spectral(keep_ratio: Any) -> ls.SpectralSharding:
@@ -67,33 +67,34 @@ def spectral(keep_ratio: Any) -> ls.SpectralSharding:
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])
-def test_later_clients_and_rounds_recompile_nothing(algorithm: Any, toy: TensorDataset, quiet: Any) -> None:
+def test_later_clients_and_rounds_recompile_nothing(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
-        _, count = run(toy, quiet, algorithm, batch_size=5)
+        fit(seeded(LitCompiled), clients(toy, 5), algorithm=algorithm, callbacks=[count := CountGraphs()])
     assert count.graphs == [1] * 12
 
 
-def test_every_keep_ratio_has_one_graph(toy: TensorDataset, quiet: Any) -> None:
-    _, count = run(toy, quiet, spectral({0.3: 0.5, 0.6: 0.5}), batch_size=5)
+def test_every_keep_ratio_has_one_graph(toy: TensorDataset, fit: Fit) -> None:
+    mixed = spectral({0.3: 0.5, 0.6: 0.5})
+    fit(seeded(LitCompiled), clients(toy, 5), algorithm=mixed, callbacks=[count := CountGraphs()])
     assert count.graphs == [len(set(count.ratios[: i + 1])) for i in range(12)]
     assert count.graphs[-1] == 2
 
 
-def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDataset, quiet: Any) -> None:
-    _, count = run(toy, quiet, ls.FedAvg(), batch_size=4)  # 10 examples: 4, 4, 2
+def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDataset, fit: Fit) -> None:
+    fit(seeded(LitCompiled), clients(toy, 4), callbacks=[count := CountGraphs()])  # batches of 4, 4 and 2
     assert count.graphs == [2] * 12
 
 
 # all terms: which ones are drawn depends on names of layers, and `torch.compile` adds to them
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(1.0)], ids=["dense", "spectral"])
-def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: TensorDataset, quiet: Any) -> None:
-    compiled, _ = run(toy, quiet, algorithm, batch_size=5)
-    plain, _ = run(toy, quiet, algorithm, batch_size=5, compiled=False)
+def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
+    compiled = fit(seeded(LitCompiled), clients(toy, 5), algorithm=algorithm).module
+    plain = fit(seeded(LitCompiled, compiled=False), clients(toy, 5), algorithm=algorithm).module
     for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32; same operations, maybe other order
 
 
-def test_compiling_in_place_is_lost_and_said() -> None:
+def test_compiling_in_place_is_lost_with_a_warning() -> None:
     module = LitCompiled(compiled=False)
     module.net.compile(backend="aot_eager")
     with pytest.warns(ls.SpectralWarning, match=r"lose `compile\(\)` in place \(net\)"):

@@ -1,12 +1,14 @@
-"""Every kind of layer goes through whole rounds: nothing moves without training, and what moves is put back right."""
+"""Every kind of layer goes through whole rounds: without training nothing changes, and training changes every layer."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -95,11 +97,14 @@ def flat() -> TensorDataset:
     return TensorDataset(torch.randn(48, 32, generator=generator), torch.randint(3, (48,), generator=generator))
 
 
-def fit(lit: pl.LightningModule, dataset: TensorDataset, quiet: Any, num_clients: int = 6, **options: Any) -> Any:
-    model = ls.FederatedModule(lit, **{"clients_per_round": num_clients, **options})
-    data = ls.FederatedDataModule(dataset, ls.IIDPartitioner(num_clients), batch_size=8)
-    pl.Trainer(max_epochs=1, **quiet).fit(model, data)
-    return model
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of one round with six clients."""
+    return partial(fit, clients_per_round=6)
+
+
+def shared_out(dataset: TensorDataset, num_clients: int = 6) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(dataset, ls.IIDPartitioner(num_clients), batch_size=8)
 
 
 def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
@@ -109,19 +114,14 @@ def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_without_training_no_bit_of_any_layer_changes(name: str, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_without_training_no_bit_of_any_layer_changes(name: str, flat: TensorDataset, fit: Fit) -> None:
     lit = LitCore(CORES[name]())
     before = {key: value.clone() for key, value in lit.state_dict().items()}
-    fit(lit, flat, quiet, algorithm=options_for(name, 0.5), local_epochs=0)
-    after = lit.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert same_state(fit(lit, shared_out(flat), algorithm=options_for(name, 0.5), local_epochs=0).state, before)
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_one_client_with_all_terms_hands_back_the_weight_it_trained(
-    name: str, flat: TensorDataset, quiet: dict[str, Any]
-) -> None:
+def test_one_client_with_all_terms_returns_the_weight_it_trained(name: str, flat: TensorDataset, fit: Fit) -> None:
     torch.manual_seed(0)
     lit = LitCore(CORES[name]()).double()
     dataset = TensorDataset(flat.tensors[0].double(), flat.tensors[1])
@@ -135,10 +135,8 @@ def test_one_client_with_all_terms_hands_back_the_weight_it_trained(
             for holder in report.blocks:
                 kept[holder] = client.get_submodule(holder).matrix().detach().clone()
 
-    model = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=1)
-    data = ls.FederatedDataModule(dataset, ls.IIDPartitioner(1), batch_size=8)
     before = {key: value.clone() for key, value in lit.state_dict().items()}
-    pl.Trainer(max_epochs=1, callbacks=[Keep()], **quiet).fit(model, data)
+    fit(lit, shared_out(dataset, num_clients=1), algorithm=algorithm, clients_per_round=1, callbacks=[Keep()])
     assert kept
     for holder, block in report.blocks.items():
         weight = lit.get_parameter(block.parameter).detach()
@@ -148,11 +146,11 @@ def test_one_client_with_all_terms_hands_back_the_weight_it_trained(
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_mixed_keep_ratios_train_every_layer(name: str, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_mixed_keep_ratios_train_every_layer(name: str, flat: TensorDataset, fit: Fit) -> None:
     lit = LitCore(CORES[name]())
     algorithm = options_for(name, {0.3: 0.5, 0.7: 0.5})
     before = {key: value.clone() for key, value in lit.state_dict().items()}
-    fit(lit, flat, quiet, algorithm=algorithm)
+    fit(lit, shared_out(flat), algorithm=algorithm)
     after = lit.state_dict()
     names = algorithm.plan(lit).sharded_weights
     assert names
@@ -184,33 +182,30 @@ class LitNet(pl.LightningModule):
 
 
 @pytest.mark.parametrize("traced", [True, False])
-def test_a_layer_used_twice_trains(traced: bool, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_a_layer_used_twice_trains(traced: bool, flat: TensorDataset, fit: Fit) -> None:
     lit = LitNet(lambda self, x: self.mid(self.mid(x).relu()), traced, mid=nn.Linear(8, 8))
     before = lit.mid.weight.detach().clone()
-    fit(lit, flat, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert not torch.equal(lit.mid.weight, before)
 
 
-def test_a_layer_never_used_stays_dense_if_seen_and_is_refused_by_name_if_not(
-    flat: TensorDataset, quiet: dict[str, Any]
-) -> None:
+def test_a_layer_never_used_stays_dense_if_seen_and_is_refused_by_name_if_not(flat: TensorDataset, fit: Fit) -> None:
     def make(traced: bool) -> LitNet:
         return LitNet(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
 
     lit = make(traced=True)
-    fit(lit, flat, quiet, algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
+    fit(lit, shared_out(flat), algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
     assert list(algorithm.plan(lit).sharded) == ["mid"]
     # registered last, so that only `exclude` could save it: the head is registered before
     with pytest.raises(ValueError, match="do not take part in the forward pass of `training_step`: mid2"):
         fit(
             LitNet(lambda self, x: self.mid(x), False, mid=nn.Linear(8, 8), mid2=nn.Linear(8, 8), last=nn.Linear(8, 8)),
-            flat,
-            quiet,
+            shared_out(flat),
             algorithm=ls.SpectralSharding(keep_ratio=0.5),
         )
 
 
-def test_a_tied_head_stays_tied_and_dense(quiet: dict[str, Any]) -> None:
+def test_a_tied_head_stays_tied_and_dense(fit: Fit) -> None:
     class LitTied(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -227,24 +222,24 @@ def test_a_tied_head_stays_tied_and_dense(quiet: dict[str, Any]) -> None:
     lit, generator = LitTied(), torch.Generator().manual_seed(0)
     before = lit.embed.weight.detach().clone()
     tokens = TensorDataset(torch.randint(5, (48, 4), generator=generator), torch.randint(5, (48,), generator=generator))
-    fit(lit, tokens, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    fit(lit, shared_out(tokens), algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert lit.head.weight is lit.embed.weight
     assert not torch.equal(lit.embed.weight, before)
 
 
-def test_a_frozen_layer_stays_dense_and_still(flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_a_frozen_layer_stays_dense_and_unchanged(flat: TensorDataset, fit: Fit) -> None:
     lit = LitNet(
         lambda self, x: self.mid(self.base(x)), True, base=nn.Linear(8, 8).requires_grad_(False), mid=nn.Linear(8, 8)
     )
     before = lit.base.weight.detach().clone()
-    fit(lit, flat, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert torch.equal(lit.base.weight, before)
 
 
 # Dynamo itself looks at `.grad` of an inner tensor when it traces a second batch size
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorDataset, fit: Fit) -> None:
     net: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     if in_place:
         net.compile(backend="eager")
@@ -255,11 +250,11 @@ def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorD
     before = {name: lit.state_dict()[name].clone() for name in names}
     said = pytest.warns(ls.SpectralWarning, match="run uncompiled") if in_place else nullcontext()
     with said:
-        fit(lit, flat, quiet, algorithm=options_for("", 0.5))
+        fit(lit, shared_out(flat), algorithm=options_for("", 0.5))
     assert all(not torch.equal(before[name], lit.state_dict()[name]) for name in names)
 
 
-def test_lora_layers_are_ordinary_once_they_are_not_zero(flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_lora_layers_are_ordinary_once_they_are_not_zero(flat: TensorDataset, fit: Fit) -> None:
     layers = {"base": nn.Linear(8, 8).requires_grad_(False), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
 
     def adapted(self: Any, x: Tensor) -> Tensor:
@@ -269,17 +264,17 @@ def test_lora_layers_are_ordinary_once_they_are_not_zero(flat: TensorDataset, qu
     nn.init.zeros_(lit.up.weight)
     with pytest.raises(ValueError, match=r"no singular terms that could train: up\. Keep them dense with `exclude=`"):
         ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
-    fit(lit, flat, quiet, algorithm=ls.SpectralSharding(keep_ratio=0.5, exclude=["up"]))
+    fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5, exclude=["up"]))
     assert bool(lit.up.weight.any())
 
 
 def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
-    flat: TensorDataset, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    flat: TensorDataset, fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lit = LitNet(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     plan = ls.validate(lit, torch.zeros(1, 32), ls.LayerChoices(exclude=["a"]))
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)
-    fit(lit, flat, quiet, algorithm=algorithm)
+    fit(lit, shared_out(flat), algorithm=algorithm)
     assert list(algorithm.plan(lit).sharded) == ["b"]
     wider = LitNet(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
     with pytest.raises(ValueError, match=r"another module: b.weight is \(8, 9\) as a matrix, not \(8, 8\)"):
@@ -290,7 +285,7 @@ def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
         ls.SpectralSharding(layers=plan, exclude=["b"])
 
 
-def test_buffers_can_keep_the_servers_value(flat: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> None:
     def make() -> LitNet:
         return LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
@@ -299,6 +294,6 @@ def test_buffers_can_keep_the_servers_value(flat: TensorDataset, quiet: dict[str
     planned = ls.SpectralSharding(layers=plan_layers(make(), choices=choices))
     for algorithm in (ls.FedAvg(keep_buffers=kept), ls.SpectralSharding(layers=choices), planned):
         lit = make()
-        fit(lit, flat, quiet, algorithm=algorithm)
+        fit(lit, shared_out(flat), algorithm=algorithm)
         assert torch.equal(lit.norm.running_mean, torch.zeros(8))
         assert not torch.equal(lit.norm.weight, torch.ones(8))

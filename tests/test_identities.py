@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state, seeded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,9 +42,7 @@ class LitRecording(pl.LightningModule):
 
 
 def recording(**options: Any) -> LitRecording:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LitRecording([], **options)
+    return seeded(LitRecording, [], **options)
 
 
 @pytest.fixture
@@ -57,11 +56,12 @@ def weights(module: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def test_one_client_without_sharding_is_plain_training(regression: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_one_client_without_sharding_is_plain_training(
+    regression: TensorDataset, quiet: dict[str, Any], fit: Fit
+) -> None:
     federated, plain = recording(momentum=0.9), recording(momentum=0.9)
     data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=1), batch_size=8)
-    model = ls.FederatedModule(federated, clients_per_round=1)
-    pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+    fit(federated, data, clients_per_round=1)
     batches = [batch for batch, _ in data.client_data(Download(WorkUnit(0), 1.0, {})).epoch(0)]
     pl.Trainer(max_epochs=1, **quiet, log_every_n_steps=1).fit(
         plain, DataLoader(batches, batch_size=None, num_workers=0)
@@ -71,13 +71,10 @@ def test_one_client_without_sharding_is_plain_training(regression: TensorDataset
     torch.testing.assert_close(weights(federated), weights(plain), rtol=1e-6, atol=1e-7)
 
 
-def test_everyone_with_one_full_batch_step_is_gradient_descent(
-    regression: TensorDataset, quiet: dict[str, Any]
-) -> None:
+def test_everyone_with_one_full_batch_step_is_gradient_descent(regression: TensorDataset, fit: Fit) -> None:
     federated, central = recording(), recording()
     data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=6), batch_size=1000)
-    model = ls.FederatedModule(federated, clients_per_round=6)
-    pl.Trainer(max_epochs=5, **quiet).fit(model, data)
+    fit(federated, data, clients_per_round=6, max_epochs=5)
     x, y = regression.tensors
     for _ in range(5):
         central.zero_grad()
@@ -89,13 +86,12 @@ def test_everyone_with_one_full_batch_step_is_gradient_descent(
     torch.testing.assert_close(weights(federated), weights(central), rtol=1e-5, atol=1e-6)
 
 
-def test_plain_server_is_the_weighted_mean_of_clients(regression: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_plain_server_is_the_weighted_mean_of_clients(regression: TensorDataset, fit: Fit) -> None:
     keys = [0] * 25 + [1] * 10 + [2] * 5
     data = ls.FederatedDataModule(regression, ls.NaturalPartitioner(keys), batch_size=5)
     federated = recording(momentum=0.9)  # fresh for every client
     start = copy.deepcopy(federated)
-    model = ls.FederatedModule(federated, clients_per_round=3, local_epochs=2)
-    pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+    fit(federated, data, clients_per_round=3, local_epochs=2)
     expected = torch.zeros_like(weights(start)).double()
     for client_id in range(3):
         client = copy.deepcopy(start)
@@ -109,13 +105,12 @@ def test_plain_server_is_the_weighted_mean_of_clients(regression: TensorDataset,
     torch.testing.assert_close(weights(federated).double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_server_momentum_is_fedavgm(regression: TensorDataset, quiet: dict[str, Any]) -> None:
+def test_server_momentum_is_fedavgm(regression: TensorDataset, fit: Fit) -> None:
     """With everyone in every round: v <- 0.5 v + (w - mean of clients), w <- w - v, written out."""
     federated = recording()
     data = ls.FederatedDataModule(regression, ls.IIDPartitioner(num_clients=2), batch_size=1000)
     server_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5)  # noqa: E731
-    model = ls.FederatedModule(federated, clients_per_round=2, server_optimizer=server_optimizer)
-    pl.Trainer(max_epochs=3, **quiet).fit(model, data)
+    fit(federated, data, clients_per_round=2, max_epochs=3, server_optimizer=server_optimizer)
 
     oracle = recording()
     velocity = torch.zeros_like(weights(oracle))
@@ -138,23 +133,19 @@ ALGORITHMS = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_zero_local_epochs_change_no_bit(algorithm: Any, lit: Any, data: Any, quiet: dict[str, Any]) -> None:
+def test_zero_local_epochs_change_no_bit(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
     before = copy.deepcopy(lit.state_dict())
-    model = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=4, local_epochs=0)
-    pl.Trainer(max_epochs=2, **quiet).fit(model, data)
-    assert all(torch.equal(before[name], value) for name, value in lit.state_dict().items())
+    assert same_state(fit(lit, data, algorithm=algorithm, max_epochs=2, local_epochs=0).state, before)
 
 
-def test_order_of_clients_changes_rounding_only(lit_mlp: Any, data: Any, quiet: dict[str, Any]) -> None:
+def test_order_of_clients_changes_rounding_only(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Reversed(ls.FederatedModule):
         def cohort(self, round_idx: int) -> list[int]:
             return super().cohort(round_idx)[::-1]
 
-    def run(kind: type[ls.FederatedModule]) -> torch.Tensor:
-        torch.manual_seed(0)
-        lit = lit_mlp()
-        model = kind(lit, algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), clients_per_round=5)
-        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
-        return weights(lit)
-
-    torch.testing.assert_close(run(ls.FederatedModule), run(Reversed), rtol=1e-6, atol=1e-7)
+    sharding = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
+    in_order, backwards = (
+        fit(kind(seeded(lit_mlp), algorithm=sharding, clients_per_round=5), data).weights
+        for kind in (ls.FederatedModule, Reversed)
+    )
+    torch.testing.assert_close(in_order, backwards, rtol=1e-6, atol=1e-7)

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -90,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, quiet: dict[str, Any]) -> None:
+def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, fit: Fit) -> None:
     make, logits, dataset, split, num_blocks = CASES[case]
     lit = LitLogits(make(), logits, dataset().tensors[0][:2])
     plan = ls.validate(lit, layers=ls.LayerChoices(split=split))
@@ -99,7 +100,7 @@ def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, quiet: 
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)
     before = {name: lit.state_dict()[name].clone() for name in plan.sharded_weights}
     data = ls.FederatedDataModule(dataset(), ls.IIDPartitioner(num_clients=4), batch_size=4)
-    pl.Trainer(max_epochs=1, **quiet).fit(ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=3), data)
+    fit(lit, data, algorithm=algorithm, clients_per_round=3)
     assert not [name for name, weight in before.items() if torch.equal(weight, lit.state_dict()[name])]
 
     plain = make()

@@ -1,25 +1,23 @@
 """What users' modules do, and where each hook runs."""
 
 from collections import UserDict
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state, seeded
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import lightning_spectral as ls
 
 
-def run(
-    module: pl.LightningModule, data: Any, quiet: dict[str, Any], rounds: int = 2, **options: Any
-) -> ls.RoundHistory:
-    history = ls.RoundHistory()
-    settings: dict[str, Any] = {"algorithm": ls.SpectralSharding(keep_ratio=0.5), "clients_per_round": 3, **options}
-    trainer = pl.Trainer(max_epochs=rounds, callbacks=[history], num_sanity_val_steps=0, **quiet)
-    trainer.fit(ls.FederatedModule(module, **settings), data)
-    return history
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of two rounds, each with three clients that hold half the terms."""
+    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
 
 
 def optimizer_forms(module: nn.Module) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def optimizer_forms(module: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", optimizer_forms(nn.Linear(1, 1)).keys())
-def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return optimizer_forms(self)[form]
@@ -47,10 +45,10 @@ def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, 
     expected = [1.0, 1.0, 1.0]
     if "lists" in form or "scheduler" in form or form in ("nested", "dicts"):
         expected = [1.0, 1.0, 0.5] if form == "lists of dicts" else [1.0, 0.5, 0.25]
-    assert run(Lit(), data, quiet, rounds=3).column("fl/lr") == expected
+    assert fit(Lit(), data, max_epochs=3).history.column("fl/lr") == expected
 
 
-def test_learning_rate_of_a_round_reaches_the_clients(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_learning_rate_of_a_round_reaches_the_clients(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[float] = []
 
     class Lit(lit_mlp):  # type: ignore[misc]
@@ -62,45 +60,45 @@ def test_learning_rate_of_a_round_reaches_the_clients(lit_mlp: Any, data: Any, q
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
-    run(Lit(), data, quiet, rounds=2)
+    fit(Lit(), data, max_epochs=2)
     assert seen == [1.0] * (len(seen) // 2) + [0.5] * (len(seen) // 2)
 
 
-def test_plateau_scheduler_waits_for_its_metric(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_plateau_scheduler_waits_for_its_metric(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1e9, threshold_mode="abs")
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
-    assert run(Lit(), data, quiet, rounds=3).column("fl/lr") == [1.0, 1.0, pytest.approx(0.1)]
+    assert fit(Lit(), data, max_epochs=3).history.column("fl/lr") == [1.0, 1.0, pytest.approx(0.1)]
     data.val = None
     with pytest.raises(ValueError, match="monitors 'val_loss', which was not logged in round 0"):
-        run(Lit(), data, quiet)
+        fit(Lit(), data)
 
 
-def test_a_metric_that_may_be_missing_is_waited_for(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_a_metric_that_may_be_missing_is_waited_for(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             schedule = {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "never", "strict": False}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-    assert run(Lit(), data, quiet).column("fl/lr") == [1.0, 1.0]
+    assert fit(Lit(), data).history.column("fl/lr") == [1.0, 1.0]
 
 
-def test_what_clients_log_is_weighted_by_their_examples(lit_mlp: Any, toy: Any, quiet: Any) -> None:
+def test_what_clients_log_is_weighted_by_their_examples(lit_mlp: Any, toy: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("size", float(len(batch[0])))
             return super().training_step(batch, batch_idx)
 
     data = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 90 + [1] * 30), batch_size=1000)
-    history = run(Lit(), data, quiet, rounds=1, clients_per_round=2)
+    history = fit(Lit(), data, max_epochs=1, clients_per_round=2).history
     assert history.column("size") == [pytest.approx((90 * 90 + 30 * 30) / 120)]
 
 
-def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, quiet: Any, tmp_path: Any) -> None:
+def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         note = "new"
 
@@ -110,16 +108,12 @@ def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, quiet: Any, tmp
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.note = checkpoint["note"]
 
-    trainer = pl.Trainer(max_epochs=1, **quiet)
-    trainer.fit(ls.FederatedModule(Lit(), clients_per_round=2), data)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    resumed = Lit()
-    trainer = pl.Trainer(max_epochs=2, **quiet)
-    trainer.fit(ls.FederatedModule(resumed, clients_per_round=2), data, ckpt_path=str(tmp_path / "run.ckpt"))
-    assert resumed.note == "old"
+    fit(Lit(), data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = fit(Lit(), data, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    assert resumed.module.note == "old"
 
 
-def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             assert self.trainer.estimated_stepping_batches == 4
@@ -136,10 +130,10 @@ def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, quiet: Any) -> None
         optimizer.step()
         if len(expected) < 4:
             schedule.step()
-    assert run(Lit(), data, quiet, rounds=4).column("fl/lr") == expected
+    assert fit(Lit(), data, max_epochs=4).history.column("fl/lr") == expected
 
 
-def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             chosen = [p for name, p in self.named_parameters() if name.endswith("weight")]
@@ -148,24 +142,22 @@ def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, quie
     module = Lit()
     bias, weight = module.net[2].bias.detach().clone(), module.net[2].weight.detach().clone()
     sharding = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))  # which Adam would undo
-    run(module, data, quiet, algorithm=sharding)
+    fit(module, data, algorithm=sharding)
     assert torch.equal(module.net[2].bias, bias)
     assert not torch.equal(module.net[2].weight, weight)
 
 
-def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = lit_mlp()
     module.net[0].requires_grad_(False)
     before = module.net[0].weight.clone()
-    ledger = ls.CommunicationLedger()
-    trainer = pl.Trainer(max_epochs=1, callbacks=[ledger], **quiet)
-    trainer.fit(ls.FederatedModule(module, clients_per_round=2), data)
+    ledger = fit(module, data, algorithm=ls.FedAvg(), max_epochs=1).ledger
     assert torch.equal(module.net[0].weight, before)
     assert ledger.rows[0].downlink_bytes - ledger.rows[0].uplink_bytes == 4 * (6 * 12 + 12)
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `on_")
-def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_mlp: Any, data: Any, fit: Fit) -> None:
     calls: list[str] = []
 
     def spy(name: str) -> Any:
@@ -184,12 +176,11 @@ def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_ml
     data.val = None
     data.batch_size = 100
     server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
-    trainer = pl.Trainer(max_epochs=1, **quiet)
-    trainer.fit(ls.FederatedModule(server, clients_per_round=2, local_epochs=2), data)
+    fit(server, data, algorithm=ls.FedAvg(), max_epochs=1, clients_per_round=2, local_epochs=2)
     assert calls == 4 * names
 
 
-def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, quiet: Any) -> None:
+def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, fit: Fit) -> None:
     calls: list[str] = []
 
     def spy(name: str) -> Any:
@@ -212,7 +203,7 @@ def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, q
         *("on_train_end", "on_fit_end", "teardown"),
     ]
     server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
-    run(server, data, quiet, rounds=1)
+    fit(server, data, max_epochs=1)
     assert calls == names
 
 
@@ -235,17 +226,17 @@ def test_batch_hooks_act_on_evaluation_data_with_and_without_a_data_module(
         assert scores["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def on_validation_epoch_end(self) -> None:
             self.log("own", 3.0)
             self.log_dict({"one": 1.0, "two": 2.0})
 
-    history = run(Lit(), data, quiet)
+    history = fit(Lit(), data).history
     assert [history.column(name) for name in ("own", "one", "two")] == [[3.0, 3.0], [1.0, 1.0], [2.0, 2.0]]
 
 
-def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, fit: Fit) -> None:
     trained: list[int] = []
 
     class Lit(lit_mlp):  # type: ignore[misc]
@@ -256,14 +247,16 @@ def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, quie
             trained.append(batch_idx)
 
     data.val = None
-    run(Lit(), data, quiet, rounds=1, clients_per_round=2, local_epochs=2)  # three batches a client
+    fit(Lit(), data, max_epochs=1, clients_per_round=2, local_epochs=2)  # three batches a client
     assert trained == [0] * 4
 
 
-def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    num_outs: list[int] = []
+
     class Lit(lit_mlp):  # type: ignore[misc]
         def on_fit_start(self) -> None:
-            self.scale = 1.0
+            self.scale = 0.0
 
         def on_train_epoch_start(self) -> None:
             self.outs: list[float] = []
@@ -273,21 +266,33 @@ def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, q
             self.outs.append(float(loss.detach()))
             return loss
 
-    run(Lit(), data, quiet)
+        def on_train_epoch_end(self) -> None:
+            num_outs.append(len(self.outs))
+
+    assert fit(Lit(), data).history.column("fl/loss") == [0.0, 0.0]  # by the scale that the server's hook made
+    assert num_outs == [3] * 6  # two rounds of three clients, who begin with an empty list
 
 
-def test_a_layer_that_the_first_batch_skips_takes_part_all_the_same(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_a_layer_that_the_first_batch_skips_still_takes_part(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
+        batch_of_all_layers = 1
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 0:
                 return None
-            layers = self.net if batch_idx == 1 else nn.Sequential(self.net[0], self.net[5])
+            layers = self.net if batch_idx == self.batch_of_all_layers else nn.Sequential(self.net[0], self.net[5])
             return nn.functional.cross_entropy(layers(batch[0]), batch[1])
 
-    run(Lit(), data, quiet)
+    class Never(Lit):
+        batch_of_all_layers = -1
+
+    before = (lit := Lit()).net[2].weight.detach().clone()
+    assert not torch.equal(fit(lit, data).module.net[2].weight, before)
+    with pytest.raises(ValueError, match=r"do not take part in the forward pass of `training_step`: net\.2"):
+        fit(Never(), data)
 
 
-def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[dict[str, Any]] = []
 
     class Lit(lit_mlp):  # type: ignore[misc]
@@ -298,7 +303,7 @@ def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, qui
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append(outputs)
 
-    run(Lit(), data, quiet, rounds=1, clients_per_round=1)  # batches of 4, 4 and 2
+    fit(Lit(), data, max_epochs=1, clients_per_round=1)  # batches of 4, 4 and 2
     assert [sorted(outputs) for outputs in seen] == [["loss"], ["loss", "more"], []]
     assert not any(outputs["loss"].requires_grad for outputs in seen[:2])
 
@@ -307,16 +312,16 @@ def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, qui
     ("output", "message"),
     [({"train_loss": 1.0}, r"mapping without 'loss' \(keys: train_loss\)"), (3.0, "must return a tensor.*got float")],
 )
-def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return output
 
     with pytest.raises(ls.ClientError, match=message):
-        run(Lit(), data, quiet)
+        fit(Lit(), data)
 
 
-def test_a_step_that_reaches_the_servers_weights_is_refused(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_a_step_that_reaches_the_servers_weights_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -326,11 +331,11 @@ def test_a_step_that_reaches_the_servers_weights_is_refused(lit_mlp: Any, data: 
             return nn.functional.cross_entropy(self.apply_net(batch[0]), batch[1])
 
     with pytest.raises(ValueError, match=r"reaches the server's own weights \(net.0.weight"):
-        run(Lit(), data, quiet, algorithm=ls.FedAvg())
+        fit(Lit(), data, algorithm=ls.FedAvg())
 
 
 @pytest.mark.parametrize("form", ["args", "keyword only", "keywords"])
-def test_signatures_of_steps(form: str, lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_signatures_of_steps(form: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
     def step(self: Any, batch: Any) -> Any:
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
@@ -340,19 +345,19 @@ def test_signatures_of_steps(form: str, lit_mlp: Any, data: Any, quiet: Any) -> 
         "keywords": lambda self, batch, **more: step(self, batch),
     }
     lit = type("Lit", (lit_mlp,), {"training_step": kinds[form], "validation_step": kinds[form]})
-    assert run(lit(), data, quiet, rounds=1).column("fl/loss")[0] > 0
+    assert fit(lit(), data, max_epochs=1).history.column("fl/loss")[0] > 0
 
 
-def test_hooks_on_a_sharded_layer_go_on_watching_it(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_hooks_on_a_sharded_layer_still_run(lit_mlp: Any, data: Any, fit: Fit) -> None:
     calls: list[bool] = []
     lit = lit_mlp()
     lit.net[2].register_forward_hook(lambda module, args, output: calls.append(module.training))
     data.val, data.batch_size = None, 100
-    run(lit, data, quiet, rounds=1, clients_per_round=3)
+    fit(lit, data, max_epochs=1, clients_per_round=3)
     assert calls == [True] * 3
 
 
-def test_hooks_on_the_users_optimizer_are_refused(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_hooks_on_the_users_optimizer_are_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -360,21 +365,21 @@ def test_hooks_on_the_users_optimizer_are_refused(lit_mlp: Any, data: Any, quiet
             return optimizer
 
     with pytest.raises(ValueError, match="SGD has step hooks, which are not copied to the optimizers of clients"):
-        run(Lit(), data, quiet)
+        fit(Lit(), data)
 
 
-def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([self.net[2].weight], lr=0.1)
 
     module = Lit()
     before = module.net[0].weight.detach().clone()
-    run(module, data, quiet, server_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5))
+    fit(module, data, server_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5))
     assert torch.equal(module.net[0].weight, before)
 
 
-def test_gradients_from_before_the_fit_are_not_taken_for_a_leak(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_gradients_from_before_the_fit_are_not_mistaken_for_a_leak(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([self.net[2].weight], lr=0.1)
@@ -383,7 +388,7 @@ def test_gradients_from_before_the_fit_are_not_taken_for_a_leak(lit_mlp: Any, da
     data.val = None  # Lightning clears gradients before it validates
     module.net[0].weight.grad = torch.ones_like(module.net[0].weight)
     for _ in range(2):
-        run(module, data, quiet, rounds=1)
+        fit(module, data, max_epochs=1)
         assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -402,25 +407,21 @@ def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: A
     scores = []
     for val in (toy, Plain(), torch.utils.data.DataLoader(toy, batch_size=64), [toy, Plain()]):
         data.val = val
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = ls.FederatedModule(kind(), clients_per_round=2)
+        model = ls.FederatedModule(seeded(kind), clients_per_round=2)
         (*_, last) = pl.Trainer(**quiet).validate(model, data, verbose=False)
         scores.append(next(value for name, value in last.items() if name.startswith("val_loss")))
     assert scores == pytest.approx([scores[0]] * 4, rel=1e-5)
 
 
-def test_loading_a_checkpoint_takes_the_module_again(lit_mlp: Any, data: Any, quiet: Any, tmp_path: Any) -> None:
+def test_loading_a_checkpoint_takes_the_module_again(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     module = lit_mlp()
-    trainer = pl.Trainer(max_epochs=1, **quiet)
-    trainer.fit(ls.FederatedModule(module, clients_per_round=2), data)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    fit(module, data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
     path = str(tmp_path / "run.ckpt")
-    loaded = ls.FederatedModule.load_from_checkpoint(path, module=lit_mlp(), clients_per_round=2, weights_only=False)
+    loaded = ls.FederatedModule.load_from_checkpoint(path, module=lit_mlp(), clients_per_round=3, weights_only=False)
     assert torch.equal(loaded.module.net[2].weight, module.net[2].weight)
 
 
-def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[bool] = []
 
     class Lit(lit_mlp):  # type: ignore[misc]
@@ -431,11 +432,11 @@ def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data:
         def on_train_epoch_end(self) -> None:
             seen.append(self.train_acc.distributed_available_fn())
 
-    run(Lit(), data, quiet, rounds=1)
+    fit(Lit(), data, max_epochs=1)
     assert seen == [False] * 3
 
 
-def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, fit: Fit) -> None:
     started: list[int] = []
 
     class Mine(pl.Callback):
@@ -446,23 +447,23 @@ def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, quiet: Any) 
         def configure_callbacks(self) -> Any:
             return Mine()
 
-    run(Lit(), data, quiet)
+    fit(Lit(), data)
     assert started == [0, 1]
 
 
 @pytest.mark.parametrize("output", ["dict", "none"])
-def test_what_a_training_step_may_return(output: str, lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_what_a_training_step_may_return(output: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def training_step(self, batch: Any) -> Any:  # type: ignore[override]
             loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
             return {"loss": loss, "more": 1} if output == "dict" or len(batch[0]) == 4 else None
 
     data.batch_size = 4  # ten examples a client: batches of 4, 4 and 2
-    assert run(Lit(), data, quiet).column("fl/loss")[0] > 0
+    assert fit(Lit(), data).history.column("fl/loss")[0] > 0
 
 
 def test_batch_norm_statistics_are_the_mean_of_clients_and_counters_the_servers(
-    lit_mlp: Any, data: Any, quiet: Any
+    lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -476,43 +477,45 @@ def test_batch_norm_statistics_are_the_mean_of_clients_and_counters_the_servers(
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
             means.append(pl_module.engine._executor.device.sub_model(0.5).module.net[1].running_mean.clone())
 
-    trainer = pl.Trainer(max_epochs=1, callbacks=[Keep()], **quiet)
-    sharding = ls.SpectralSharding(keep_ratio=0.5)
-    trainer.fit(ls.FederatedModule(module, algorithm=sharding, clients_per_round=3), data)
+    fit(module, data, max_epochs=1, callbacks=[Keep()])
     torch.testing.assert_close(module.net[1].running_mean, torch.stack(means).mean(0))
     assert module.net[1].num_batches_tracked == 0
 
 
-def test_dropout_draws_do_not_touch_the_global_generators(lit: Any, data: Any, quiet: Any) -> None:
+def test_dropout_draws_do_not_touch_the_global_generators(lit: Any, data: Any, fit: Fit) -> None:
     state = torch.get_rng_state()
     data.val = None
-    run(lit, data, quiet)
+    fit(lit, data)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_runs_with_one_seed_agree_and_with_two_do_not(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_runs_with_one_seed_agree_and_with_two_do_not(lit_mlp: Any, data: Any, fit: Fit) -> None:
     def weights(seed: int, noise: int) -> torch.Tensor:
         torch.manual_seed(0)
         module = lit_mlp(dropout=0.5)
         torch.manual_seed(noise)  # the global state outside must not matter
-        run(module, data, quiet, seed=seed)
-        return nn.utils.parameters_to_vector(module.parameters()).detach()
+        return fit(module, data, seed=seed).weights
 
     assert torch.equal(weights(0, 1), weights(0, 2))
     assert not torch.equal(weights(0, 1), weights(1, 1))
 
 
-def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, quiet: Any) -> None:
-    sharding = ls.SpectralSharding(keep_ratio=0.5)
-    for module in (lit_mlp(width=12), lit_mlp(width=20)):
-        run(module, data, quiet, algorithm=sharding)
+def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    used = ls.SpectralSharding(keep_ratio=0.5)
+    fit(seeded(lit_mlp, width=12), data, algorithm=used)
+    again, fresh, other = (
+        fit(seeded(lit_mlp, width=20), data, algorithm=algorithm).state
+        for algorithm in (used, ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio=0.3))
+    )
+    assert same_state(again, fresh)
+    assert not same_state(again, other)
 
 
 @pytest.mark.parametrize("design", [None, ls.ConditionalPoisson(), ls.SuccessiveSampling()], ids=repr)
 @pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
-def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, quiet: Any) -> None:
+def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, fit: Fit) -> None:
     before = lit.net[2].weight.detach().clone()
-    history = run(lit, data, quiet, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design))
-    assert len(history.rows) == 2
+    fitted = fit(lit, data, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design))
+    assert len(fitted.rows) == 2
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())

@@ -276,7 +276,7 @@ SLOPE = [torch.nn.Parameter(torch.ones(1))]
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, torch.optim.Optimizer) else str(value),
 )
-def test_optimizers_that_undo_the_clip_are_said_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
+def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer)

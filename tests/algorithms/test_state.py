@@ -1,13 +1,14 @@
 """Algorithms that own something from round to round: what `start` returns is saved, stepped and resumed."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from federation import Fit, same_state, seeded
+from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound
@@ -68,41 +69,30 @@ class MasterWeights(ls.FedAvg):
                 own.copy_(master)
 
 
-def run(
-    lit_mlp: Any, data: Any, quiet: Any, algorithm: Any, rounds: int = 3, ckpt: Path | None = None, **options: Any
-) -> tuple[ls.FederatedModule, pl.Trainer]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = lit_mlp()
-    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=4, **options)
-    trainer = pl.Trainer(max_epochs=rounds, **quiet)
-    trainer.fit(model, data, ckpt_path=ckpt)
-    return model, trainer
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of three rounds."""
+    return partial(fit, max_epochs=3)
 
 
-def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_momentum_in_the_state_is_that_of_the_server_optimizer(lit_mlp: Any, data: Any, quiet: Any) -> None:
-    plain, _ = run(lit_mlp, data, quiet, ls.FedAvg())
-    expected, _ = run(lit_mlp, data, quiet, ls.FedAvg(), server_optimizer=ls.FedAvgM(lr=1.0, momentum=BETA))
-    ours, _ = run(lit_mlp, data, quiet, ServerMomentum())
-    assert same(ours.module.state_dict(), expected.module.state_dict())
-    assert not same(ours.module.state_dict(), plain.module.state_dict())
+def test_momentum_in_the_state_is_that_of_the_server_optimizer(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    plain = fit(seeded(lit_mlp), data)
+    expected = fit(seeded(lit_mlp), data, server_optimizer=ls.FedAvgM(lr=1.0, momentum=BETA))
+    ours = fit(seeded(lit_mlp), data, algorithm=ServerMomentum())
+    assert same_state(ours.state, expected.state)
+    assert not same_state(ours.state, plain.state)
 
 
 @pytest.mark.parametrize("server_optimizer", [None, ls.FedAvgM(lr=1.0, momentum=BETA), ls.FedAdam(lr=0.01)], ids=repr)
 def test_parameters_of_the_state_are_stepped_and_settled_into_the_server(
-    server_optimizer: Any, lit_mlp: Any, data: Any, quiet: Any
+    server_optimizer: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
-    expected, _ = run(lit_mlp, data, quiet, ls.FedAvg(), server_optimizer=server_optimizer)
-    ours, _ = run(lit_mlp, data, quiet, MasterWeights(), server_optimizer=server_optimizer)
-    assert same(ours.module.state_dict(), expected.module.state_dict())
-    assert all(parameter.grad is None for parameter in ours.parameters())  # of the state too
+    expected = fit(seeded(lit_mlp), data, server_optimizer=server_optimizer)
+    ours = fit(seeded(lit_mlp), data, algorithm=MasterWeights(), server_optimizer=server_optimizer)
+    assert same_state(ours.state, expected.state)
+    assert all(parameter.grad is None for parameter in ours.model.parameters())  # of the state too
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 @pytest.mark.parametrize(
     ("algorithm", "names"),
     [
@@ -112,20 +102,20 @@ def test_parameters_of_the_state_are_stepped_and_settled_into_the_server(
     ids=["buffers", "parameters"],
 )
 def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
-    algorithm: Any, names: list[str], lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+    algorithm: Any, names: list[str], lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
-    options = {"server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
-    whole, _ = run(lit_mlp, data, quiet, algorithm, rounds=4, **options)
-    part, trainer = run(lit_mlp, data, quiet, algorithm, rounds=2, **options)
-    trainer.save_checkpoint(tmp_path / "2.ckpt")
+    options = {"algorithm": algorithm, "server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
+    whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
+    part = fit(seeded(lit_mlp), data, max_epochs=2, **options)
+    part.trainer.save_checkpoint(tmp_path / "2.ckpt")
     saved = torch.load(tmp_path / "2.ckpt", weights_only=False)["state_dict"]
     assert [name for name in saved if name.startswith("state.")] == names
-    assert same(saved, part.state_dict())
+    assert same_state(saved, part.model.state_dict())
     assert all(bool(saved[name].any()) for name in names)
-    resumed, trainer = run(lit_mlp, data, quiet, algorithm, rounds=4, ckpt=tmp_path / "2.ckpt", **options)
-    assert trainer.global_step == 4
-    assert same(resumed.state_dict(), whole.state_dict())
-    assert not same(part.state_dict(), whole.state_dict())
+    resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
+    assert resumed.trainer.global_step == 4
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
+    assert not same_state(part.model.state_dict(), whole.model.state_dict())
 
 
 def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_mlp: Any) -> None:

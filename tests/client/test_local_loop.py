@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,7 +134,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5, clip_tau=2.0)], ids=repr)
 def test_local_steps_read_no_value_from_the_device(
-    algorithm: Any, toy: TensorDataset, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    algorithm: Any, toy: TensorDataset, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class LitMLP(pl.LightningModule):
         reads_itself = False
@@ -167,15 +168,10 @@ def test_local_steps_read_no_value_from_the_device(
 
     def run(local_epochs: int, module: pl.LightningModule) -> list[int]:
         reads.clear()
-        model = ls.FederatedModule(
-            module,
-            algorithm=algorithm,
-            clients_per_round=2,
-            local_epochs=local_epochs,
-            local_hooks=[ls.ProximalTerm(0.1), ls.GradientClip(1.0)],
-        )
         data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=6), batch_size=5)
-        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+        hooks = [ls.ProximalTerm(0.1), ls.GradientClip(1.0)]
+        settings: dict[str, Any] = {"clients_per_round": 2, "local_epochs": local_epochs, "local_hooks": hooks}
+        fit(module, data, algorithm=algorithm, **settings)
         return list(reads)
 
     dense = algorithm == ls.FedAvg()
@@ -242,7 +238,7 @@ def test_the_algorithm_acts_before_each_forward_pass_and_before_each_step(client
 
 
 @pytest.mark.parametrize("engine", ["loop", "trainer"])
-def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any, quiet: dict[str, Any]) -> None:
+def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any, fit: Fit) -> None:
     """Its actions belong to one client: they are asked for once a turn, after the client's values are there."""
     events: list[str] = []
 
@@ -274,9 +270,8 @@ def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    data.val, ledger = None, ls.CommunicationLedger()
-    model = ls.FederatedModule(Lit(), algorithm=Algorithm(), clients_per_round=3, client_engine=engine)
-    pl.Trainer(max_epochs=1, callbacks=[ledger], **quiet).fit(model, data)
+    data.val = None
+    ledger = fit(Lit(), data, algorithm=Algorithm(), clients_per_round=3, client_engine=engine).ledger
     step = ["on_train_batch_start", "before_forward", "training_step", "before a step of SGD"]
     turn = [*step, *step, "on_train_batch_start"]  # the epoch ends there: no forward pass, and nothing before it
     assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *turn]]

@@ -60,7 +60,7 @@ def test_close_ends_the_workers_and_a_later_batch_starts_others() -> None:
     first, second = ([float(one[0, 1]) for one in batches.load([(0, [1])])] for _ in range(2))
     assert first == second
     batches.close()
-    with pytest.raises(ProcessLookupError):
+    with pytest.raises(ProcessLookupError, match="No such process"):
         os.kill(int(first[0]), 0)
     assert [float(one[0, 1]) for one in batches.load([(0, [1])])] != first
     batches.close()

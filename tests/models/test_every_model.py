@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from federation import Fit
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -169,14 +169,12 @@ def test_the_example_input_of_a_task_shows_which_layers_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "spectral"])
-def test_clients_train_it_for_a_round(name: str, algorithm: Any, quiet: dict[str, Any]) -> None:
+def test_clients_train_it_for_a_round(name: str, algorithm: Any, fit: Fit) -> None:
     lit = task(name)
     before = {key: value.clone() for key, value in lit.state_dict().items()}
     train = TensorDataset(*examples(name, 24))
-    history = ls.RoundHistory()
     data = ls.FederatedDataModule(train, ls.IIDPartitioner(num_clients=3), val=train, batch_size=4)
-    module = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=2)
-    pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(module, data)
+    (row,) = fit(lit, data, algorithm=algorithm, clients_per_round=2).rows
     assert not [key for key, value in lit.state_dict().items() if torch.equal(value, before[key])]
-    assert {"train_loss", "train_accuracy", "val_loss", "val_accuracy"} <= history.rows[0].keys()
-    assert history.rows[0]["train_loss"] == pytest.approx(history.rows[0]["fl/loss"])
+    assert {"train_loss", "train_accuracy", "val_loss", "val_accuracy"} <= row.keys()
+    assert row["train_loss"] == pytest.approx(row["fl/loss"])

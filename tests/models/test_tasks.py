@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from federation import Fit
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +28,7 @@ class LearningRates(Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def fit(trainer: pl.Trainer, lit: pl.LightningModule, dataset: TensorDataset) -> None:
+def fit_centrally(trainer: pl.Trainer, lit: pl.LightningModule, dataset: TensorDataset) -> None:
     trainer.fit(lit, DataLoader(dataset, batch_size=30), DataLoader(dataset, batch_size=30))
 
 
@@ -43,26 +44,25 @@ def cosine(num_steps: int, lr: float, eta_min: float) -> list[float]:
 def test_the_cosine_spans_the_steps_of_a_plain_trainer(toy: TensorDataset, quiet: dict[str, Any]) -> None:
     watch = LearningRates()
     lit = models.LitClassifier(mlp(), num_classes=3, lr=0.2, eta_min=0.02)
-    fit(pl.Trainer(max_epochs=2, callbacks=[watch], **quiet), lit, toy)
+    fit_centrally(pl.Trainer(max_epochs=2, callbacks=[watch], **quiet), lit, toy)
     assert watch.rates == pytest.approx(cosine(8, 0.2, 0.02))
 
 
-def test_the_cosine_spans_the_rounds_of_a_federation(data: ls.FederatedDataModule, quiet: dict[str, Any]) -> None:
-    history = ls.RoundHistory()
+def test_the_cosine_spans_the_rounds_of_a_federation(data: ls.FederatedDataModule, fit: Fit) -> None:
     lit = models.LitClassifier(mlp(), num_classes=3, lr=0.2, eta_min=0.02)
-    pl.Trainer(max_epochs=5, callbacks=[history], **quiet).fit(ls.FederatedModule(lit, clients_per_round=2), data)
+    history = fit(lit, data, clients_per_round=2, max_epochs=5).history
     assert history.column("fl/lr") == pytest.approx(cosine(5, 0.2, 0.02))
 
 
 def test_a_run_of_unknown_length_is_refused(toy: TensorDataset, quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="needs the length of the run; set the Trainer's `max_epochs`"):
-        fit(pl.Trainer(max_epochs=-1, **quiet), models.LitClassifier(mlp(), 3), toy)
+        fit_centrally(pl.Trainer(max_epochs=-1, **quiet), models.LitClassifier(mlp(), 3), toy)
 
 
 def test_the_optimizer_has_the_options_given(toy: TensorDataset, quiet: dict[str, Any]) -> None:
     lit = models.LitClassifier(mlp(), num_classes=3, lr=0.3, momentum=0.7, weight_decay=0.01)
     trainer = pl.Trainer(max_epochs=1, **quiet)
-    fit(trainer, lit, toy)
+    fit_centrally(trainer, lit, toy)
     (group,) = trainer.optimizers[0].param_groups
     assert (group["initial_lr"], group["momentum"], group["weight_decay"]) == (0.3, 0.7, 0.01)
 
@@ -117,7 +117,7 @@ def test_a_users_model_needs_no_example_input() -> None:
 def test_a_checkpoint_restores_the_task(toy: TensorDataset, quiet: dict[str, Any], tmp_path: Any) -> None:
     lit = models.LitClassifier(mlp(), num_classes=3, lr=0.2)
     trainer = pl.Trainer(max_epochs=1, **quiet)
-    fit(trainer, lit, toy)
+    fit_centrally(trainer, lit, toy)
     trainer.save_checkpoint(tmp_path / "task.ckpt")
     again = models.LitClassifier.load_from_checkpoint(tmp_path / "task.ckpt", model=mlp())
     assert again.lr == 0.2

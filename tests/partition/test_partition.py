@@ -176,7 +176,7 @@ def test_a_million_clients_fit_in_two_tensors() -> None:
 
 
 def test_partition_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'indices'"):
         Partition.from_lists([[0]]).indices = torch.tensor([1])  # type: ignore[misc]
 
 

@@ -1,12 +1,14 @@
 """No half-written checkpoint is ever picked up."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
@@ -61,19 +63,15 @@ class TestWriting:
         assert torch.load(saved / "one.ckpt")["round"] == 3
         assert torch.load(link)["round"] == 4
 
-    def test_a_federated_fit_writes_whole_files(self, lit: Any, data: Any, quiet: Any) -> None:
-        trainer = pl.Trainer(max_epochs=1, **quiet)
-        trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
-        assert isinstance(trainer.strategy.checkpoint_io, ls.AtomicCheckpointIO)
+    def test_a_federated_fit_writes_whole_files(self, lit: Any, data: Any, fit: Fit) -> None:
+        assert isinstance(fit(lit, data).trainer.strategy.checkpoint_io, ls.AtomicCheckpointIO)
 
-    def test_a_plugin_that_the_user_chose_stays(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_a_plugin_that_the_user_chose_stays(self, lit: Any, data: Any, fit: Fit) -> None:
         class Own(TorchCheckpointIO):
             """Writes somewhere else."""
 
         plugin = Own()
-        trainer = pl.Trainer(max_epochs=1, plugins=[plugin], **quiet)
-        trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
-        assert trainer.strategy.checkpoint_io is plugin
+        assert fit(lit, data, trainer={"plugins": [plugin]}).trainer.strategy.checkpoint_io is plugin
 
 
 class TestFinding:
@@ -109,7 +107,7 @@ class TestFinding:
 class TestWholeRounds:
     @pytest.mark.parametrize("when", ["on_client_end", "on_round_end"])
     def test_a_checkpoint_of_a_failed_run_holds_whole_rounds(
-        self, when: str, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+        self, when: str, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
         class Fail(ls.RoundCallback):
             pass
@@ -119,25 +117,16 @@ class TestWholeRounds:
                 raise RuntimeError("stop here")
 
         setattr(Fail, when, fail)
-        settings = {**quiet, "enable_checkpointing": True}
-
-        def fit(callbacks: list[Any], ckpt_path: str | None = None) -> tuple[Any, pl.Trainer]:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                module = lit_mlp()
-            trainer = pl.Trainer(max_epochs=3, callbacks=callbacks, **settings)
-            trainer.fit(ls.FederatedModule(module, clients_per_round=3), data, ckpt_path=ckpt_path)
-            return module, trainer
-
+        run = partial(fit, data=data, max_epochs=3, trainer={"enable_checkpointing": True})
         folder = tmp_path / "failed"
         with pytest.raises(RuntimeError, match="stop here"):
-            fit([Fail(), ModelCheckpoint(folder, save_on_exception=True)])
-        resumed, trainer = fit([ModelCheckpoint(folder)], ls.latest_checkpoint(folder))
-        whole, _ = fit([ModelCheckpoint(tmp_path / "whole")])
-        assert trainer.global_step == 3
-        assert all(
-            torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True)
-        )
+            run(seeded(lit_mlp), callbacks=[Fail(), ModelCheckpoint(folder, save_on_exception=True)])
+        found = ls.latest_checkpoint(folder)
+        assert found is not None
+        resumed = run(seeded(lit_mlp), callbacks=[ModelCheckpoint(folder)], ckpt_path=found)
+        whole = run(seeded(lit_mlp), callbacks=[ModelCheckpoint(tmp_path / "whole")])
+        assert resumed.trainer.global_step == 3
+        assert same_state(resumed.state, whole.state)
 
     def test_a_step_of_the_server_that_failed_is_not_saved(
         self, lit: Any, data: Any, quiet: Any, tmp_path: Path
@@ -151,7 +140,7 @@ class TestWholeRounds:
         settings = {**quiet, "enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path / "c")]}
         trainer = pl.Trainer(max_epochs=1, **settings)
         model = ls.FederatedModule(lit, clients_per_round=2, server_optimizer=lambda p: HalfStep(p, lr=1.0))
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError, match="no room for the second half"):
             trainer.fit(model, data)
         with pytest.raises(ls.RoundError, match="belong to no round and are not saved"):
             trainer.save_checkpoint(tmp_path / "c" / "half.ckpt")

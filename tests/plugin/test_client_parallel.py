@@ -83,7 +83,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, new_port: Any) -> Results:
 
 
 def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """To the last bit; NaN equals NaN."""
+    """Bit for bit; NaN equals NaN."""
     assert ours["weights"].keys() == theirs["weights"].keys()
     for name, value in ours["weights"].items():
         assert torch.equal(value, theirs["weights"][name]), name
@@ -101,7 +101,7 @@ def test_every_process_ends_as_a_single_one(name: str, num_processes: int, resul
 
 
 def test_runs_are_what_they_are_called(results: Results) -> None:
-    """Or equality would show little: clients are left out, cohorts are cut, values of watchers are there."""
+    """Otherwise equality would show little: clients are left out, cohorts are cut, values of watchers are there."""
     rows = {name: results(name, 1)[0]["history"][0] for name in SAME}
     assert rows["clients left out"]["fl/clients_left_out"] > 0
     assert rows["cut cohort"]["fl/clients"] == 4

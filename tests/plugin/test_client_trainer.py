@@ -4,12 +4,14 @@ import copy
 import itertools
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, Fitted, same_state
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -25,34 +27,21 @@ UNCLIPPED = replace(MIXED, clip_tau=float("inf"))  # Adam undoes the clip
 DENSE = ls.FedAvg()
 
 
-def fit(
-    module: pl.LightningModule, data: Any, quiet: dict[str, Any], *, rounds: int = 2, **options: Any
-) -> ls.RoundHistory:
-    history = ls.RoundHistory()
-    settings: dict[str, Any] = {"clients_per_round": 4, "client_engine": "trainer", "algorithm": MIXED, **options}
-    trainer = pl.Trainer(max_epochs=rounds, callbacks=[history], num_sanity_val_steps=0, **quiet)
-    trainer.fit(ls.FederatedModule(module, **settings), data)
-    return history
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of two rounds, in which each client has its own Trainer."""
+    return partial(fit, algorithm=MIXED, max_epochs=2, client_engine="trainer")
 
 
-def fit_twice(module: pl.LightningModule, data: Any, quiet: dict[str, Any], **options: Any) -> list[Any]:
-    """Weights and rounds of both engines, from the same start."""
-    runs = []
-    for engine in ("loop", "trainer"):
-        copied = copy.deepcopy(module)
-        history = fit(copied, data, quiet, client_engine=engine, **options)
-        runs.append((copied, history))
-    return runs
+def with_both_engines(fit: Fit, module: pl.LightningModule, data: Any, **options: Any) -> list[Fitted]:
+    """The same federation twice, from the same weights: clients train in the loop, then in Trainers."""
+    return [fit(copy.deepcopy(module), data, client_engine=engine, **options) for engine in ("loop", "trainer")]
 
 
-def assert_same_run(one: Any, two: Any) -> None:
-    (module, history), (other, later) = one, two
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-    for row, again in zip(history.rows, later.rows, strict=True):
-        assert {k: v for k, v in row.items() if "seconds" not in k} == {
-            k: v for k, v in again.items() if "seconds" not in k
-        }
+def assert_same_run(one: Fitted, two: Fitted) -> None:
+    for name, value in one.state.items():
+        assert torch.equal(value, two.state[name]), name
+    assert one.rows == two.rows
 
 
 class Unindexed(Dataset[Any]):
@@ -72,26 +61,26 @@ class TestOrdinaryModules:
     @pytest.mark.parametrize("local_epochs", [1, 2])
     @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
     def test_both_engines_end_with_the_same_bits(
-        self, algorithm: Any, local_epochs: int, lit: Any, data: Any, quiet: Any
+        self, algorithm: Any, local_epochs: int, lit: Any, data: Any, fit: Fit
     ) -> None:
         lit.net.insert(1, nn.BatchNorm1d(12))
         start = copy.deepcopy(lit)
-        one, two = fit_twice(lit, data, quiet, algorithm=algorithm, local_epochs=local_epochs)
+        one, two = with_both_engines(fit, lit, data, algorithm=algorithm, local_epochs=local_epochs)
         assert_same_run(one, two)
-        assert not torch.equal(start.net[3].weight, two[0].net[3].weight)
+        assert not torch.equal(start.net[3].weight, two.module.net[3].weight)
 
     @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-    def test_in_every_precision(self, precision: Any, lit: Any, data: Any, quiet: Any) -> None:
-        assert_same_run(*fit_twice(lit, data, {**quiet, "precision": precision}))
+    def test_in_every_precision(self, precision: Any, lit: Any, data: Any, fit: Fit) -> None:
+        assert_same_run(*with_both_engines(fit, lit, data, trainer={"precision": precision}))
 
-    def test_with_scaled_gradients(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_with_scaled_gradients(self, lit: Any, data: Any, fit: Fit) -> None:
         """A large scale overflows at first: steps are skipped, and no client starts from the scale of another."""
         plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**20, growth_interval=1))
-        assert_same_run(*fit_twice(lit, data, {**quiet, "plugins": [plugin]}, local_epochs=2))
+        assert_same_run(*with_both_engines(fit, lit, data, trainer={"plugins": [plugin]}, local_epochs=2))
         assert plugin.scaler is not None
         assert plugin.scaler.get_scale() == 2.0**20
 
-    def test_with_clients_that_fail_and_are_left_out(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_with_clients_that_fail_and_are_left_out(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class Lit(lit_mlp):  # type: ignore[misc]
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 if batch[0][0, 0] > 1.0:
@@ -100,33 +89,33 @@ class TestOrdinaryModules:
 
         faults = ls.Faults(on_error=ls.LeaveOut(1.0))
         with pytest.warns(ls.SpectralWarning, match=r"average: training failed \(FloatingPointError: too warm\)"):
-            one, two = fit_twice(Lit(), data, quiet, faults=faults, rounds=3)
+            one, two = with_both_engines(fit, Lit(), data, faults=faults, max_epochs=3)
         assert_same_run(one, two)
-        assert 0 < sum(two[1].column("fl/left_out_error")) < 12
+        assert 0 < sum(two.history.column("fl/left_out_error")) < 12
 
     @pytest.mark.parametrize("hook", [ls.ProximalTerm(5.0), ls.GradientClip(0.1)], ids=["proximal", "clip"])
-    def test_with_local_hooks(self, hook: Any, lit: Any, data: Any, quiet: Any) -> None:
+    def test_with_local_hooks(self, hook: Any, lit: Any, data: Any, fit: Fit) -> None:
         start = copy.deepcopy(lit)
-        one, two = fit_twice(lit, data, quiet, local_hooks=[hook])
+        one, two = with_both_engines(fit, lit, data, local_hooks=[hook])
         assert_same_run(one, two)
-        fit(start, data, quiet)
-        assert not torch.equal(start.net[0].weight, two[0].net[0].weight)
+        without = fit(start, data)
+        assert not torch.equal(without.module.net[0].weight, two.module.net[0].weight)
 
-    def test_with_weight_decay_apart_from_gradients(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_with_weight_decay_apart_from_gradients(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class Lit(lit_mlp):  # type: ignore[misc]
             def configure_optimizers(self) -> Any:
                 return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
         with pytest.warns(ls.SpectralWarning, match="weight_decay"):
-            assert_same_run(*fit_twice(Lit(), data, quiet, algorithm=UNCLIPPED))
+            assert_same_run(*with_both_engines(fit, Lit(), data, algorithm=UNCLIPPED))
 
-    def test_with_data_from_a_loader(self, lit: Any, data: Any, toy: Any, quiet: Any) -> None:
+    def test_with_data_from_a_loader(self, lit: Any, data: Any, toy: Any, fit: Fit) -> None:
         unindexed = ls.FederatedDataModule(
             Unindexed(toy), data.partitioner, val=toy, batch_size=4, labels=toy.tensors[1]
         )
-        assert_same_run(*fit_twice(lit, unindexed, quiet))
+        assert_same_run(*with_both_engines(fit, lit, unindexed))
 
-    def test_with_steps_that_are_skipped_and_epochs_that_end_early(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_with_steps_that_are_skipped_and_epochs_that_end_early(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class Lit(lit_mlp):  # type: ignore[misc]
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
                 return -1 if batch_idx == 2 else None
@@ -137,10 +126,10 @@ class TestOrdinaryModules:
 
         data.val = None
         with pytest.warns(UserWarning, match="`training_step` returned `None`"):
-            assert_same_run(*fit_twice(Lit(), data, quiet, local_epochs=2))
+            assert_same_run(*with_both_engines(fit, Lit(), data, local_epochs=2))
 
     @pytest.mark.filterwarnings("ignore:You have overridden `on_")  # the Trainer of the rounds, as of any module
-    def test_hooks_come_in_the_same_order(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_hooks_run_in_the_same_order(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         calls: list[str] = []
 
         def spy(name: str) -> Any:
@@ -158,14 +147,14 @@ class TestOrdinaryModules:
         ]
         data.val, data.batch_size = None, 100
         server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
-        fit(server, data, quiet, rounds=1, algorithm=DENSE, clients_per_round=2, local_epochs=2)
+        fit(server, data, max_epochs=1, algorithm=DENSE, clients_per_round=2, local_epochs=2)
         assert calls == 4 * names
 
-    def test_a_client_that_trains_nothing(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_a_client_that_trains_nothing(self, lit: Any, data: Any, fit: Fit) -> None:
         before = copy.deepcopy(lit.state_dict())
-        history = fit(lit, data, quiet, rounds=1, local_epochs=0)
-        assert all(torch.equal(value, before[name]) for name, value in lit.state_dict().items())
-        assert str(history.column("fl/loss")) == "[nan]"
+        fitted = fit(lit, data, max_epochs=1, local_epochs=0)
+        assert same_state(fitted.state, before)
+        assert str(fitted.history.column("fl/loss")) == "[nan]"
 
 
 class LitHalves(pl.LightningModule):
@@ -236,29 +225,27 @@ class LitGAN(pl.LightningModule):
 
 class TestManualOptimisation:
     @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
-    def test_two_optimizers_of_one_loss_are_one_optimizer(self, algorithm: Any, data: Any, quiet: Any) -> None:
+    def test_two_optimizers_of_one_loss_are_one_optimizer(self, algorithm: Any, data: Any, fit: Fit) -> None:
         data.val = None
-        one, two = LitHalves(manual=False), LitHalves(manual=True)
-        settings = {"algorithm": algorithm, "local_epochs": 2, "rounds": 3}
-        plain = fit(one, data, quiet, client_engine="loop", **settings)
-        manual = fit(two, data, quiet, **settings)
-        assert_same_run((one, plain), (two, manual))
-        assert manual.column("fl/lr") == [0.3, 0.15, 0.075]
+        settings: dict[str, Any] = {"algorithm": algorithm, "local_epochs": 2, "max_epochs": 3}
+        plain = fit(LitHalves(manual=False), data, client_engine="loop", **settings)
+        manual = fit(LitHalves(manual=True), data, **settings)
+        assert_same_run(plain, manual)
+        assert manual.history.column("fl/lr") == [0.3, 0.15, 0.075]
 
-    def test_local_hooks_act_on_what_each_optimizer_steps(self, data: Any, quiet: Any) -> None:
+    def test_local_hooks_act_on_what_each_optimizer_steps(self, data: Any, fit: Fit) -> None:
         """The pull of a proximal term is the sum of those of its parts, so one optimizer shows what two must do."""
         data.val = None
-        one, two, without = LitHalves(manual=False), LitHalves(manual=True), LitHalves(manual=True)
-        plain = fit(one, data, quiet, client_engine="loop", local_hooks=[ls.ProximalTerm(2.0)])
-        manual = fit(two, data, quiet, local_hooks=[ls.ProximalTerm(2.0)])
-        assert_same_run((one, plain), (two, manual))
-        fit(without, data, quiet)
-        assert not torch.equal(two.net[6].weight, without.net[6].weight)
+        plain = fit(LitHalves(manual=False), data, client_engine="loop", local_hooks=[ls.ProximalTerm(2.0)])
+        manual = fit(LitHalves(manual=True), data, local_hooks=[ls.ProximalTerm(2.0)])
+        assert_same_run(plain, manual)
+        without = fit(LitHalves(manual=True), data)
+        assert not torch.equal(manual.module.net[6].weight, without.module.net[6].weight)
 
-    def test_a_gan_of_one_client_is_a_loop_written_out(self, data: Any, toy: Any, quiet: Any) -> None:
+    def test_a_gan_of_one_client_is_a_loop_written_out(self, data: Any, toy: Any, fit: Fit) -> None:
         federation = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=1), batch_size=30)
         module, twin = LitGAN(), LitGAN()
-        history = fit(module, federation, quiet, algorithm=DENSE, clients_per_round=1, rounds=1, local_epochs=2)
+        history = fit(module, federation, algorithm=DENSE, clients_per_round=1, max_epochs=1, local_epochs=2).history
         own = federation.client_data(Download(WorkUnit(0), 1.0, {}))
         makers, judges = twin.configure_optimizers()
         last = []
@@ -274,17 +261,17 @@ class TestManualOptimisation:
         assert history.column("judge_loss") == [pytest.approx(sum(last[1::2]) / 8, rel=1e-6)]
         assert str(history.column("fl/loss")) == "[nan]"  # its step returns none
 
-    def test_a_gan_of_sub_models_trains_both_networks(self, data: Any, quiet: Any) -> None:
+    def test_a_gan_of_sub_models_trains_both_networks(self, data: Any, fit: Fit) -> None:
         data.val = None
         module = LitGAN()
         start = copy.deepcopy(module)
-        history = fit(module, data, quiet, rounds=3, algorithm=UNCLIPPED)
+        history = fit(module, data, max_epochs=3, algorithm=UNCLIPPED).history
         for name, value in module.named_parameters():
             assert not torch.equal(value, start.get_parameter(name)), name
         assert len(history.column("maker_loss")) == 3
         assert history.column("fl/clients") == [4.0] * 3
 
-    def test_steps_are_those_of_all_optimizers(self, data: Any, quiet: Any) -> None:
+    def test_steps_are_those_of_all_optimizers(self, data: Any, fit: Fit) -> None:
         steps: list[int] = []
 
         class Note(ls.RoundCallback):
@@ -292,38 +279,31 @@ class TestManualOptimisation:
                 steps.append(turn.upload.num_steps)
 
         data.val = None
-        trainer = pl.Trainer(max_epochs=1, callbacks=[Note()], **quiet)
-        trainer.fit(ls.FederatedModule(LitGAN(), clients_per_round=3, client_engine="trainer"), data)
+        fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, max_epochs=1, callbacks=[Note()])
         assert steps == [6, 6, 6]  # three batches, two optimizers
 
-    def test_resumed_run_equals_the_uninterrupted_one(self, data: Any, quiet: Any, tmp_path: Path) -> None:
+    def test_resumed_run_equals_the_uninterrupted_one(self, data: Any, fit: Fit, tmp_path: Path) -> None:
         data.val = None
+        settings: dict[str, Any] = {"algorithm": UNCLIPPED, "clients_per_round": 3}
+        whole = fit(LitGAN(), data, max_epochs=3, **settings)
+        first = fit(LitGAN(), data, max_epochs=1, **settings)
+        first.trainer.save_checkpoint(tmp_path / "first.ckpt")
+        resumed = fit(LitGAN(), data, max_epochs=3, ckpt_path=tmp_path / "first.ckpt", **settings)
+        assert same_state(resumed.state, whole.state)
+        assert not same_state(first.state, whole.state)
 
-        def run(rounds: int, ckpt_path: Any = None) -> tuple[nn.Module, pl.Trainer]:
-            module = LitGAN()
-            model = ls.FederatedModule(module, algorithm=UNCLIPPED, clients_per_round=3, client_engine="trainer")
-            trainer = pl.Trainer(max_epochs=rounds, **quiet)
-            trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=False)
-            return module, trainer
-
-        whole, _ = run(3)
-        run(1)[1].save_checkpoint(tmp_path / "first.ckpt")
-        resumed, _ = run(3, str(tmp_path / "first.ckpt"))
-        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
-
-    def test_an_extra_round_beside_the_run_trains_the_same_way(self, data: Any, quiet: Any) -> None:
+    def test_an_extra_round_beside_the_run_trains_the_same_way(self, data: Any, fit: Fit) -> None:
         class Listen(pl.Callback):
             def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
                 cosines.append(float(trainer.callback_metrics["fl/fedavg_alignment"]))
 
         cosines: list[float] = []
         data.val = None
-        trainer = pl.Trainer(max_epochs=2, callbacks=[ls.UpdateAlignment(every_n_rounds=1), Listen()], **quiet)
-        model = ls.FederatedModule(LitGAN(), algorithm=DENSE, clients_per_round=3, client_engine="trainer")
-        trainer.fit(model, data)
+        watchers = [ls.UpdateAlignment(every_n_rounds=1), Listen()]
+        fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, callbacks=watchers)
         assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # what it compares with is what the run does
 
-    def test_schedulers_can_be_read_and_are_stepped_by_the_server(self, data: Any, quiet: Any) -> None:
+    def test_schedulers_can_be_read_and_are_stepped_by_the_server(self, data: Any, fit: Fit) -> None:
         class Lit(LitHalves):
             def on_train_epoch_end(self) -> None:
                 for scheduler in self.lr_schedulers():
@@ -332,7 +312,7 @@ class TestManualOptimisation:
 
         rates: list[float] = []
         data.val = None
-        history = fit(Lit(manual=True), data, quiet, rounds=2, clients_per_round=2)
+        history = fit(Lit(manual=True), data, clients_per_round=2).history
         assert rates == [0.3] * 4 + [0.15] * 4
         assert history.column("fl/lr") == [0.3, 0.15]
 
@@ -340,20 +320,18 @@ class TestManualOptimisation:
         with pytest.raises(ValueError, match=r'manual optimisation.*or pass client_engine="trainer"'):
             ls.FederatedModule(LitGAN(), clients_per_round=2)
 
-    def test_several_optimizers_need_manual_optimisation(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_several_optimizers_need_manual_optimisation(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class Lit(lit_mlp):  # type: ignore[misc]
             def configure_optimizers(self) -> Any:
                 return [torch.optim.SGD(half.parameters(), lr=0.1) for half in (self.net[:2], self.net[2:])]
 
         for engine in ("loop", "trainer"):
             with pytest.raises(ValueError, match=r'got 2 \(SGD, SGD\); several need manual.*client_engine="trainer"'):
-                fit(Lit(), data, quiet, client_engine=engine)
+                fit(Lit(), data, client_engine=engine)
 
 
 class TestHooks:
-    def test_refused_hooks_run_and_clipping_is_what_it_is_in_the_loop(
-        self, lit_mlp: Any, data: Any, quiet: Any
-    ) -> None:
+    def test_refused_hooks_run_and_clipping_is_what_it_is_in_the_loop(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class InLoop(lit_mlp):  # type: ignore[misc]
             def on_before_optimizer_step(self, optimizer: Any) -> None:
                 nn.utils.clip_grad_norm_(self.parameters(), 0.05)
@@ -379,14 +357,12 @@ class TestHooks:
         one = InLoop()
         two = InTrainer()
         two.load_state_dict(one.state_dict())
-        assert_same_run(
-            (one, fit(one, data, quiet, client_engine="loop")), (two, fit(two, data, quiet, client_engine="trainer"))
-        )
+        assert_same_run(fit(one, data, client_engine="loop"), fit(two, data, client_engine="trainer"))
         assert calls[:3] == ["optimizer_step", "optimizer_zero_grad", "backward"]
         with pytest.raises(ValueError, match=r'`optimizer_step`: local steps are plain.*client_engine="trainer"'):
             ls.FederatedModule(two, clients_per_round=2)
 
-    def test_hooks_of_the_run_run_once_on_the_server(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_hooks_of_the_run_run_once_on_the_server(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         calls: list[str] = []
 
         def spy(name: str) -> Any:
@@ -400,7 +376,7 @@ class TestHooks:
         names = ["configure_callbacks", "prepare_data", "setup", "on_fit_start", "on_train_start", "on_train_end"]
         names += ["on_fit_end", "teardown"]
         server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
-        fit(server, data, quiet)
+        fit(server, data)
         assert calls == names
 
     def test_what_no_engine_can_honour_is_still_refused(self, lit_mlp: Any) -> None:
@@ -412,7 +388,7 @@ class TestHooks:
 
 
 class TestCounters:
-    def test_every_client_counts_as_if_it_had_been_in_all_rounds(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
+    def test_every_client_counts_as_if_it_had_been_in_all_rounds(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         seen: list[tuple[int, int, int]] = []
 
         class Lit(lit_mlp):  # type: ignore[misc]
@@ -420,14 +396,14 @@ class TestCounters:
                 seen.append((self.current_epoch, self.global_step, self.trainer.max_epochs))
 
         data.val, data.batch_size = None, 5  # ten examples a client: two batches
-        fit(Lit(), data, quiet, rounds=2, clients_per_round=2, local_epochs=3)
+        fit(Lit(), data, clients_per_round=2, local_epochs=3)
         of_round_0 = [(0, 0, 6), (0, 1, 6), (1, 2, 6), (1, 3, 6), (2, 4, 6), (2, 5, 6)]
         of_round_1 = [(epoch + 3, step, total) for epoch, step, total in of_round_0]
         assert seen == 2 * of_round_0 + 2 * of_round_1
 
     @pytest.mark.parametrize(("max_steps", "seen"), [(2, 4), (-1, -1)])
-    def test_runs_with_another_end_or_none(
-        self, max_steps: int, seen: int, lit_mlp: Any, data: Any, quiet: Any
+    def test_runs_that_end_by_steps_or_never(
+        self, max_steps: int, seen: int, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
         totals: list[int] = []
 
@@ -440,8 +416,8 @@ class TestCounters:
                 trainer.should_stop = summary.round_idx == 1
 
         data.val = None
-        trainer = pl.Trainer(max_epochs=-1, max_steps=max_steps, callbacks=[Stop()], **quiet)
-        trainer.fit(ls.FederatedModule(Lit(), clients_per_round=2, local_epochs=2, client_engine="trainer"), data)
+        options: dict[str, Any] = {"max_epochs": -1, "trainer": {"max_steps": max_steps}, "callbacks": [Stop()]}
+        fit(Lit(), data, algorithm=DENSE, clients_per_round=2, local_epochs=2, **options)
         assert totals == [seen] * 8
 
 
@@ -450,7 +426,7 @@ class TestQuiet:
         self,
         lit: Any,
         data: Any,
-        quiet: Any,
+        fit: Fit,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         capfd: pytest.CaptureFixture[str],
@@ -467,7 +443,7 @@ class TestQuiet:
             said = []
             for engine in ("loop", "trainer"):
                 records.clear()
-                fit(lit, data, quiet, client_engine=engine)
+                fit(lit, data, client_engine=engine)
                 said.append(([record.getMessage() for record in records], capfd.readouterr()))
         finally:
             for logger in watched:
@@ -500,12 +476,12 @@ class TestQuiet:
             federation.fit(model, data)
         assert model.engine._executor.device.local_trainer.__self__._trainer is None  # type: ignore[union-attr]
 
-    def test_global_generators_stay_as_they_are(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_global_generators_stay_as_they_are(self, lit: Any, data: Any, fit: Fit) -> None:
         state = torch.get_rng_state()
         data.val = None
-        fit(lit, data, quiet)
+        fit(lit, data)
         assert torch.equal(torch.get_rng_state(), state)
 
-    def test_evaluation_data_may_be_a_loader(self, lit: Any, data: Any, toy: Any, quiet: Any) -> None:
+    def test_evaluation_data_may_be_a_loader(self, lit: Any, data: Any, toy: Any, fit: Fit) -> None:
         data.val = DataLoader(toy, batch_size=60)
-        assert len(fit(lit, data, quiet).column("val_acc")) == 2
+        assert len(fit(lit, data).history.column("val_acc")) == 2

@@ -7,32 +7,39 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, Fitted, same_state, seeded
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 import lightning_spectral as ls
 
+FitAndSave = Callable[..., Fitted]
 MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
 
 
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits with two keep ratios."""
+    return partial(fit, algorithm=MIXED)
+
+
 def federate(module: pl.LightningModule, **options: Any) -> ls.FederatedModule:
+    """The same federation, for tests that have a Trainer of their own."""
     settings: dict[str, Any] = {"algorithm": MIXED, "clients_per_round": 4, **options}
     return ls.FederatedModule(module, **settings)
 
 
 def momentum_server(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
-
-
-def same_state(one: nn.Module, two: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
 class Augmented(torch.utils.data.Dataset[Any]):
@@ -49,20 +56,17 @@ class Augmented(torch.utils.data.Dataset[Any]):
         return x + 0.1 * torch.randn(x.shape), y
 
 
-def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, quiet: Any) -> None:
+def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, fit: Fit) -> None:
     runs = []
     for num_workers in (0, 2):
-        torch.manual_seed(0)
-        model = federate(lit_mlp(), clients_per_round=3)
         data = ls.FederatedDataModule(Augmented(toy), ls.IIDPartitioner(12), batch_size=4, num_workers=num_workers)
-        pl.Trainer(max_epochs=2, **quiet).fit(model, data)
+        runs.append(fit(seeded(lit_mlp), data, clients_per_round=3, max_epochs=2).state)
         assert not multiprocessing.active_children()
-        runs.append(model)
     assert same_state(*runs)
 
 
 class TestRounds:
-    def test_an_epoch_is_a_round_and_a_batch_a_client(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_an_epoch_is_a_round_and_a_batch_a_client(self, lit: Any, data: Any, fit: Fit) -> None:
         calls: list[str] = []
 
         class Spy(ls.RoundCallback):
@@ -81,30 +85,26 @@ class TestRounds:
             def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
                 calls.append("validate")
 
-        trainer = pl.Trainer(max_epochs=2, callbacks=[Spy()], num_sanity_val_steps=0, **quiet)
-        trainer.fit(federate(lit, clients_per_round=2), data)
+        fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=[Spy()])
         assert calls == [
             *("round 0", "client", "step 0", "client", "aggregated 0", "step 1", "validate"),
             *("round 1", "client", "step 1", "client", "aggregated 1", "step 2", "validate"),
         ]
-        assert trainer.global_step == 2
+        assert fitted.trainer.global_step == 2
 
-    def test_a_round_takes_each_client_once_and_rounds_differ(self, lit: Any, data: Any, quiet: Any) -> None:
-        ledger = ls.CommunicationLedger()
-        pl.Trainer(max_epochs=4, callbacks=[ledger], **quiet).fit(federate(lit, clients_per_round=5), data)
+    def test_a_round_takes_each_client_once_and_rounds_differ(self, lit: Any, data: Any, fit: Fit) -> None:
+        ledger = fit(lit, data, clients_per_round=5, max_epochs=4).ledger
         cohorts = [tuple(row.client_id for row in ledger.rows if row.round_idx == r) for r in range(4)]
         assert all(len(set(cohort)) == 5 for cohort in cohorts)
         assert len(set(cohorts)) == 4
 
-    def test_the_model_learns(self, lit: Any, data: Any, quiet: Any) -> None:
-        history = ls.RoundHistory()
-        trainer = pl.Trainer(max_epochs=12, callbacks=[history], **quiet)
-        trainer.fit(federate(lit, clients_per_round=6, local_epochs=2), data)
+    def test_the_model_learns(self, lit: Any, data: Any, fit: Fit) -> None:
+        history = fit(lit, data, clients_per_round=6, local_epochs=2, max_epochs=12).history
         losses = history.column("val_loss")
         assert losses[-1] < 0.7 * losses[0]
         assert history.column("val_acc")[-1] > 0.75  # a third of the examples is in the largest class
 
-    def test_own_boundary_callbacks_replace_ours(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_own_boundary_callbacks_replace_ours(self, lit: Any, data: Any, fit: Fit) -> None:
         class Counting(ls.SVDRefresh):
             count = 0
 
@@ -112,8 +112,7 @@ class TestRounds:
                 Counting.count += 1
                 super().on_train_epoch_start(trainer, pl_module)
 
-        trainer = pl.Trainer(max_epochs=2, callbacks=[Counting(), ls.Aggregation()], **quiet)
-        trainer.fit(federate(lit), data)
+        trainer = fit(lit, data, max_epochs=2, callbacks=[Counting(), ls.Aggregation()]).trainer
         kinds = [type(callback) for callback in trainer.callbacks]
         assert Counting.count == 2
         assert ls.SVDRefresh not in kinds
@@ -121,7 +120,7 @@ class TestRounds:
 
     @pytest.mark.parametrize("place", [None, 0, 1, 2])
     def test_aggregation_acts_after_all_others_wherever_it_is_listed(
-        self, place: int | None, lit: Any, data: Any, quiet: Any
+        self, place: int | None, lit: Any, data: Any, fit: Fit
     ) -> None:
         calls: list[tuple[Any, ...]] = []
 
@@ -145,13 +144,11 @@ class TestRounds:
         callbacks: list[pl.Callback] = [Spy("A"), Spy("B")]
         if place is not None:
             callbacks.insert(place, ls.Aggregation())
-        ledger = ls.CommunicationLedger()
-        trainer = pl.Trainer(max_epochs=2, callbacks=[*callbacks, ledger], **quiet)
-        trainer.fit(federate(lit, clients_per_round=2), data)
-        assert sum(isinstance(callback, ls.Aggregation) for callback in trainer.callbacks) == 1
+        fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=callbacks)
+        assert sum(isinstance(callback, ls.Aggregation) for callback in fitted.trainer.callbacks) == 1
         expected: list[tuple[Any, ...]] = []
         for round_idx in (0, 1):
-            ids = [row.client_id for row in ledger.rows if row.round_idx == round_idx]
+            ids = [row.client_id for row in fitted.ledger.rows if row.round_idx == round_idx]
             for received, client_id in enumerate(ids):
                 expected += [("client end", name, client_id, received) for name in "AB"]
             expected += [("cohort end", name, round_idx, 2, round_idx) for name in "AB"]
@@ -160,112 +157,99 @@ class TestRounds:
 
 
 class TestResume:
-    def run(self, lit_mlp: Any, data: Any, tmp_path: Path, rounds: int, ckpt: str | None = None) -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            module = lit_mlp()
-        history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-        checkpoint = ModelCheckpoint(
-            tmp_path / "ckpt", "{epoch}", save_top_k=-1, enable_version_counter=False, auto_insert_metric_name=False
-        )
-        trainer = pl.Trainer(
-            max_epochs=rounds,
-            accelerator="cpu",
-            logger=CSVLogger(tmp_path, version=f"{rounds}-{ckpt and Path(ckpt).stem}"),
-            callbacks=[history, ledger, checkpoint],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(federate(module, server_optimizer=momentum_server), data, ckpt_path=ckpt)
-        return module, history, ledger, trainer
+    @pytest.fixture
+    def fit(self, fit: Fit) -> Fit:
+        """Fits with momentum at the server."""
+        return partial(fit, server_optimizer=momentum_server)
+
+    @pytest.fixture
+    def fit_and_save(self, fit: Fit, lit_mlp: Any, data: Any) -> FitAndSave:
+        """A fit with a logger that leaves a checkpoint of every round in ``folder / "ckpt"``."""
+
+        def fit_and_save(folder: Path, max_epochs: int, ckpt_path: Path | None = None) -> Fitted:
+            checkpoint = ModelCheckpoint(
+                folder / "ckpt", "{epoch}", save_top_k=-1, enable_version_counter=False, auto_insert_metric_name=False
+            )
+            logger = CSVLogger(folder, version=f"{max_epochs}-{ckpt_path and ckpt_path.stem}")
+            options: dict[str, Any] = {"logger": logger, "enable_checkpointing": True}
+            rounds: dict[str, Any] = {"max_epochs": max_epochs, "ckpt_path": ckpt_path}
+            return fit(seeded(lit_mlp), data, callbacks=[checkpoint], trainer=options, **rounds)
+
+        return fit_and_save
 
     @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
     @pytest.mark.parametrize("stop_after", [1, 3, 4])
     def test_resumed_run_equals_the_uninterrupted_one(
-        self, stop_after: int, lit_mlp: Any, data: Any, tmp_path: Path
+        self, stop_after: int, fit_and_save: FitAndSave, tmp_path: Path
     ) -> None:
-        module, history, ledger, _ = self.run(lit_mlp, data, tmp_path / "whole", 5)
-        self.run(lit_mlp, data, tmp_path / "parts", stop_after)
-        ckpt = str(tmp_path / "parts" / "ckpt" / f"{stop_after - 1}.ckpt")
-        resumed, later, entries, trainer = self.run(lit_mlp, data, tmp_path / "parts", 5, ckpt)
-        assert same_state(module, resumed)
-        assert ledger.rows == entries.rows
-        assert trainer.global_step == 5
-        for ours, theirs in zip(history.rows, later.rows, strict=True):
-            assert {k: v for k, v in ours.items() if "seconds" not in k} == {
-                k: v for k, v in theirs.items() if "seconds" not in k
-            }
+        whole = fit_and_save(tmp_path / "whole", 5)
+        fit_and_save(tmp_path / "parts", stop_after)
+        resumed = fit_and_save(tmp_path / "parts", 5, tmp_path / "parts" / "ckpt" / f"{stop_after - 1}.ckpt")
+        assert same_state(whole.state, resumed.state)
+        assert whole.ledger.rows == resumed.ledger.rows
+        assert resumed.trainer.global_step == 5
+        assert whole.rows == resumed.rows
 
-    def test_there_is_a_checkpoint_for_each_round(self, lit_mlp: Any, data: Any, tmp_path: Path) -> None:
-        self.run(lit_mlp, data, tmp_path, 3)
+    def test_there_is_a_checkpoint_for_each_round(self, fit_and_save: FitAndSave, tmp_path: Path) -> None:
+        fit_and_save(tmp_path, 3)
         assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["0.ckpt", "1.ckpt", "2.ckpt"]
 
-    def test_checkpoint_loads_into_the_users_plain_module(self, lit_mlp: Any, data: Any, tmp_path: Path) -> None:
-        module, *_ = self.run(lit_mlp, data, tmp_path, 2)
+    def test_checkpoint_loads_into_the_users_plain_module(
+        self, lit_mlp: Any, fit_and_save: FitAndSave, tmp_path: Path
+    ) -> None:
+        fitted = fit_and_save(tmp_path, 2)
         state = torch.load(tmp_path / "ckpt" / "1.ckpt", weights_only=False)["state_dict"]
         plain = lit_mlp()
         plain.load_state_dict({name.removeprefix("module."): value for name, value in state.items()}, strict=True)
-        assert same_state(plain, module)
+        assert same_state(plain.state_dict(), fitted.state)
 
     def test_a_run_stopped_within_a_round_begins_that_round_again(
-        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+        self, lit_mlp: Any, data: Any, fit: Fit, fit_and_save: FitAndSave, tmp_path: Path
     ) -> None:
-        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 3)
+        whole = fit_and_save(tmp_path / "whole", 3)
 
         class StopWithin(ls.RoundCallback):
             def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
                 if turn.round_idx == 1 and not trainer.is_last_batch:
                     trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            interrupted = lit_mlp()
-        trainer = pl.Trainer(max_epochs=2, callbacks=[StopWithin()], **quiet)
-        trainer.fit(federate(interrupted, server_optimizer=momentum_server), data)
-        resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / "resumed", 3, str(tmp_path / "within.ckpt"))
-        assert trainer.global_step == 3
-        assert same_state(module, resumed)
+        fit(seeded(lit_mlp), data, max_epochs=2, callbacks=[StopWithin()])
+        resumed = fit_and_save(tmp_path / "resumed", 3, tmp_path / "within.ckpt")
+        assert resumed.trainer.global_step == 3
+        assert same_state(whole.state, resumed.state)
 
     @pytest.mark.filterwarnings(
         "ignore:Be aware that when using `ckpt_path`, callbacks",
         "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
     )
     def test_a_checkpoint_at_the_end_of_the_last_batch_resumes_with_the_next_round(
-        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+        self, lit_mlp: Any, data: Any, fit: Fit, fit_and_save: FitAndSave, tmp_path: Path
     ) -> None:
-        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            stopped = lit_mlp()
+        whole = fit_and_save(tmp_path / "whole", 4)
         every_step = ModelCheckpoint(tmp_path / "steps", "{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = pl.Trainer(max_epochs=2, **{**quiet, "callbacks": [every_step], "enable_checkpointing": True})
-        trainer.fit(federate(stopped, server_optimizer=momentum_server), data)
+        saving: dict[str, Any] = {"callbacks": [every_step], "trainer": {"enable_checkpointing": True}}
+        fit(seeded(lit_mlp), data, max_epochs=2, **saving)
         assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["step=1.ckpt", "step=2.ckpt"]
         for step in (1, 2):
-            ckpt = str(tmp_path / "steps" / f"step={step}.ckpt")
-            resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / f"resumed{step}", 4, ckpt)
-            assert trainer.global_step == trainer.current_epoch == 4
-            assert same_state(module, resumed)
+            resumed = fit_and_save(tmp_path / f"resumed{step}", 4, tmp_path / "steps" / f"step={step}.ckpt")
+            assert resumed.trainer.global_step == resumed.trainer.current_epoch == 4
+            assert same_state(whole.state, resumed.state)
 
-    def test_a_wish_to_stop_within_a_round_waits_for_its_end(
-        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+    def test_a_request_to_stop_takes_effect_at_the_end_of_the_round(
+        self, lit_mlp: Any, data: Any, fit: Fit, fit_and_save: FitAndSave, tmp_path: Path
     ) -> None:
-        module, *_ = self.run(lit_mlp, data, tmp_path / "whole", 4)
+        whole = fit_and_save(tmp_path / "whole", 4)
 
         class StopEarly(ls.RoundCallback):
             def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
                 trainer.should_stop |= turn.round_idx == 1
 
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            stopped = lit_mlp()
-        trainer = pl.Trainer(max_epochs=4, callbacks=[StopEarly()], **quiet)
-        trainer.fit(federate(stopped, server_optimizer=momentum_server), data)
-        assert trainer.global_step == 2
-        trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-        resumed, _, _, trainer = self.run(lit_mlp, data, tmp_path / "resumed", 4, str(tmp_path / "stopped.ckpt"))
-        assert trainer.global_step == 4
-        assert same_state(module, resumed)
+        stopped = fit(seeded(lit_mlp), data, max_epochs=4, callbacks=[StopEarly()])
+        assert stopped.trainer.global_step == 2
+        stopped.trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+        resumed = fit_and_save(tmp_path / "resumed", 4, tmp_path / "stopped.ckpt")
+        assert resumed.trainer.global_step == 4
+        assert same_state(whole.state, resumed.state)
 
     @pytest.mark.parametrize(
         ("change", "named"),
@@ -277,54 +261,45 @@ class TestResume:
         ],
     )
     def test_checkpoint_of_another_configuration_is_refused(
-        self, change: dict[str, Any], named: str, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+        self, change: dict[str, Any], named: str, lit: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        self.run(lit_mlp, data, tmp_path, 1)
+        fit(lit, data).trainer.save_checkpoint(tmp_path / "1.ckpt")
         with pytest.raises(ValueError, match=f"(?s)another configuration.*{named}"):
-            pl.Trainer(max_epochs=2, **quiet).fit(
-                federate(lit_mlp(), **change), data, ckpt_path=str(tmp_path / "ckpt" / "0.ckpt")
-            )
+            fit(lit, data, max_epochs=2, ckpt_path=tmp_path / "1.ckpt", **change)
 
     def test_checkpoint_of_another_split_is_refused(
-        self, lit_mlp: Any, toy: Any, data: Any, tmp_path: Path, quiet: Any
+        self, lit: Any, toy: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        self.run(lit_mlp, data, tmp_path, 1)
+        fit(lit, data).trainer.save_checkpoint(tmp_path / "1.ckpt")
         other = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), val=toy, batch_size=4, seed=1)
         with pytest.raises(ValueError, match="partition: "):
-            pl.Trainer(max_epochs=2, **quiet).fit(
-                federate(lit_mlp()), other, ckpt_path=str(tmp_path / "ckpt" / "0.ckpt")
-            )
+            fit(lit, other, max_epochs=2, ckpt_path=tmp_path / "1.ckpt")
 
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
     def test_checkpoint_evaluates_whatever_the_configuration(
-        self, lit_mlp: Any, data: Any, tmp_path: Path, quiet: Any
+        self, lit: Any, lit_mlp: Any, data: Any, quiet: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        self.run(lit_mlp, data, tmp_path, 1)
+        fitted = fit(lit, data)
+        fitted.trainer.save_checkpoint(tmp_path / "1.ckpt")
         model = federate(lit_mlp(), seed=9)
-        (scores,) = pl.Trainer(**quiet).validate(
-            model, data, ckpt_path=str(tmp_path / "ckpt" / "0.ckpt"), verbose=False
-        )
-        assert "val_acc" in scores
+        (scores,) = pl.Trainer(**quiet).validate(model, data, ckpt_path=str(tmp_path / "1.ckpt"), verbose=False)
+        assert scores["val_acc"] == pytest.approx(fitted.rows[0]["val_acc"])
 
 
 class TestTrainerOptions:
-    def test_early_stopping_on_a_round_metric(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_early_stopping_on_a_round_metric(self, lit: Any, data: Any, fit: Fit) -> None:
         stop = EarlyStopping("fl/loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
-        trainer = pl.Trainer(max_epochs=20, callbacks=[stop], **quiet)
-        trainer.fit(federate(lit), data)
-        assert trainer.current_epoch == 2
+        assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
 
-    def test_early_stopping_on_what_clients_log(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_early_stopping_on_what_clients_log(self, lit: Any, data: Any, fit: Fit) -> None:
         stop = EarlyStopping("train_loss", patience=0, min_delta=1e9, check_on_train_epoch_end=True)
-        trainer = pl.Trainer(max_epochs=20, callbacks=[stop], **quiet)
-        trainer.fit(federate(lit), data)
-        assert trainer.current_epoch == 2
+        assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
 
     @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true", "32-true"])
-    def test_precision(self, precision: Any, lit: Any, data: Any, quiet: Any) -> None:
+    def test_precision(self, precision: Any, lit: Any, data: Any, fit: Fit) -> None:
         seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
         lit.net[0].register_forward_hook(lambda module, args, output: seen[module.training].add(output.dtype))
-        pl.Trainer(max_epochs=2, precision=precision, **quiet).fit(federate(lit), data)
+        fit(lit, data, max_epochs=2, trainer={"precision": precision})
         expected = {"bf16": torch.bfloat16, "64": torch.float64, "32": torch.float32}
         assert seen[True] == seen[False] == {expected[precision.split("-")[0]]}  # clients train, the server evaluates
 
@@ -333,10 +308,10 @@ class TestTrainerOptions:
         monkeypatch.chdir(tmp_path)
         trainer = pl.Trainer(fast_dev_run=fast, accelerator="cpu", enable_progress_bar=False)
         trainer.fit(federate(lit), data)
-        assert trainer.global_step == 1
+        assert trainer.current_epoch == 1
         assert list(tmp_path.iterdir()) == []
 
-    def test_limited_cohort_is_what_strategies_are_told(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_limited_cohort_is_what_strategies_are_told(self, lit: Any, data: Any, fit: Fit) -> None:
         sizes: list[float] = []
 
         class Spy(ls.Collective):
@@ -344,12 +319,12 @@ class TestTrainerOptions:
                 sizes.append(cohort_size)
                 return super().__call__(singular_values, num_terms, cohort_size)
 
-        model = federate(lit, algorithm=ls.SpectralSharding(Spy(), 0.3), clients_per_round=6)
-        pl.Trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=1, **quiet).fit(model, data)
+        limits = {"limit_train_batches": 3, "limit_val_batches": 1}
+        fit(lit, data, algorithm=ls.SpectralSharding(Spy(), 0.3), clients_per_round=6, trainer=limits)
         assert sizes[-1] == 3
 
-    def test_pseudo_gradients_do_not_stay(self, lit: Any, data: Any, quiet: Any) -> None:
-        pl.Trainer(max_epochs=1, **quiet).fit(federate(lit), data)
+    def test_pseudo_gradients_do_not_stay(self, lit: Any, data: Any, fit: Fit) -> None:
+        fit(lit, data)
         assert all(parameter.grad is None for parameter in lit.parameters())
 
     def test_trainer_gets_its_settings_back(self, lit: Any, data: Any, quiet: Any) -> None:
@@ -370,35 +345,30 @@ class TestTrainerOptions:
         assert trainer.accumulate_grad_batches == 1
         trainer.callbacks.remove(fails)
         trainer.fit(federate(lit), data)
+        assert trainer.current_epoch == 1
 
-    def test_timer_stops_between_whole_rounds(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_timer_stops_between_whole_rounds(self, lit: Any, data: Any, fit: Fit) -> None:
         before = copy.deepcopy(lit.state_dict())
-        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"seconds": 0}, interval="epoch")], **quiet)
-        trainer.fit(federate(lit), data)
-        assert trainer.global_step == 0
-        assert all(torch.equal(before[name], value) for name, value in lit.state_dict().items())
-        history = ls.RoundHistory()
-        trainer = pl.Trainer(max_epochs=-1, callbacks=[Timer({"milliseconds": 30}), history], **quiet)
-        trainer.fit(federate(lit), data)
-        assert trainer.global_step == len(history.rows) >= 1
-        assert {row["fl/clients"] for row in history.rows} == {4.0}
+        none = fit(lit, data, max_epochs=-1, callbacks=[Timer({"seconds": 0}, interval="epoch")])
+        assert none.trainer.global_step == 0
+        assert same_state(none.state, before)
+        some = fit(lit, data, max_epochs=-1, callbacks=[Timer({"milliseconds": 30})])
+        assert some.trainer.global_step == len(some.rows) >= 1
+        assert {row["fl/clients"] for row in some.rows} == {4.0}
 
-    def test_test_and_predict_run_the_aggregated_model(self, lit: Any, data: Any, toy: Any, quiet: Any) -> None:
-        model = federate(lit)
-        trainer = pl.Trainer(max_epochs=1, **quiet)
-        trainer.fit(model, data)
-        (scores,) = trainer.test(model, data, verbose=False)
+    def test_test_and_predict_run_the_aggregated_model(self, lit: Any, data: Any, toy: Any, fit: Fit) -> None:
+        fitted = fit(lit, data)
+        (scores,) = fitted.trainer.test(fitted.model, data, verbose=False)
         x, y = toy.tensors
         with torch.no_grad():
             expected = nn.functional.cross_entropy(lit.eval()(x), y)
         assert scores["test_loss"] == pytest.approx(float(expected), rel=1e-5)
-        torch.testing.assert_close(model(x), lit(x))
+        torch.testing.assert_close(fitted.model(x), lit(x))
 
-    def test_two_fits_of_one_module_go_on_from_its_weights(self, lit: Any, data: Any, quiet: Any) -> None:
+    def test_two_fits_of_one_module_go_on_from_its_weights(self, lit: Any, data: Any, fit: Fit) -> None:
         model = federate(lit)
-        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
-        middle = copy.deepcopy(lit.state_dict())
-        pl.Trainer(max_epochs=1, **quiet).fit(model, data)
+        middle = copy.deepcopy(fit(model, data).state)
+        fit(model, data)
         assert not torch.equal(middle["net.2.weight"], lit.net[2].weight)
 
 
@@ -424,10 +394,8 @@ class TestLoggers:
         assert lrs[0] == pytest.approx(0.1)
         assert lrs[0] > lrs[1] > lrs[2]
 
-    def test_logged_values_are_what_clients_saw(self, lit: Any, data: Any, quiet: Any) -> None:
-        history = ls.RoundHistory()
-        pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(federate(lit), data)
-        (row,) = history.rows
+    def test_logged_values_are_what_clients_saw(self, lit: Any, data: Any, fit: Fit) -> None:
+        (row,) = fit(lit, data).rows
         assert row["train_loss"] == pytest.approx(row["fl/loss"], rel=1e-6)
         assert row["fl/examples"] == 40
         assert row["fl/clients"] == 4
@@ -435,10 +403,9 @@ class TestLoggers:
         assert 0 < row["fl/inclusion_entropy"] <= 1
         assert row["fl/largest_multiplier"] >= 1
 
-    def test_ledger_counts_what_travels(self, lit: Any, data: Any, quiet: Any) -> None:
-        ledger, history = ls.CommunicationLedger(), ls.RoundHistory()
-        trainer = pl.Trainer(max_epochs=2, callbacks=[ledger, history], **quiet)
-        trainer.fit(federate(lit), data)
+    def test_ledger_counts_what_travels(self, lit: Any, data: Any, fit: Fit) -> None:
+        fitted = fit(lit, data, max_epochs=2)
+        ledger, history = fitted.ledger, fitted.history
         dense = 6 * 12 + 12 + 12 + 12 * 3 + 3
         for ratio, (down, up) in ledger.bytes_per_client().items():
             n = {0.3: 4, 0.6: 8}[ratio]
@@ -447,10 +414,8 @@ class TestLoggers:
         assert sum(row.uplink_bytes for row in ledger.rows if row.round_idx == 0) == history.rows[0]["fl/bytes_up"]
         assert ledger.total_bytes == sum(row["fl/bytes_up"] + row["fl/bytes_down"] for row in history.rows)
 
-    def test_history_draws_a_picture(self, lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
-        history = ls.RoundHistory()
-        pl.Trainer(max_epochs=2, callbacks=[history], **quiet).fit(federate(lit), data)
-        history.plot("val_acc", tmp_path / "acc.png")
+    def test_history_draws_a_picture(self, lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+        fit(lit, data, max_epochs=2).history.plot("val_acc", tmp_path / "acc.png")
         assert (tmp_path / "acc.png").read_bytes().startswith(b"\x89PNG")
 
 

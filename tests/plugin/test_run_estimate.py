@@ -26,7 +26,7 @@ def test_the_run_is_the_rounds_and_their_validations() -> None:
     assert "memory" not in str(estimate)
 
 
-def test_a_run_without_an_end_takes_for_ever() -> None:
+def test_an_endless_run_takes_for_ever() -> None:
     estimate = ls.RunEstimate({"train": 2.0}, num_rounds=None, num_validations=0, peak_memory_bytes=3_000_000_000)
     assert estimate.total_seconds == float("inf")
     assert str(estimate).splitlines()[1:] == ["2.0 s per round, without an end", "3.00 GB of memory at most"]
@@ -55,7 +55,7 @@ def test_seconds_are_those_of_the_stages(lit_mlp: Any, data: Any, quiet: Any) ->
 
 
 @pytest.mark.parametrize("engine", ["loop", "trainer"])
-def test_nothing_is_changed_said_or_written(
+def test_an_estimate_leaves_no_trace(
     engine: Any,
     lit: Any,
     data: Any,
@@ -89,7 +89,7 @@ def test_nothing_is_changed_said_or_written(
     assert model.module.trainer is trainer
 
 
-def test_without_validation_there_is_none_to_wait_for(lit: Any, data: Any, quiet: Any) -> None:
+def test_without_validation_none_is_estimated(lit: Any, data: Any, quiet: Any) -> None:
     data.val = None
     estimate = ls.estimate(pl.Trainer(max_epochs=5, **quiet), federate(lit), data)
     assert estimate.num_validations == 0
@@ -110,7 +110,7 @@ def test_the_limits_of_the_trainer_hold(lit_mlp: Any, data: Any, quiet: Any) -> 
     assert estimate.num_rounds == 3
 
 
-def test_what_is_not_of_this_package_is_refused(lit: Any, data: Any, quiet: Any) -> None:
+def test_what_cannot_be_estimated_is_refused(lit: Any, data: Any, quiet: Any) -> None:
     with pytest.raises(TypeError, match="`model` must be an instance of FederatedModule, got"):
         ls.estimate(pl.Trainer(**quiet), lit, data)
     several = pl.Trainer(strategy="ddp", devices=2, **quiet)

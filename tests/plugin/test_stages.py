@@ -1,7 +1,8 @@
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
+from federation import Fit
 from lightning.pytorch.profilers import SimpleProfiler
 
 import lightning_spectral as ls
@@ -10,17 +11,15 @@ from lightning_spectral.plugin.stages import PROFILED, action_name
 ROUNDS, COHORT = 3, 4
 
 
-def fit(lit: Any, data: Any, quiet: Any, profiler: Any, **options: Any) -> ls.RoundHistory:
-    history = ls.RoundHistory()
-    trainer = pl.Trainer(max_epochs=ROUNDS, callbacks=[history], profiler=profiler, **quiet, **options)
-    model = ls.FederatedModule(lit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=COHORT)
-    trainer.fit(model, data)
-    return history
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    sharding = ls.SpectralSharding(keep_ratio=0.5)
+    return partial(fit, algorithm=sharding, clients_per_round=COHORT, max_epochs=ROUNDS)
 
 
-def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, quiet: Any) -> None:
+def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, fit: Fit) -> None:
     profiler = SimpleProfiler()
-    history = fit(lit, data, quiet, profiler)
+    history = fit(lit, data, trainer={"profiler": profiler, "num_sanity_val_steps": 2}).history
     durations = {stage: profiler.recorded_durations[action_name(stage)] for stage in PROFILED}
     calls = {stage: len(of_stage) for stage, of_stage in durations.items() if stage != "plan"}
     assert calls == {
@@ -38,17 +37,18 @@ def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, quiet: Any) -
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
-def test_profilers_by_name(profiler: str, lit: Any, data: Any, quiet: Any) -> None:
-    fit(lit, data, quiet, profiler)
+def test_profilers_by_name(profiler: str, lit: Any, data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    fit(lit, data, trainer={"profiler": profiler})
+    assert [stage for stage in PROFILED if action_name(stage) not in caplog.text] == []
 
 
-def test_a_profiler_goes_on_after_a_validation_that_failed(lit_mlp: Any, data: Any, quiet: Any) -> None:
+def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Failing(lit_mlp):  # type: ignore[misc]
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            raise KeyError("no")
+            raise KeyError("no such metric")
 
     profiler = SimpleProfiler()
-    with pytest.raises(KeyError):
-        fit(Failing(), data, quiet, profiler, num_sanity_val_steps=0)
-    fit(lit_mlp(), data, quiet, profiler)
+    with pytest.raises(KeyError, match="no such metric"):
+        fit(Failing(), data, trainer={"profiler": profiler})
+    fit(lit_mlp(), data, trainer={"profiler": profiler})
     assert len(profiler.recorded_durations[action_name("validate")]) == 1 + ROUNDS

@@ -1,11 +1,13 @@
 """What the server keeps of single clients, alone and in a run."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -30,11 +32,11 @@ def same(one: Any, two: Any) -> bool:
     return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
 
 
-def test_a_store_is_empty_until_somebody_writes() -> None:
+def test_a_store_is_empty_until_it_is_written_to() -> None:
     store = Cohort(0, 0, {}).store
     assert (len(store), list(store), store.num_bytes, store.state_dict(), store.written()) == (0, [], 0, {}, {})
     assert WorkUnit(0) not in store
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"\(0, ''\)"):
         store[WorkUnit(0)]
     assert Cohort(0, 0, {}).store is not store
 
@@ -106,82 +108,69 @@ def test_processes_that_exchange_what_they_wrote_end_with_the_same() -> None:
 
 
 class TestInARun:
-    def run(
-        self,
-        algorithm: Any,
-        lit_mlp: Any,
-        data: Any,
-        quiet: Any,
-        rounds: int,
-        ckpt: Path | None = None,
-        callbacks: Any = (),
-    ) -> tuple[dict[str, Tensor], ls.RoundHistory, dict[int, float], pl.Trainer]:
-        """Weights, history and the last loss of every client."""
-        losses: dict[int, float] = {}
-
-        class Losses(ls.RoundCallback):
-            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
-                losses.update({client.client_id: client.loss for client in summary.clients})
-
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = lit_mlp()
-        history = ls.RoundHistory()
-        trainer = pl.Trainer(max_epochs=rounds, callbacks=[history, Losses(), *callbacks], **quiet)
-        trainer.fit(ls.FederatedModule(module, algorithm=algorithm, clients_per_round=5), data, ckpt_path=ckpt)
-        return module.state_dict(), history, losses, trainer
+    @pytest.fixture
+    def fit(self, fit: Fit) -> Fit:
+        """Fits with five clients per round."""
+        return partial(fit, clients_per_round=5)
 
     def saved(self, trainer: pl.Trainer, path: Path) -> Any:
         trainer.save_checkpoint(path)
         return torch.load(path, weights_only=False)
 
     def test_what_an_algorithm_writes_is_in_the_checkpoint(
-        self, remembering: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+        self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        _, history, losses, trainer = self.run(remembering(), lit_mlp, data, quiet, 3)
-        kept = self.saved(trainer, tmp_path / "3.ckpt")["federation_clients"]
+        losses: dict[int, float] = {}
+
+        class Losses(ls.RoundCallback):
+            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+                losses.update({client.client_id: client.loss for client in summary.clients})
+
+        fitted = fit(seeded(lit_mlp), data, algorithm=remembering(), max_epochs=3, callbacks=[Losses()])
+        stored = fitted.history.column("fl/store_bytes")
+        kept = self.saved(fitted.trainer, tmp_path / "3.ckpt")["federation_clients"]
         assert {key: float(entry["loss"]) for key, entry in kept.items()} == {(c, ""): x for c, x in losses.items()}
         assert sum(int(entry["turns"]) for entry in kept.values()) == 3 * 5
         assert max(int(entry["turns"]) for entry in kept.values()) > 1
-        assert history.column("fl/store_bytes")[0] == 5 * 16
-        assert history.column("fl/store_bytes")[2] == len(losses) * 16
-        assert trainer.callback_metrics["fl/store_bytes"] == len(losses) * 16
+        assert stored[0] == 5 * 16
+        assert stored[2] == len(losses) * 16
+        assert fitted.trainer.callback_metrics["fl/store_bytes"] == len(losses) * 16
 
-    def test_a_run_that_keeps_nothing_says_nothing(self, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
-        _, history, _, trainer = self.run(ls.FedAvg(), lit_mlp, data, quiet, 1)
-        assert "federation_clients" not in self.saved(trainer, tmp_path / "1.ckpt")
-        assert history.column("fl/store_bytes") == []
+    def test_a_run_that_keeps_nothing_says_nothing(self, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+        fitted = fit(seeded(lit_mlp), data)
+        assert "federation_clients" not in self.saved(fitted.trainer, tmp_path / "1.ckpt")
+        assert fitted.history.column("fl/store_bytes") == []
 
-    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
     def test_a_resumed_run_remembers_its_clients(
-        self, remembering: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+        self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        whole, _, _, trainer = self.run(remembering(), lit_mlp, data, quiet, 4)
-        expected = self.saved(trainer, tmp_path / "whole.ckpt")["federation_clients"]
-        *_, trainer = self.run(remembering(), lit_mlp, data, quiet, 2)
-        checkpoint = self.saved(trainer, tmp_path / "2.ckpt")
-        resumed, _, _, trainer = self.run(remembering(), lit_mlp, data, quiet, 4, tmp_path / "2.ckpt")
-        assert same(resumed, whole)
-        assert same(self.saved(trainer, tmp_path / "resumed.ckpt")["federation_clients"], expected)
+        remember = partial(fit, algorithm=remembering())
+        whole = remember(seeded(lit_mlp), data, max_epochs=4)
+        expected = self.saved(whole.trainer, tmp_path / "whole.ckpt")["federation_clients"]
+        part = remember(seeded(lit_mlp), data, max_epochs=2)
+        checkpoint = self.saved(part.trainer, tmp_path / "2.ckpt")
+        resumed = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt")
+        assert same(resumed.state, whole.state)
+        assert same(self.saved(resumed.trainer, tmp_path / "resumed.ckpt")["federation_clients"], expected)
         del checkpoint["federation_clients"]
         torch.save(checkpoint, tmp_path / "forgetful.ckpt")
-        forgetful, *_ = self.run(remembering(), lit_mlp, data, quiet, 4, tmp_path / "forgetful.ckpt")
-        assert not same(forgetful, whole)  # or the test would show nothing
+        forgetful = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "forgetful.ckpt")
+        assert not same(forgetful.state, whole.state)  # or the test would show nothing
 
-    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
     def test_a_checkpoint_within_a_round_remembers_nothing_of_that_round(
-        self, remembering: Any, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
+        self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
         """The round begins again in the resumed run, as its weights do: nobody has trained twice."""
-        whole, *_ = self.run(remembering(), lit_mlp, data, quiet, 3)
+        remember = partial(fit, algorithm=remembering())
+        whole = remember(seeded(lit_mlp), data, max_epochs=3)
 
         class SaveWithin(ls.RoundCallback):
             def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
                 if turn.round_idx == 1 and trainer.is_last_batch:
                     trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-        self.run(remembering(), lit_mlp, data, quiet, 2, callbacks=[SaveWithin()])
+        remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[SaveWithin()])
         kept = torch.load(tmp_path / "within.ckpt", weights_only=False)["federation_clients"]
         assert [int(entry["turns"]) for entry in kept.values()] == [1] * 5  # of the first round alone
-        resumed, *_ = self.run(remembering(), lit_mlp, data, quiet, 3, tmp_path / "within.ckpt")
-        assert same(resumed, whole)
+        resumed = remember(seeded(lit_mlp), data, max_epochs=3, ckpt_path=tmp_path / "within.ckpt")
+        assert same(resumed.state, whole.state)

@@ -77,7 +77,7 @@ def test_integers_of_numpy_are_integers() -> None:
 
 
 def test_id_of_another_type_is_refused() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         derived_seed(0, "terms", 1.5)  # type: ignore[arg-type]
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -49,12 +49,6 @@ def uneven(toy: Any) -> ls.FederatedDataModule:
     return ls.FederatedDataModule(toy, ls.NaturalPartitioner(keys), batch_size=4)
 
 
-def new(lit_mlp: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return lit_mlp()
-
-
 def played(
     algorithm: Any,
     make_executor: Callable[[Device], Executor],
@@ -89,38 +83,32 @@ def played(
     return server.state_dict(), summaries
 
 
-def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], two[name]) for name in one)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 def test_answers_in_reversed_order_give_the_same_weights_bit_for_bit(algorithm: Any, lit_mlp: Any, uneven: Any) -> None:
-    start = new(lit_mlp).state_dict()
-    in_order, expected = played(algorithm, SequentialExecutor, new(lit_mlp), uneven)
-    backwards, summaries = played(algorithm, Backwards, new(lit_mlp), uneven)
-    assert same(in_order, backwards)
-    assert not same(in_order, start)
+    start = seeded(lit_mlp).state_dict()
+    in_order, expected = played(algorithm, SequentialExecutor, seeded(lit_mlp), uneven)
+    backwards, summaries = played(algorithm, Backwards, seeded(lit_mlp), uneven)
+    assert same_state(in_order, backwards)
+    assert not same_state(in_order, start)
     for ours, theirs in zip(summaries, expected, strict=True):
         assert ours.clients == theirs.clients  # in the cohort's order, whoever answered first
         assert ours.diagnostics == theirs.diagnostics
-    careless, _ = played(algorithm, Careless, new(lit_mlp), uneven)
-    assert not same(in_order, careless)  # or the test would show nothing
+    careless, _ = played(algorithm, Careless, seeded(lit_mlp), uneven)
+    assert not same_state(in_order, careless)  # or the test would show nothing
 
 
 @pytest.mark.parametrize("executor", [SequentialExecutor, Backwards])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 def test_a_round_without_lightning_is_that_of_a_trainer(
-    algorithm: Any, executor: Any, lit_mlp: Any, uneven: Any, quiet: dict[str, Any]
+    algorithm: Any, executor: Any, lit_mlp: Any, uneven: Any, fit: Fit
 ) -> None:
-    module = new(lit_mlp)
-    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
-    pl.Trainer(max_epochs=1, **quiet).fit(model, uneven)
-    weights, _ = played(algorithm, executor, new(lit_mlp), uneven, rounds=1)
-    assert same(weights, module.state_dict())
+    fitted = fit(seeded(lit_mlp), uneven, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
+    weights, _ = played(algorithm, executor, seeded(lit_mlp), uneven, rounds=1)
+    assert same_state(weights, fitted.state)
 
 
 @pytest.mark.parametrize("executor", [SequentialExecutor, Backwards])
-def test_who_will_not_report_back_is_not_asked_to_train(executor: Any, lit_mlp: Any, uneven: Any) -> None:
+def test_clients_that_will_not_report_back_are_not_asked_to_train(executor: Any, lit_mlp: Any, uneven: Any) -> None:
     asked: list[int] = []
 
     class Watched(executor):  # type: ignore[misc]
@@ -130,7 +118,7 @@ def test_who_will_not_report_back_is_not_asked_to_train(executor: Any, lit_mlp: 
             return super().run(downloads)  # type: ignore[no-any-return]
 
     gone = Conditions(ls.ClientDropout([0.0, 1.0, 0.0, 0.0, 1.0, 0.0]))
-    _, (summary,) = played(ls.FedAvg(), Watched, new(lit_mlp), uneven, rounds=1, conditions=gone)
+    _, (summary,) = played(ls.FedAvg(), Watched, seeded(lit_mlp), uneven, rounds=1, conditions=gone)
     assert asked == [0, 2, 3, 5]
     assert summary.left_out["dropped_out"] == 2
     assert [client.left_out for client in summary.clients] == [None, "dropped_out", None, None, "dropped_out", None]

@@ -1,13 +1,15 @@
-"""For every reason and every answer: the round does what the policy says, and the others do not notice."""
+"""For every reason and every answer: the round does what the policy says, and other clients are unaffected."""
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from federation import Fit, Fitted, same_state
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,6 +21,7 @@ from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.simulation import Conditions
 
+FitWith = Callable[..., Fitted]
 FAST = ls.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
 SLOW = ls.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
 REASONS: tuple[ExclusionReason, ...] = get_args(ExclusionReason)
@@ -29,7 +32,7 @@ EXPECTED = {"dropped_out", "late", "no_data", "surplus"}  # counted, but no reas
 
 
 class LitFragile(pl.LightningModule):
-    """What its batches hold decides what goes wrong; before it fails it leaves a mess behind."""
+    """Fails in the way that its batches decide; before it raises an error, it corrupts all that it can reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,22 +101,16 @@ def federation(reason: ExclusionReason | None, bad: set[int]) -> tuple[ls.Federa
     return data, options.get(reason or "", dict)()
 
 
-def run(
-    quiet: Any,
-    reason: ExclusionReason | None,
-    bad: set[int],
-    max_epochs: int = 2,
-    algorithm: Any = None,
-    **settings: Any,
-) -> tuple[torch.Tensor, ls.RoundHistory, ls.CommunicationLedger]:
-    module, history, ledger = LitFragile(), ls.RoundHistory(), ls.CommunicationLedger()
-    data, conditions = federation(reason, bad)
-    model = ls.FederatedModule(
-        module, clients_per_round=NUM_CLIENTS, algorithm=algorithm or ls.FedAvg(), **{**conditions, **settings}
-    )
-    pl.Trainer(max_epochs=max_epochs, callbacks=[history, ledger], **quiet).fit(model, data)
-    state = torch.cat([value.flatten().double() for value in module.state_dict().values()])
-    return state, history, ledger
+@pytest.fixture
+def fit_with(fit: Fit) -> FitWith:
+    """Fits of two rounds with all clients, in which exactly the clients of ``bad`` are left out for ``reason``."""
+
+    def fit_with(reason: ExclusionReason | None, bad: set[int], module: Any = None, **options: Any) -> Fitted:
+        data, conditions = federation(reason, bad)
+        settings: dict[str, Any] = {"clients_per_round": NUM_CLIENTS, "max_epochs": 2, **conditions, **options}
+        return fit(module or LitFragile(), data, **settings)
+
+    return fit_with
 
 
 def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.Faults:
@@ -123,47 +120,47 @@ def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.Faults:
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["FedAvg", "spectral", "mixed"])
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
-    reason: ExclusionReason, algorithm: Any, quiet: Any
+    reason: ExclusionReason, algorithm: Any, fit_with: FitWith
 ) -> None:
     """The oracle is a client that does not train: it drops out. All reasons lead to the same weights, bit for bit."""
-    dropped, reference, _ = run(quiet, "dropped_out", {BAD}, algorithm=algorithm)
+    dropped = fit_with("dropped_out", {BAD}, algorithm=algorithm)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ls.SpectralWarning)
-        state, history, ledger = run(quiet, reason, {BAD}, algorithm=algorithm, faults=leave_out(reason))
-    assert torch.equal(state, dropped)
-    for row, other in zip(history.rows, reference.rows, strict=True):
+        fitted = fit_with(reason, {BAD}, algorithm=algorithm, faults=leave_out(reason))
+    assert same_state(fitted.state, dropped.state)
+    for row, other in zip(fitted.rows, dropped.rows, strict=True):
         assert row[f"fl/left_out_{reason}"] == row["fl/clients_left_out"] == 1.0
         assert row["fl/clients"] == NUM_CLIENTS - 1
         same = ("fl/loss", "fl/examples", "fl/lr", "seen", "plain")
         assert [row[name] for name in same] == [other[name] for name in same]
-    assert {(row.client_id, row.left_out) for row in ledger.rows if row.left_out} == {(BAD, reason)}
+    assert {(row.client_id, row.left_out) for row in fitted.ledger.rows if row.left_out} == {(BAD, reason)}
     told = [f"Round {r}: client {BAD} is left out of the average: {EXPLANATIONS[reason]}" for r in (0, 1)]
     assert len(said) == (0 if reason in EXPECTED else 2)
     assert all(str(warning.message).startswith(text) for warning, text in zip(said, told, strict=False))
 
 
 @pytest.mark.parametrize("reason", POLICIES)
-def test_raise_ends_the_run_and_names_the_client(reason: ExclusionReason, quiet: Any) -> None:
+def test_raise_ends_the_run_and_names_the_client(reason: ExclusionReason, fit_with: FitWith) -> None:
     kind: Any = ValueError if reason == "no_data" else ls.ClientError
     with pytest.raises(kind, match=rf"(Round 0, )?client\w* {BAD}.*"):
-        run(quiet, reason, {BAD}, faults=ls.Faults(**{f"on_{reason}": ls.Raise()}))
+        fit_with(reason, {BAD}, faults=ls.Faults(**{f"on_{reason}": ls.Raise()}))
 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("reason", POLICIES)
-def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(reason: ExclusionReason, quiet: Any) -> None:
+def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(
+    reason: ExclusionReason, fit_with: FitWith
+) -> None:
     module = LitFragile()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     bad = {1, 2, 4}
-    data, conditions = federation(reason, bad)
     named = rf"3 of 6 clients are left out \(clients 1, 2 and 4: {EXPLANATIONS[reason]}\), .* that `Faults.on_{reason}`"
-    settings = {"clients_per_round": NUM_CLIENTS, **conditions}
     with pytest.raises(ls.RoundError, match=named):
-        pl.Trainer(max_epochs=1, **quiet).fit(
-            ls.FederatedModule(module, faults=leave_out(reason, 0.49), **settings), data
-        )
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    run(quiet, reason, bad, max_epochs=1, faults=leave_out(reason, 0.5))  # exactly the share is allowed
+        fit_with(reason, bad, module, max_epochs=1, faults=leave_out(reason, 0.49))
+    assert same_state(module.state_dict(), before)
+    (row,) = fit_with(reason, bad, module, max_epochs=1, faults=leave_out(reason, 0.5)).rows
+    assert (row["fl/clients"], row["fl/clients_left_out"]) == (3.0, 3.0)  # exactly the share is allowed
+    assert not same_state(module.state_dict(), before)
 
 
 @pytest.mark.parametrize(
@@ -189,55 +186,46 @@ def momentum(parameters: Any) -> Any:
 @pytest.mark.parametrize("reason", POLICIES)
 @pytest.mark.filterwarnings("ignore:Round . client . is left out:lightning_spectral.SpectralWarning")
 @pytest.mark.filterwarnings("ignore:Round .. client . is left out:lightning_spectral.SpectralWarning")
-def test_a_round_that_nobody_survives_changes_nothing_and_says_so(
-    reason: ExclusionReason, algorithm: Any, quiet: Any
+def test_a_round_without_survivors_changes_nothing_and_warns(
+    reason: ExclusionReason, algorithm: Any, fit_with: FitWith
 ) -> None:
-    module, history = LitFragile(), ls.RoundHistory()
+    module = LitFragile()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     everyone = set(range(NUM_CLIENTS))
-    data, conditions = federation(reason, everyone)
-    model = ls.FederatedModule(
-        module,
-        algorithm=algorithm,
-        clients_per_round=NUM_CLIENTS,
-        server_optimizer=momentum,
-        faults=leave_out(reason, 1.0),
-        **conditions,
-    )
-    trainer = pl.Trainer(max_epochs=2, callbacks=[history, ls.UpdateAlignment(1)], **quiet)
+    options = {"algorithm": algorithm, "server_optimizer": momentum, "faults": leave_out(reason, 1.0)}
     with pytest.warns(
         ls.SpectralWarning, match=rf"Round \d: no client is left to average \(6 {reason}\); the server's"
     ):
-        trainer.fit(model, data)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert trainer.global_step == 2  # rounds are counted all the same
-    assert [(row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) for row in history.rows] == [
+        fitted = fit_with(reason, everyone, module, callbacks=[ls.UpdateAlignment(1)], **options)
+    assert same_state(fitted.state, before)
+    assert fitted.trainer.global_step == 2  # rounds are counted all the same
+    assert [(row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) for row in fitted.rows] == [
         (0.0, 6.0, 0.0)
     ] * 2
-    assert all(math.isnan(row["fl/loss"]) for row in history.rows)
-    assert not model.optimizers()[0].state  # type: ignore[union-attr,index]
+    assert all(math.isnan(row["fl/loss"]) for row in fitted.rows)
+    assert not fitted.model.optimizers()[0].state  # type: ignore[union-attr,index]
 
 
-def test_what_a_failing_client_left_behind_does_not_reach_the_next_round(quiet: Any) -> None:
+def test_what_a_failing_client_left_behind_does_not_reach_the_next_round(fit_with: FitWith) -> None:
     """Five of six clients fail in every round; the oracle is a federation in which those five have no data."""
     with pytest.warns(ls.SpectralWarning, match="RuntimeError: the sensor is broken"):
-        failing, *_ = run(quiet, "error", {1, 2, 3, 4, 5}, max_epochs=3, faults=leave_out("error", 1.0))
-    absent, *_ = run(quiet, "no_data", {1, 2, 3, 4, 5}, max_epochs=3, faults=leave_out("no_data", 1.0))
-    assert torch.equal(failing, absent)
+        failing = fit_with("error", {1, 2, 3, 4, 5}, max_epochs=3, faults=leave_out("error", 1.0))
+    absent = fit_with("no_data", {1, 2, 3, 4, 5}, max_epochs=3, faults=leave_out("no_data", 1.0))
+    assert same_state(failing.state, absent.state)
 
 
-def test_only_bytes_that_travelled_are_counted(quiet: Any) -> None:
-    whole = run(quiet, None, set())[2].rows[0]
+def test_only_bytes_that_travelled_are_counted(fit_with: FitWith) -> None:
+    whole = fit_with(None, set()).ledger.rows[0]
     for reason in REASONS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ls.SpectralWarning)
-            rows = run(quiet, reason, {BAD}, max_epochs=1, faults=leave_out(reason))[2].rows
+            rows = fit_with(reason, {BAD}, max_epochs=1, faults=leave_out(reason)).ledger.rows
         (row,) = [row for row in rows if row.client_id == BAD]
         assert row.downlink_bytes == (0 if reason == "no_data" else whole.downlink_bytes)
         assert row.uplink_bytes == (whole.uplink_bytes if reason == "not_finite" else 0)
 
 
-def test_the_servers_own_failures_are_never_left_out(quiet: Any) -> None:
+def test_the_servers_own_failures_are_never_left_out(fit_with: FitWith) -> None:
     class CannotLoad(DenseSide):
         def load(self, client: Any, download: Any) -> None:
             raise RuntimeError("cannot load")
@@ -246,12 +234,12 @@ def test_the_servers_own_failures_are_never_left_out(quiet: Any) -> None:
         side = CannotLoad
 
     with pytest.raises(ls.ClientError, match=r"Round 0, client ., loading: RuntimeError: cannot load"):
-        run(quiet, None, set(), algorithm=Broken(), faults=ls.Faults(on_error=ls.LeaveOut(1.0)))
+        fit_with(None, set(), algorithm=Broken(), faults=ls.Faults(on_error=ls.LeaveOut(1.0)))
 
 
-def test_no_local_epochs_is_no_fault(quiet: Any) -> None:
-    _, history, _ = run(quiet, None, set(), local_epochs=0)
-    assert [row["fl/clients"] for row in history.rows] == [6.0, 6.0]
+def test_no_local_epochs_is_no_fault(fit_with: FitWith) -> None:
+    fitted = fit_with(None, set(), local_epochs=0)
+    assert [row["fl/clients"] for row in fitted.rows] == [6.0, 6.0]
 
 
 def test_metrics_name_the_reasons_that_this_run_allows() -> None:
@@ -286,6 +274,6 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
         (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, clock=FAST), "`clock` must be an instance of"),  # type: ignore[arg-type]
     ],
 )
-def test_arguments_that_cannot_be_meant(make: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()

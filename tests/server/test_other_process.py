@@ -1,14 +1,13 @@
 """The device half in another process, against the sequential executor: the same bits, ledger and logged values."""
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
+from conftest import LitMLP
+from federation import Fit, Fitted, same_state, seeded
+from other_process import LitFails, OtherProcess, data_of_clients, toy_data
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of
@@ -16,10 +15,7 @@ from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.run import Run
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the other process imports these by name
-from conftest import LitMLP
-from other_process import LitFails, OtherProcess, data_of_clients, toy_data
-
+FitAs = Callable[..., Fitted]
 ALGORITHMS = {
     "FedAvg": ls.FedAvg(),
     "spectral": ls.SpectralSharding(
@@ -53,48 +49,35 @@ def closing(model: ls.FederatedModule) -> Iterator[None]:
             model.executor.close()
 
 
-def run(
-    kind: type[ls.FederatedModule], algorithm: Any, quiet: dict[str, Any], lit: type[LitMLP] = LitMLP
-) -> tuple[Any, Any, Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = lit()
-    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-    model = kind(module, algorithm=algorithm, clients_per_round=4, local_epochs=2, seed=3)
-    trainer = pl.Trainer(max_epochs=3, callbacks=[history, ledger], **quiet)
-    with closing(model):
-        trainer.fit(model, toy_data())
-    return model, history, ledger, trainer
+@pytest.fixture
+def fit_as(fit: Fit) -> FitAs:
+    """Fits of three rounds with the given class of federation."""
 
+    def fit_as(federated: type[ls.FederatedModule], algorithm: Any, lit: type[LitMLP] = LitMLP) -> Fitted:
+        model = federated(seeded(lit), algorithm=algorithm, clients_per_round=4, local_epochs=2, seed=3)
+        with closing(model):
+            return fit(model, toy_data(), max_epochs=3)
 
-def logged(trainer: pl.Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if "seconds" not in name}
+    return fit_as
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_device_in_another_process_gives_the_same_bits(name: str, quiet: dict[str, Any]) -> None:
-    ours, history, ledger, trainer = run(Elsewhere, ALGORITHMS[name], quiet)
-    theirs, *expected = run(ls.FederatedModule, ALGORITHMS[name], quiet)
-    for key, value in ours.state_dict().items():
-        assert torch.equal(value, theirs.state_dict()[key]), key
-    assert ledger.rows == expected[1].rows
-    assert {row["train_loss"] > 0 and row["train_acc"] > 0 for row in history.rows} == {True}
-    for row, other in zip(history.rows, expected[0].rows, strict=True):
-        assert {k: v for k, v in row.items() if "seconds" not in k} == {
-            k: v for k, v in other.items() if "seconds" not in k
-        }
-    logged = [
-        {k: float(v) for k, v in t.callback_metrics.items() if "seconds" not in k} for t in (trainer, expected[2])
-    ]
-    assert logged[0] == logged[1]
+def test_a_device_in_another_process_gives_the_same_bits(name: str, fit_as: FitAs) -> None:
+    ours = fit_as(Elsewhere, ALGORITHMS[name])
+    theirs = fit_as(ls.FederatedModule, ALGORITHMS[name])
+    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.ledger.rows == theirs.ledger.rows
+    assert all(row["train_loss"] > 0 and row["train_acc"] > 0 for row in ours.rows)
+    assert ours.rows == theirs.rows
+    assert ours.logged == theirs.logged
 
 
-def test_only_downloads_and_uploads_travel(quiet: dict[str, Any]) -> None:
-    model, *_ = run(Elsewhere, ls.FedAvg(), quiet)
-    assert model.executor.sent == {Download}
-    assert model.executor.received == {Upload}
+def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:
+    executor = fit_as(Elsewhere, ls.FedAvg()).model.executor
+    assert executor.sent == {Download}
+    assert executor.received == {Upload}
 
 
-def test_a_failure_in_another_process_has_its_address(quiet: dict[str, Any]) -> None:
+def test_a_failure_in_another_process_has_its_address(fit_as: FitAs) -> None:
     with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: Unpicklable: the sensor is broken"):
-        run(Elsewhere, ls.FedAvg(), quiet, LitFails)
+        fit_as(Elsewhere, ls.FedAvg(), LitFails)

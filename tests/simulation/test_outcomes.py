@@ -4,9 +4,9 @@ import itertools
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state, seeded
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.rng import derived_seed
@@ -92,20 +92,13 @@ def test_which_of_equal_devices_comes_first_is_drawn_evenly() -> None:
     assert (kept - 0.6 * rounds).abs().max() < 5 * sigma
 
 
-def test_the_cost_table_tells_the_clock_the_work(lit: Any, toy: Any, quiet: Any) -> None:
+def test_the_cost_table_tells_the_clock_the_work(lit: Any, toy: Any, fit: Fit) -> None:
     costs = ls.cost_table(lit, [0.5], torch.zeros(1, 6))
     macs = {ratio: cost.macs for ratio, cost in costs.at.items()}
     work_alone = ls.DeviceProfile(downlink=math.inf, uplink=math.inf, macs_per_second=1.0)
-    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-    model = ls.FederatedModule(
-        lit,
-        algorithm=ls.SpectralSharding(keep_ratio=0.5),
-        clients_per_round=3,
-        local_epochs=2,
-        clock=ls.VirtualClock(work_alone, macs=macs),
-    )
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), batch_size=4)
-    pl.Trainer(max_epochs=1, callbacks=[history, ledger], **quiet).fit(model, data)
+    sharding, clock = ls.SpectralSharding(keep_ratio=0.5), ls.VirtualClock(work_alone, macs=macs)
+    history = fit(lit, data, algorithm=sharding, clients_per_round=3, local_epochs=2, clock=clock).history
     dense, terms = 6 * 12 + 12 * 3, 6 * (12 + 12)
     assert costs.at[0.5].macs == dense + terms
     assert history.rows[0]["fl/virtual_seconds"] == 3 * (dense + terms) * 10 * 2
@@ -197,9 +190,8 @@ def test_conditions_that_are_the_same_for_a_million_clients_cost_no_memory() -> 
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})], ids=repr)
-def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, quiet: Any, algorithm: Any) -> None:
+def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, fit: Fit, algorithm: Any) -> None:
     """Every client's seconds, from its bytes in the ledger and the parameters of its sub-model."""
-    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     sizes: dict[float, int] = {}
 
     class Weigh(ls.RoundCallback):
@@ -209,8 +201,9 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, q
             sizes[ratio] = sum(parameter.numel() for parameter in module.parameters())
 
     clock = ls.VirtualClock(ls.DeviceProfile(downlink=1e4, uplink=1e3, macs_per_second=1e5))
-    model = ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=6, local_epochs=2, clock=clock)
-    pl.Trainer(max_epochs=2, callbacks=[history, ledger, Weigh()], **quiet).fit(model, data)
+    settings = {"algorithm": algorithm, "clients_per_round": 6, "local_epochs": 2, "clock": clock}
+    fitted = fit(lit, data, max_epochs=2, callbacks=[Weigh()], **settings)
+    history, ledger = fitted.history, fitted.ledger
     for row in ledger.rows:
         work = 3 * sizes[row.keep_ratio] * 10 * 2  # ten examples each, two epochs
         by_hand = row.downlink_bytes / 1e4 + work / 1e5 + row.uplink_bytes / 1e3
@@ -220,17 +213,13 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, q
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})], ids=repr)
-def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: Any, quiet: Any, algorithm: Any) -> None:
-    def weights(**conditions: Any) -> torch.Tensor:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            module = lit_mlp()
-        model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=4, **conditions)
-        pl.Trainer(max_epochs=2, **quiet).fit(model, data)
-        return torch.nn.utils.parameters_to_vector(module.parameters()).detach()
-
+def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: Any, fit: Fit, algorithm: Any) -> None:
     clock = ls.VirtualClock(device(1.0), deadline=1e9, keep_first=4)
-    assert torch.equal(weights(), weights(clock=clock, dropout=ls.ClientDropout(0.0)))
+    plain, timed = (
+        fit(seeded(lit_mlp), data, algorithm=algorithm, max_epochs=2, **conditions).state
+        for conditions in ({}, {"clock": clock, "dropout": ls.ClientDropout(0.0)})
+    )
+    assert same_state(plain, timed)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +240,6 @@ def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: An
         (lambda: ls.ClientDropout("often"), r"`probability` must be in \[0, 1\], got 'often'"),  # type: ignore[arg-type]
     ],
 )
-def test_arguments_that_cannot_be_meant(make: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()

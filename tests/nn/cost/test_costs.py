@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
@@ -288,13 +289,10 @@ class Federated(pl.LightningModule):
 
 
 def ledger_of(
-    algorithm: Any, module: pl.LightningModule, toy: TensorDataset, quiet: Any
+    fit: Fit, algorithm: Any, module: pl.LightningModule, toy: TensorDataset
 ) -> dict[float, tuple[float, float]]:
-    ledger = ls.CommunicationLedger()
-    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=4)
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
-    pl.Trainer(max_epochs=1, callbacks=[ledger], **quiet).fit(model, data)
-    return ledger.bytes_per_client()
+    return fit(module, data, algorithm=algorithm).ledger.bytes_per_client()
 
 
 @pytest.mark.parametrize(
@@ -308,25 +306,25 @@ def ledger_of(
     ],
     ids=str,
 )
-def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, quiet: Any) -> None:
+def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, fit: Fit) -> None:
     ratios, choices = (0.2, 0.55), ls.LayerChoices(**options)
     table = ls.cost_table(Federated(), ratios, layers=choices)
     algorithm = ls.SpectralSharding(keep_ratio=dict.fromkeys(ratios, 0.5), layers=choices)
-    sent = ledger_of(algorithm, Federated(), toy, quiet)
+    sent = ledger_of(fit, algorithm, Federated(), toy)
     assert {r: (cost.downlink_bytes, cost.uplink_bytes) for r, cost in table.at.items()} == sent
 
 
-def test_bytes_are_those_of_a_round_whose_plan_says_what_buffers_do(toy: TensorDataset, quiet: Any) -> None:
+def test_bytes_are_those_of_a_round_whose_plan_says_what_buffers_do(toy: TensorDataset, fit: Fit) -> None:
     plan = ls.nn.plan_layers(Federated(), choices=ls.LayerChoices(keep_buffers=["offset"]))
     table = ls.cost_table(Federated(), [0.2], layers=plan)
     assert table.at[0.2].uplink_bytes < ls.cost_table(Federated(), [0.2]).at[0.2].uplink_bytes
-    sent = ledger_of(ls.SpectralSharding(keep_ratio=0.2, layers=plan), Federated(), toy, quiet)
+    sent = ledger_of(fit, ls.SpectralSharding(keep_ratio=0.2, layers=plan), Federated(), toy)
     assert sent == {0.2: (table.at[0.2].downlink_bytes, table.at[0.2].uplink_bytes)}
 
 
-def test_bytes_of_the_whole_model_are_those_of_federated_averaging(toy: TensorDataset, quiet: Any) -> None:
+def test_bytes_of_the_whole_model_are_those_of_federated_averaging(toy: TensorDataset, fit: Fit) -> None:
     full = ls.cost_table(Federated()).full
-    assert ledger_of(ls.FedAvg(), Federated(), toy, quiet) == {1.0: (full.downlink_bytes, full.uplink_bytes)}
+    assert ledger_of(fit, ls.FedAvg(), Federated(), toy) == {1.0: (full.downlink_bytes, full.uplink_bytes)}
 
 
 def test_parameters_are_those_of_the_sub_model() -> None:

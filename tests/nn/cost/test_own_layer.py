@@ -94,6 +94,13 @@ def test_the_layer_keeps_the_contract() -> None:
     gate, x = torch.ones(8, 1).double(), torch.randn(6, 9, generator=torch.Generator().manual_seed(0)).double()
     check_sharded_layer(ShardedMix, Mix().double(), gate, x)
 
+    class Shifted(ShardedMix):
+        def forward(self, gate: Tensor, x: Tensor) -> Tensor:
+            return super().forward(gate, x) + 1.0
+
+    with pytest.raises(AssertionError, match="differs"):
+        check_sharded_layer(Shifted, Mix().double(), gate, x)
+
 
 @pytest.mark.parametrize("keep_ratio", [0.1, 0.5, 1.0])
 def test_costs_are_those_that_the_layer_says(keep_ratio: float) -> None:

@@ -1,8 +1,10 @@
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
@@ -12,19 +14,20 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 
-def fit(lit: Any, data: Any, quiet: dict[str, Any], *callbacks: pl.Callback, **options: Any) -> ls.RoundHistory:
-    history = ls.RoundHistory()
-    seen: dict[str, list[float]] = {}
+class Logged(pl.Callback):
+    """All that the Trainer has logged by the end of each round, other callbacks' figures too."""
 
-    class Keep(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            for name, value in trainer.callback_metrics.items():
-                seen.setdefault(name, []).append(float(value))
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
 
-    trainer = pl.Trainer(max_epochs=3, callbacks=[history, Keep(), *callbacks], **quiet)
-    trainer.fit(ls.FederatedModule(lit, clients_per_round=4, **options), data)
-    history.rows = [{name: values[i] for name, values in seen.items() if i < len(values)} for i in range(3)]
-    return history
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of three rounds."""
+    return partial(fit, max_epochs=3)
 
 
 def test_figures_are_the_pure_functions_of_a_round() -> None:
@@ -53,28 +56,25 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
     assert together["fl/expected_coverage"] > apart["fl/expected_coverage"]
 
 
-def test_diagnostics_are_logged_every_n_rounds_and_only_for_sharding(lit: Any, data: Any, quiet: Any) -> None:
-    sharded = fit(lit, data, quiet, ls.SpectralDiagnostics(), algorithm=ls.SpectralSharding(keep_ratio=0.5))
+def test_diagnostics_are_logged_every_n_rounds_and_only_for_sharding(lit: Any, data: Any, fit: Fit) -> None:
+    sharded, dense = Logged(), Logged()
+    fit(lit, data, callbacks=[sharded, ls.SpectralDiagnostics()], algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert all(0 < row["fl/discrepancy"] < 1 for row in sharded.rows)
-    dense = fit(lit, data, quiet, ls.SpectralDiagnostics(), algorithm=ls.FedAvg())
+    fit(lit, data, callbacks=[dense, ls.SpectralDiagnostics()], algorithm=ls.FedAvg())
     assert "fl/discrepancy" not in dense.rows[-1]
     with pytest.raises(ValueError, match="`every_n_rounds` must be at least 1, got 0"):
         ls.SpectralDiagnostics(every_n_rounds=0)
 
 
-def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, data: Any, quiet: Any) -> None:
-    def train(*callbacks: pl.Callback, **options: Any) -> tuple[torch.Tensor, ls.RoundHistory]:
-        torch.manual_seed(0)
-        lit = lit_mlp()
-        history = fit(lit, data, quiet, *callbacks, **options)
-        return nn.utils.parameters_to_vector(lit.parameters()).detach(), history
-
-    _, history = train(ls.UpdateAlignment(every_n_rounds=1), algorithm=ls.FedAvg())
-    assert [row["fl/fedavg_alignment"] for row in history.rows] == pytest.approx([1.0] * 3, abs=1e-5)
-    plain, _ = train(algorithm=ls.SpectralSharding(keep_ratio=0.5))
-    watched, history = train(ls.UpdateAlignment(every_n_rounds=1), algorithm=ls.SpectralSharding(keep_ratio=0.5))
-    assert torch.equal(plain, watched)
-    assert all(0 < row["fl/fedavg_alignment"] < 0.9999 for row in history.rows)
+def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    logged = Logged()
+    fit(seeded(lit_mlp), data, callbacks=[logged, ls.UpdateAlignment(every_n_rounds=1)], algorithm=ls.FedAvg())
+    assert [row["fl/fedavg_alignment"] for row in logged.rows] == pytest.approx([1.0] * 3, abs=1e-5)
+    sharding, logged = ls.SpectralSharding(keep_ratio=0.5), Logged()
+    plain = fit(seeded(lit_mlp), data, algorithm=sharding)
+    watched = fit(seeded(lit_mlp), data, callbacks=[logged, ls.UpdateAlignment(every_n_rounds=1)], algorithm=sharding)
+    assert same_state(plain.state, watched.state)
+    assert all(0 < row["fl/fedavg_alignment"] < 0.9999 for row in logged.rows)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
     ],
     ids=repr,
 )
-def test_strategies_and_designs_beyond_the_four_train(algorithm: Any, lit: Any, data: Any, quiet: Any) -> None:
+def test_strategies_and_designs_beyond_the_four_train(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
     before = lit.net[2].weight.detach().clone()
-    history = fit(lit, data, quiet, ls.SpectralDiagnostics(), algorithm=algorithm)
+    rows = fit(lit, data, callbacks=[ls.SpectralDiagnostics()], algorithm=algorithm).rows
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())
-    assert history.rows[-1]["fl/loss"] > 0
+    assert rows[-1]["fl/loss"] > 0

@@ -1,13 +1,17 @@
 import io
 import re
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from federation import Fit, Fitted
 
 import lightning_spectral as ls
+
+FitOnto = Callable[..., Fitted]
 
 
 class Terminal(io.StringIO):
@@ -21,31 +25,27 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def fit(
-    lit: Any,
-    data: Any,
-    quiet: dict[str, Any],
-    stdout: io.StringIO,
-    *,
-    rounds: int = 3,
-    ckpt_path: Any = None,
-    callbacks: Any = (),
-    **options: Any,
-) -> Any:
-    settings = {**quiet, "enable_progress_bar": True, "max_epochs": rounds, "num_sanity_val_steps": 0, **options}
-    bar, history = ls.RoundProgressBar(), ls.RoundHistory()
-    with redirect_stdout(stdout):
-        trainer = pl.Trainer(callbacks=[bar, history, *callbacks], **settings)
-        trainer.fit(ls.FederatedModule(lit, clients_per_round=4), data, ckpt_path=ckpt_path, weights_only=False)
-    return trainer, history
+@pytest.fixture
+def fit_onto(fit: Fit) -> FitOnto:
+    """Fits of three rounds with a bar on the given screen."""
+
+    def fit_onto(
+        screen: io.StringIO, lit: Any, data: Any, callbacks: Any = (), max_steps: int = -1, **more: Any
+    ) -> Any:
+        shown = {"enable_progress_bar": True, "max_steps": max_steps}
+        with redirect_stdout(screen):
+            settings = {"max_epochs": 3, **more}
+            return fit(lit, data, callbacks=[ls.RoundProgressBar(), *callbacks], trainer=shown, **settings)
+
+    return fit_onto
 
 
 def states(shown: str) -> list[str]:
     return [state for state in shown.split("\r") if state.strip()]
 
 
-def test_one_bar_counts_rounds_and_clients(lit: Any, data: Any, quiet: Any, terminal: Terminal) -> None:
-    fit(lit, data, quiet, terminal)
+def test_one_bar_counts_rounds_and_clients(lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal) -> None:
+    fit_onto(terminal, lit, data)
     shown = terminal.getvalue()
     assert shown.count("\n") == 1  # one line, rewritten
     starts = [re.match(r"(Rounds|Round [123]/3(, validating)?): +\d+%", state) for state in states(shown)]
@@ -57,8 +57,10 @@ def test_one_bar_counts_rounds_and_clients(lit: Any, data: Any, quiet: Any, term
     assert {round(100 * clients / 12) for clients in range(1, 13)} <= set(percents)
 
 
-def test_loss_accuracy_bytes_and_seconds_stand_beside_it(lit: Any, data: Any, quiet: Any, terminal: Terminal) -> None:
-    _, history = fit(lit, data, quiet, terminal)
+def test_the_bar_shows_loss_accuracy_bytes_and_seconds(
+    lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal
+) -> None:
+    history = fit_onto(terminal, lit, data).history
     last = states(terminal.getvalue())[-1]
     shown = dict(pair.split("=") for pair in re.search(r"<00:00, (.*)\]", last)[1].split(", "))  # type: ignore[index]
     row = history.rows[-1]
@@ -71,7 +73,7 @@ def test_loss_accuracy_bytes_and_seconds_stand_beside_it(lit: Any, data: Any, qu
 
 
 @pytest.mark.parametrize(("num_processes", "name"), [(1, "clients"), (2, "turns")])
-def test_what_is_counted_goes_on_and_stands_first(num_processes: int, name: str, terminal: Terminal) -> None:
+def test_the_count_keeps_going_and_comes_first(num_processes: int, name: str, terminal: Terminal) -> None:
     class Bar(ls.RoundProgressBar):
         is_enabled = True
 
@@ -88,22 +90,23 @@ def test_what_is_counted_goes_on_and_stands_first(num_processes: int, name: str,
     assert [list(one.items()) for one in shown] == [[(name, f"{done}/3"), ("loss", 0.5)] for done in (1, 2, 3)]
 
 
-def test_a_resumed_run_goes_on_where_it_was(lit: Any, data: Any, quiet: Any, terminal: Terminal, tmp_path: Any) -> None:
-    trainer, _ = fit(lit, data, quiet, terminal, rounds=2)
-    trainer.save_checkpoint(tmp_path / "two.ckpt")
-    fit(lit, data, quiet, later := Terminal(), rounds=4, ckpt_path=str(tmp_path / "two.ckpt"))
+def test_a_resumed_run_continues_where_it_stopped(
+    lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal, tmp_path: Any
+) -> None:
+    fit_onto(terminal, lit, data, max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
+    fit_onto(later := Terminal(), lit, data, max_epochs=4, ckpt_path=tmp_path / "two.ckpt")
     assert states(later.getvalue())[0].startswith("Rounds:  50%")
 
 
-def test_a_run_without_an_end_has_a_bar_without_a_total(lit: Any, data: Any, quiet: Any, terminal: Terminal) -> None:
+def test_an_endless_run_has_a_bar_without_a_total(lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal) -> None:
     class Stop(pl.Callback):
         def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             trainer.should_stop = trainer.current_epoch == 1
 
-    fit(lit, data, quiet, terminal, rounds=-1, max_steps=2)
+    fit_onto(terminal, lit, data, max_epochs=-1, max_steps=2)
     assert "Round 2/2: 100%" in terminal.getvalue()
     endless = Terminal()
-    fit(lit, data, quiet, endless, rounds=-1, callbacks=[Stop()])
+    fit_onto(endless, lit, data, max_epochs=-1, callbacks=[Stop()])
     assert "Round 2: " in endless.getvalue()
     assert "%" not in endless.getvalue()
 
@@ -115,7 +118,7 @@ def test_validation_alone_has_lightnings_bar(lit: Any, data: Any, quiet: Any, te
     assert "Validation DataLoader 0: 100%" in terminal.getvalue()
 
 
-def test_nothing_is_drawn_where_nobody_looks(lit: Any, data: Any, quiet: Any) -> None:
+def test_no_bar_is_drawn_into_a_file(lit: Any, data: Any, fit_onto: FitOnto) -> None:
     log_file = io.StringIO()
-    fit(lit, data, quiet, log_file)
+    fit_onto(log_file, lit, data)
     assert log_file.getvalue() == ""

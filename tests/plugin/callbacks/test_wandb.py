@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
+from federation import Fit
 
 import lightning_spectral as ls
 
@@ -24,15 +24,14 @@ def inspect_run(folder: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_an_offline_run_holds_every_round_against_the_round(
-    lit: Any, data: Any, tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
+    lit: Any, data: Any, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning.pytorch.loggers import WandbLogger
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(project="test", offline=True, save_dir=tmp_path)
-    trainer = pl.Trainer(max_epochs=3, **{**quiet, "logger": logger})
-    model = ls.FederatedModule(lit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3)
-    trainer.fit(model, data)
+    sharding = ls.SpectralSharding(keep_ratio=0.5)
+    fit(lit, data, algorithm=sharding, clients_per_round=3, max_epochs=3, trainer={"logger": logger})
     wandb.finish()
     records = [json.loads(line) for line in inspect_run(tmp_path).splitlines()]
     axes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 
@@ -53,3 +54,10 @@ def fit_slots(checkpoint: dict[str, Any], num_slots: int) -> None:
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     if current["completed"] == checkpoint.get("federation_slots"):
         current.update(ready=num_slots, started=num_slots, processed=num_slots, completed=num_slots)
+
+
+def described(server_optimizer: Any) -> str:
+    """Describe the server optimizer with its settings, except those of a function, which are not visible."""
+    if server_optimizer is None or is_dataclass(server_optimizer):
+        return repr(server_optimizer)
+    return "a function, whose settings are not compared"

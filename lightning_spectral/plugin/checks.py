@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.server.processes import Processes
 
 
@@ -33,6 +35,34 @@ def check_module(module: Any) -> None:
         else "wrap it in one, with `training_step` and `configure_optimizers`"
     )
     raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
+
+
+def check_settings(
+    local_epochs: Any, clients_per_round: Any, client_engine: Any, server_optimizer: Any, local_hooks: Any
+) -> None:
+    """Check the arguments of a `FederatedModule` that need nothing else to be checked.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If one is out of range.
+    """
+    if client_engine not in ("loop", "trainer"):
+        raise ValueError(f'`client_engine` must be "loop" or "trainer", got {client_engine!r}.')
+    check_is("local_epochs", local_epochs, int)
+    check_is("clients_per_round", clients_per_round, int)
+    if local_epochs < 0:
+        raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
+    if clients_per_round > MOST_TERMS:
+        raise ValueError(f"`clients_per_round` must be at most {MOST_TERMS}, got {clients_per_round}.")
+    if server_optimizer is not None and not callable(server_optimizer):
+        raise TypeError(
+            f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
+            "leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
+            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
+        )
+    check_is("local_hooks", local_hooks, Sequence)
+    for hook in local_hooks:
+        check_is("local_hooks", hook, LocalHook)
 
 
 def warn_of_compiled_in_place(module: pl.LightningModule) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import is_dataclass
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -21,11 +20,12 @@ from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.plugin.build_engine import build_engine, sequential_executor
 from lightning_spectral.plugin.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.plugin.checkpoint_files import write_whole_files
-from lightning_spectral.plugin.checkpoints import check_checkpoint, fit_slots, settle_progress
+from lightning_spectral.plugin.checkpoints import check_checkpoint, described, fit_slots, settle_progress
 from lightning_spectral.plugin.checks import (
     check_clipping,
     check_module,
     check_same_everywhere,
+    check_settings,
     check_stage,
     check_trainer,
     warn_of_compiled_in_place,
@@ -40,7 +40,6 @@ from lightning_spectral.plugin.stages import RoundStages, stage_profile
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
 from lightning_spectral.server.engine import Engine
@@ -116,25 +115,9 @@ class FederatedModule(RoundHooks, Host):
     ) -> None:
         super().__init__()
         check_module(module)
-        if client_engine not in ("loop", "trainer"):
-            raise ValueError(f'`client_engine` must be "loop" or "trainer", got {client_engine!r}.')
+        check_settings(local_epochs, clients_per_round, client_engine, server_optimizer, local_hooks)
         check_user_module(module, client_engine)
         warn_of_compiled_in_place(module)
-        check_is("local_epochs", local_epochs, int)
-        check_is("clients_per_round", clients_per_round, int)
-        if local_epochs < 0:
-            raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
-        if clients_per_round > MOST_TERMS:
-            raise ValueError(f"`clients_per_round` must be at most {MOST_TERMS}, got {clients_per_round}.")
-        if server_optimizer is not None and not callable(server_optimizer):
-            raise TypeError(
-                f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
-                "leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
-                "lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
-            )
-        check_is("local_hooks", local_hooks, Sequence)
-        for hook in local_hooks:
-            check_is("local_hooks", hook, LocalHook)
         self.automatic_optimization = False
         self.module = module
         self.algorithm: Algorithm[Any] = FedAvg() if algorithm is None else algorithm
@@ -166,7 +149,7 @@ class FederatedModule(RoundHooks, Host):
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
             "local_epochs": self.local_epochs,
-            "server_optimizer": _described(self.server_optimizer),
+            "server_optimizer": described(self.server_optimizer),
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
             "conditions": repr(self.conditions),
@@ -334,10 +317,3 @@ class FederatedModule(RoundHooks, Host):
         if not isinstance(data, FederatedDataModule):  # evaluating with a loader of one's own
             return self.configuration()
         return {**self.configuration(), "batch_size": data.batch_size, "partition": data.partition.fingerprint()}
-
-
-def _described(server_optimizer: ServerOptimizer | None) -> str:
-    """Describe the server optimizer with its settings, except those of a function, which are not visible."""
-    if server_optimizer is None or is_dataclass(server_optimizer):
-        return repr(server_optimizer)
-    return "a function, whose settings are not compared"

@@ -1,0 +1,140 @@
+"""Rounds that fail at an awkward moment: what is saved, restored and said."""
+
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from federation import Fit, same_state, seeded
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+
+import lightning_spectral as ls
+from lightning_spectral.client.gradient_watch import GradientWatch
+from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.executor import SequentialExecutor
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.round import OpenRound
+from lightning_spectral.server.run import Run
+
+
+def global_states() -> list[Any]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+class SaveWhenItFails(ls.RoundCallback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class FailingLogger(DummyLogger):
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        if metrics.get("fl/round") == 1:
+            raise OSError("the disk is full")
+
+
+def test_a_round_whose_logger_fails_is_saved_with_its_schedules(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    """Weights, count of rounds and learning rate belong together: the resumed run equals the uninterrupted one."""
+    whole = fit(seeded(lit_mlp), data, max_epochs=4)
+    ckpt = tmp_path / "failed.ckpt"
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(
+            seeded(lit_mlp),
+            data,
+            max_epochs=4,
+            callbacks=[SaveWhenItFails(ckpt)],
+            trainer={"logger": FailingLogger()},
+        )
+    resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=ckpt)
+    assert same_state(whole.state, resumed.state)
+    assert resumed.rows[-1]["fl/lr"] == whole.rows[-1]["fl/lr"]
+
+
+class FailsOnCopies(ls.RoundCallback):
+    """Fails in the dense round that `UpdateAlignment` adds."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+        def fail(batch: Any, batch_idx: int) -> Any:
+            raise FloatingPointError("in the extra round")
+
+        pl_module.module.training_step = fail
+
+
+@pytest.mark.parametrize("where", ["a client", "the extra round"])
+def test_global_generators_are_restored_when_a_round_fails(where: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    module, callbacks = seeded(lit_mlp), []
+    if where == "a client":
+        module.training_step = lambda batch, batch_idx: [][0]
+    else:
+        callbacks = [FailsOnCopies(), ls.UpdateAlignment(1)]
+    before = global_states()
+    with pytest.raises(ls.ClientError, match=r"IndexError|in the extra round"):
+        fit(module, data, callbacks=callbacks)
+    assert global_states() == before
+
+
+def test_a_failed_fit_leaves_no_round_and_can_be_repeated(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    model = ls.FederatedModule(seeded(lit_mlp), clients_per_round=3)
+    step, model.module.training_step = model.module.training_step, lambda batch, batch_idx: [][0]
+    with pytest.raises(ls.ClientError, match="IndexError"):
+        fit(model, data)
+    assert model.engine.round_is_open
+    with pytest.raises(AssertionError, match="SVDRefresh opens a round"):
+        model.engine.round  # noqa: B018
+    model.module.training_step = step
+    repeated = fit(model, data)
+    assert same_state(repeated.state, fit(seeded(lit_mlp), data, clients_per_round=3).state)
+
+
+def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:
+    algorithm = ls.FedAvg()
+    run = Run(lit, algorithm, None, algorithm.keep_ratios(12, 0), seed=0, processes=Processes(0, 2))
+    opened = OpenRound(run, None, 0, {})  # type: ignore[arg-type]
+    cause = KeyError("the reason")
+    with opened.containing_failures(WorkUnit(3)):
+        raise ls.ClientError("Round 0, client 3, local training: KeyError: 'the reason'") from cause
+    assert opened.failure is not None
+    assert opened.failure.__cause__ is cause
+
+
+def test_a_watch_leaves_no_hook_behind() -> None:
+    layer = nn.Linear(2, 1)
+    with GradientWatch({"layer": layer.weight}) as watch:
+        pass  # no step was taken
+    layer(torch.ones(1, 2)).sum().backward()
+    assert watch.reached == {"layer": False}
+
+
+class Silent(SequentialExecutor):
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        return iter(())
+
+
+def test_an_executor_that_returns_nothing_is_named(lit: Any, data: Any, fit: Fit) -> None:
+    class Federation(ls.FederatedModule):
+        def make_executor(self, run: Run) -> SequentialExecutor:
+            return Silent(super().make_executor(run).device)  # type: ignore[attr-defined]
+
+    with pytest.raises(ls.ClientError, match=r"Round 0, client \d+: its executor returned no upload"):
+        fit(Federation(lit, clients_per_round=2), data)
+
+
+def test_a_failed_fit_can_be_estimated(lit_mlp: Any, data: Any, fit: Fit, quiet: Any, capsys: Any) -> None:
+    model = ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)
+    model.module.training_step = lambda batch, batch_idx: [][0]
+    with pytest.raises(ls.ClientError, match="IndexError"):
+        fit(model, data)
+    del model.module.training_step
+    estimate = ls.estimate(pl.Trainer(max_epochs=3, **quiet), model, data)
+    assert estimate.num_rounds == 3
+    assert "3 rounds" in capsys.readouterr().out

@@ -14,9 +14,9 @@ from lightning_spectral.nn.cost.counted_pass import CountedPass, LayerCall, coun
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
-from lightning_spectral.nn.plan.trace import Example, detached_copy, example_of
+from lightning_spectral.nn.plan.trace import Example, example_of
 from lightning_spectral.nn.plan.validate import plan_of
-from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.exchange import averaged_tensors, copy_module, travelling_tensors
 from lightning_spectral.protocol.records import num_bytes
 
 FEWEST_TERMS = 1e-6  # a keep ratio at which every block has as few terms as the granularity allows
@@ -74,7 +74,7 @@ def costs_of(
 
 
 def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
-    run, granularity = detached_copy(module), plan.choices.term_granularity
+    run, granularity = copy_module(module), plan.choices.term_granularity
     dense = count_pass(run, example)
     swap_layers(run, plan, lambda sharded, layer, num_terms: sharded.like(layer, num_terms), FEWEST_TERMS)
     smallest = count_pass(run, example, watched=plan.sharded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_spectral.nn.layers.blocks import join
+from lightning_spectral.protocol.exchange import copy_module
 
 Example = Any
 
@@ -34,7 +34,7 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
         >>> execution_order(net, torch.zeros(1, 2))
         ('', '0', '1')
     """
-    traced = detached_copy(module).eval()
+    traced = copy_module(module).eval()
     called: dict[str, None] = {}
     for name, layer in traced.named_modules():
         layer.register_forward_pre_hook(lambda _, __, name=name: called.setdefault(name))
@@ -51,9 +51,3 @@ def run_example(module: nn.Module, example_input: Example) -> Any:
         if isinstance(example_input, Mapping):
             return module(**example_input)
         return module(*example_input) if isinstance(example_input, tuple) else module(example_input)
-
-
-def detached_copy(module: nn.Module) -> Any:
-    """A deep copy without the Trainer that a fitted LightningModule holds."""
-    trainer = getattr(module, "_trainer", None)
-    return copy.deepcopy(module, {id(trainer): None} if trainer is not None else {})

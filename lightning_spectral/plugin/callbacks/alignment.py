@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.fed_avg import FedAvg
+from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Host
 from lightning_spectral.protocol.exchange import copy_module
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import Options, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.turn import play
-
-Options = dict[str, Any]
 
 
 class UpdateAlignment(RoundCallback):
@@ -44,13 +43,13 @@ class UpdateAlignment(RoundCallback):
             raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
         self.every_n_rounds = every_n_rounds
         self._before: dict[str, Tensor] | None = None
-        self._options: list[list[Options]] = []
+        self._options: list[Sequence[Options]] = []
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Host, opened: Any) -> None:  # type: ignore[override]
         """Save the server's weights and the clients' learning rates."""
         wanted = trainer.current_epoch % self.every_n_rounds == 0
         self._before = copy.deepcopy(pl_module.module.state_dict()) if wanted else None
-        self._options = [[options_of(group) for group in template.param_groups] for template in pl_module.templates()]
+        self._options = [options_of(template) for template in pl_module.templates()]
 
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, summary: RoundSummary
@@ -70,20 +69,18 @@ class UpdateAlignment(RoundCallback):
 @contextmanager
 def temporary_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
     """Give the parameter groups of some optimizers other options within a block, such as a past learning rate."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    now = [options_of(group) for group in groups]
-    for group, other in zip(groups, [other for groups in options for other in groups], strict=True):
-        group.update(other)
+    now = [options_of(optimizer) for optimizer in optimizers]
+    _set_options(optimizers, options)
     try:
         yield
     finally:
-        for group, own in zip(groups, now, strict=True):
-            group.update(own)
+        _set_options(optimizers, now)
 
 
-def options_of(group: Options) -> Options:
-    """The options of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
+def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> None:
+    for optimizer, groups in zip(optimizers, options, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
 
 
 def dense_update(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -15,7 +16,7 @@ from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDeca
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, Options, Upload
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class SpectralSide(ClientSide):
         decoupled = issubclass(recipe.optimizer_class, AdamW) or any(
             options.get("decoupled_weight_decay") for options in recipe.options
         )
-        FrobeniusDecay(self._decays(recipe), decoupled).register(local.optimizer, client)
+        decays = self._decays(recipe, recipe.options)
+        FrobeniusDecay(decays, decoupled).register(local.optimizer, client)
         EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
-        return local
+        return replace(local, on_options=lambda options: decays.update(self._decays(recipe, options)))
 
-    def _decays(self, recipe: OptimizerRecipe) -> dict[str, float]:
-        """For each block of a weight that this optimizer steps, the coefficient of its penalty."""
-        decay_of = {name: recipe.options[i].get("weight_decay", 0.0) for name, i in recipe.group_of.items()}
+    def _decays(self, recipe: OptimizerRecipe, options: Sequence[Options]) -> dict[str, float]:
+        """For each block of a weight that this optimizer steps, the coefficient of its penalty in a round."""
+        decay_of = {name: options[i].get("weight_decay", 0.0) for name, i in recipe.group_of.items()}
         blocks = self.plan.blocks.items()
         return {n: self.frobenius_decay + decay_of[b.parameter] for n, b in blocks if b.parameter in decay_of}
 

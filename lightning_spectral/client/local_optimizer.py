@@ -77,11 +77,13 @@ class LocalOptimizer:
         optimizer: Steps the sub-model's parameters.
         followed: For each of its parameter groups, the index of the recipe's group whose options it takes.
         overrides: For each of its parameter groups, options that differ from these, e.g. ``{"weight_decay": 0}``.
+        on_options: Called with the recipe's options of each round; ``None`` for nothing.
     """
 
     optimizer: Optimizer
     followed: tuple[int, ...]
     overrides: tuple[Options, ...]
+    on_options: Callable[[Sequence[Options]], None] | None = None
 
     def start_client(self, options: Sequence[Options]) -> None:
         """Clear the state of the previous client, such as momentum, and set the round's options."""
@@ -89,6 +91,8 @@ class LocalOptimizer:
         groups = zip(self.optimizer.param_groups, self.followed, self.overrides, strict=True)
         for group, index, override in groups:
             group.update({**options[index], **override})
+        if self.on_options is not None:
+            self.on_options(options)
 
 
 def rebuild_optimizer(

@@ -78,7 +78,8 @@ class FrobeniusDecay:
     It decays the effective weight, as ``weight_decay`` decays a dense one; decaying u and v separately would not.
 
     Args:
-        coefficients: For each dotted layer name, lambda; layers that are not named, or have 0, do not decay.
+        coefficients: For each dotted layer name, lambda, looked up in every step; layers that are not named, or have
+            0, do not decay.
         decoupled: Step along the penalty's gradient by itself, with the learning rate, as AdamW decays, instead of
             adding it to the gradients that the optimizer rescales.
 
@@ -92,13 +93,15 @@ class FrobeniusDecay:
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""
         layers = sharded_layers(module)
-        decays = [(layers[name], decay) for name, decay in self.coefficients.items() if decay != 0.0]
+        named = [(name, layers[name]) for name in self.coefficients]
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        return _before_step(optimizer, lambda: self._decay(decays, group_of))
+        return _before_step(optimizer, lambda: self._decay(named, group_of))
 
     @torch.no_grad()
-    def _decay(self, decays: list[tuple[SingularTerms, float]], group_of: Mapping[int, dict[str, Any]]) -> None:
-        for layer, decay in decays:
+    def _decay(self, named: list[tuple[str, SingularTerms]], group_of: Mapping[int, dict[str, Any]]) -> None:
+        for name, layer in named:
+            if (decay := self.coefficients[name]) == 0.0:
+                continue
             penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
             for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
                 group = group_of.get(id(factor))

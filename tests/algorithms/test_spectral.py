@@ -283,3 +283,28 @@ def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_ta
     said = [str(warning.message) for warning in caught if warning.category is ls.SpectralWarning]
     assert len(said) == num_warnings
     assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)
+
+
+def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
+    """A schedule may change it: the gradient that the hook adds is proportional to the round's coefficient."""
+    server = net()
+    template = torch.optim.SGD(server.parameters(), lr=0.1, weight_decay=0.1)
+    side = ls.SpectralSharding(frobenius_decay=0.0, clip_tau=math.inf).client_side(server)
+    client = side.build(server, 0.5)
+    local = side.local_optimizer(recipe_of(template, server), client)
+    layer = next(iter(sharded_layers(client).values()))
+    added = []
+    for decay in (0.1, 0.3, 0.0):
+        template.param_groups[0]["weight_decay"] = decay
+        local.start_client(options_of(template))
+        with torch.no_grad():
+            layer.u.fill_(1.0)
+            layer.v.fill_(1.0)
+        for parameter in client.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        local.optimizer.step()
+        assert layer.u.grad is not None
+        added.append(layer.u.grad.clone())
+    assert added[0].abs().min() > 0
+    torch.testing.assert_close(added[1], 3 * added[0], rtol=1e-6, atol=0.0)
+    assert not added[2].any()

@@ -474,7 +474,14 @@ class TestQuiet:
         model = ls.FederatedModule(Failing(), clients_per_round=3, client_engine="trainer")
         with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: KeyError: 'no'"):
             federation.fit(model, data)
-        assert model.engine._executor.device.local_trainer.__self__._trainer is None  # type: ignore[union-attr]
+
+        trainers.clear()
+        leaving_out = ls.Faults(on_error=ls.LeaveOut(1.0))
+        model = ls.FederatedModule(Failing(), clients_per_round=3, client_engine="trainer", faults=leaving_out)
+        federation = pl.Trainer(max_epochs=1, **quiet)
+        with pytest.warns(ls.SpectralWarning, match=r"left out|no client is left"):
+            federation.fit(model, data)
+        assert len({id(trainer) for trainer in trainers}) == 3  # one that failed is not used again
 
     def test_global_generators_stay_as_they_are(self, lit: Any, data: Any, fit: Fit) -> None:
         state = torch.get_rng_state()

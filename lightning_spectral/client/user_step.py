@@ -33,7 +33,7 @@ class UserStep:
         self.on_train_epoch_start = hook("on_train_epoch_start")
         self.on_train_epoch_end = hook("on_train_epoch_end")
         self.on_train_batch_start = hook("on_train_batch_start")
-        self.on_train_batch_end = hook("on_train_batch_end", otherwise=_nothing)
+        self.on_train_batch_end = hook("on_train_batch_end")
         self.takes_outputs = self.on_train_batch_end is not _nothing
         self.on_before_batch_transfer = hook("on_before_batch_transfer", otherwise=_unchanged)
         self.on_after_batch_transfer = hook("on_after_batch_transfer", otherwise=_unchanged)

@@ -30,22 +30,17 @@ from lightning_spectral.plugin.checks import (
     check_trainer,
     warn_of_compiled_in_place,
 )
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
-from lightning_spectral.plugin.host import Host, Slot
+from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.round_hooks import RoundHooks
 from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
-from lightning_spectral.plugin.stages import RoundStages, stage_profile
+from lightning_spectral.plugin.stages import RoundStages
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server import scheduling
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
-from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.turn import Turn
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -154,49 +149,6 @@ class FederatedModule(RoundHooks, Host):
             "seed": self.seed,
             "conditions": repr(self.conditions),
         }
-
-    @property
-    def data(self) -> FederatedDataModule:
-        """The data module of the run."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        check_is("datamodule", datamodule, FederatedDataModule)
-        return cast(FederatedDataModule, datamodule)
-
-    @property
-    def processes(self) -> Processes:
-        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
-        strategy = self.trainer.strategy
-        return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()
-
-    def cut_cohort(self, limit: int | float) -> None:
-        """Limit each cohort to a number of clients, or to a share of it: Lightning's ``limit_train_batches``."""
-        size = self.participation.clients_per_round
-        self._cohort_size = min(size, limit) if isinstance(limit, int) else int(size * limit)
-        if limit and not self._cohort_size:
-            raise ValueError(f"limit_train_batches={limit} of {size} clients trains none; raise it.")
-
-    def cohort(self, round_idx: int) -> list[WorkUnit]:
-        """Who takes part in a round: a pure function of the seed and the round."""
-        with stage_profile(self.trainer, "plan"):
-            generator = derived_generator(self.seed, "participation", round_idx)
-            ids = self.participation.cohort(self.data.num_clients, generator).tolist()[: self._cohort_size]
-            sizes = self.data.partition.sizes_of(ids)
-        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, sizes, strict=True)]
-
-    @property
-    def num_slots(self) -> int:
-        """Positions in every process's schedule of a round: one for each client in a single process."""
-        return scheduling.num_slots(self._cohort_size, self.processes.size)
-
-    def schedule(self, round_idx: int) -> list[Slot]:
-        """Whom this process trains in a round, in order, and where it idles."""
-        units = self.cohort(round_idx)
-        if self.processes.size == 1:
-            return [Slot(round_idx, unit) for unit in units]
-        sizes, ratios = self.num_examples(units), map(self.engine.run.keep_ratio_of, units)
-        work = [scheduling.predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
-        slots = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
-        return [Slot(round_idx, unit) for unit in slots]
 
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""

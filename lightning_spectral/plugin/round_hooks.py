@@ -1,14 +1,16 @@
-"""One round in Lightning's hooks: a client's turn is a training step, the last one closes the round."""
+"""One round in Lightning's hooks: who takes part, a client's turn as a training step, the last one closes the round."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 
+from lightning_spectral.errors import check_is
+from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
@@ -19,16 +21,21 @@ from lightning_spectral.plugin.round_log import log_round
 from lightning_spectral.plugin.schedules import RoundScheduler
 from lightning_spectral.plugin.server_hooks import ServerHooks
 from lightning_spectral.plugin.stages import stage_profile
+from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server import scheduling
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.turn import Turn
 
 
 class RoundHooks(ServerHooks):
-    """The training half of a `FederatedModule`: what happens between the start of a round and its end."""
+    """The training half of a `FederatedModule`: the plan of a round, and what happens from its start to its end."""
 
     seed: int
+    participation: UniformParticipation
     schedulers: list[RoundScheduler]
+    _cohort_size: int
     _engine: Engine | None
     _turn: Turn | None
     _default_dtype: torch.dtype
@@ -44,11 +51,45 @@ class RoundHooks(ServerHooks):
     @property
     def data(self) -> FederatedDataModule:
         """The data module of the run."""
-        raise NotImplementedError
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        check_is("datamodule", datamodule, FederatedDataModule)
+        return cast(FederatedDataModule, datamodule)
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
+        strategy = self.trainer.strategy
+        return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()
+
+    def cut_cohort(self, limit: int | float) -> None:
+        """Limit each cohort to a number of clients, or to a share of it: Lightning's ``limit_train_batches``."""
+        size = self.participation.clients_per_round
+        self._cohort_size = min(size, limit) if isinstance(limit, int) else int(size * limit)
+        if limit and not self._cohort_size:
+            raise ValueError(f"limit_train_batches={limit} of {size} clients trains none; raise it.")
 
     def cohort(self, round_idx: int) -> list[WorkUnit]:
-        """Who takes part in a round."""
-        raise NotImplementedError
+        """Who takes part in a round: a pure function of the seed and the round."""
+        with stage_profile(self.trainer, "plan"):
+            generator = derived_generator(self.seed, "participation", round_idx)
+            ids = self.participation.cohort(self.data.num_clients, generator).tolist()[: self._cohort_size]
+            sizes = self.data.partition.sizes_of(ids)
+        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, sizes, strict=True)]
+
+    @property
+    def num_slots(self) -> int:
+        """Positions in every process's schedule of a round: one for each client in a single process."""
+        return scheduling.num_slots(self._cohort_size, self.processes.size)
+
+    def schedule(self, round_idx: int) -> list[Slot]:
+        """Whom this process trains in a round, in order, and where it idles."""
+        units = self.cohort(round_idx)
+        if self.processes.size == 1:
+            return [Slot(round_idx, unit) for unit in units]
+        sizes, ratios = self.num_examples(units), map(self.engine.run.keep_ratio_of, units)
+        work = [scheduling.predicted_work(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
+        slots = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
+        return [Slot(round_idx, unit) for unit in slots]
 
     def num_examples(self, units: Sequence[WorkUnit]) -> list[int]:
         """Number of training examples of each unit's client."""

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
+from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
     Brewer,
@@ -47,9 +48,19 @@ from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
+from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from lightning_spectral.sharding import Collective, PriSM, Scaled, Schatten, ShardingStrategy, TopN, Unbiased
+from lightning_spectral.sharding import (
+    Collective,
+    EffectiveCohort,
+    PriSM,
+    Scaled,
+    Schatten,
+    ShardingStrategy,
+    TopN,
+    Unbiased,
+)
 from lightning_spectral.simulation import ClientDropout, DeviceProfile, VirtualClock
 
 __all__ = [
@@ -68,6 +79,7 @@ __all__ = [
     "Design",
     "DeviceProfile",
     "DirichletPartitioner",
+    "EffectiveCohort",
     "EffectiveLRClip",
     "Faults",
     "FedAdagrad",
@@ -99,6 +111,7 @@ __all__ = [
     "SVDRefresh",
     "Scaled",
     "Schatten",
+    "Schedule",
     "ShardingStrategy",
     "SpectralDiagnostics",
     "SpectralShardedConv1d",
@@ -106,6 +119,7 @@ __all__ = [
     "SpectralShardedConv3d",
     "SpectralShardedLinear",
     "SpectralSharding",
+    "SpectralStart",
     "SpectralWarning",
     "SubmodelSampling",
     "SuccessiveSampling",
@@ -119,6 +133,7 @@ __all__ = [
     "keep_ratio_for",
     "latest_checkpoint",
     "replace_layers",
+    "spectral_start",
     "tune_allocator",
     "validate",
 ]

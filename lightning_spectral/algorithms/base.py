@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.per_client import Assigned, assign
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import RunningMean
@@ -64,6 +64,20 @@ class Algorithm(ABC, Generic[RoundT]):
     @abstractmethod
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half, which is built once and sent to each device once."""
+
+    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
+        """Change the server's initial weights, once, before the first round of a run that is not resumed.
+
+        By default they stay as they are.
+
+        Args:
+            server: The server's module; this algorithm was prepared for it.
+            workers: The processes of the run. All of them call this, and must end up with the same weights.
+
+        Returns:
+            What was done, for the user to read; empty for nothing.
+        """
+        return ""
 
     def start(self, server: nn.Module, seed: int) -> nn.Module | None:
         """What the algorithm owns between rounds, as a module; by default ``None``, for nothing.

@@ -14,6 +14,7 @@ from torch.optim import ASGD, SGD, Optimizer
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.algorithms.spectral_side import SpectralSide
+from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
@@ -23,10 +24,18 @@ from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import check_layers, plan_of
-from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
-from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.per_client import (
+    Assigned,
+    PerClient,
+    assign,
+    check_num_entries,
+    check_per_client,
+    entries_of,
+)
 from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.schedule import Schedule, value_at, values_of
 from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
@@ -71,21 +80,26 @@ class SpectralSharding(Algorithm[SpectralRound]):
         True
     """
 
-    strategy: ShardingStrategy = field(default_factory=Collective)
+    strategy: ShardingStrategy | Schedule[ShardingStrategy] = field(default_factory=Collective)
     keep_ratio: PerClient[float] = 0.2
-    design: Design | None = None
+    design: Design | Schedule[Design | None] | None = None
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
     exclude: InitVar[Sequence[str]] = ()
     layers: LayerChoices | ModulePlan = LayerChoices()
     weigh_clients: bool = False
+    spectral_start: SpectralStart | None = SpectralStart()
 
     def __post_init__(self, exclude: Sequence[str]) -> None:
         check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
         check_tau(self.clip_tau)
-        check_is("strategy", self.strategy, ShardingStrategy)
-        if self.design is not None:
-            check_is("design", self.design, Design)
+        for strategy in values_of(self.strategy):
+            check_is("strategy", strategy, ShardingStrategy)
+        for design in values_of(self.design):
+            if design is not None:
+                check_is("design", design, Design)
+        if self.spectral_start is not None:
+            check_is("spectral_start", self.spectral_start, SpectralStart)
         if not self.frobenius_decay >= 0.0:
             raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
         check_layers(self.layers)
@@ -116,6 +130,16 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def prepare(self, server: nn.Module) -> SpectralSharding:
         """Make the plan of ``server`` the algorithm's ``layers``, once for all rounds."""
         return replace(self, layers=self.plan(server))
+
+    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
+        """Apply the spectral start, if there is one."""
+        if (start := self.spectral_start) is None:
+            return ""
+        share = min(entries_of(self.keep_ratio)) if start.keep_ratio is None else start.keep_ratio
+        report = spectral_start(
+            server, share, tail=start.tail, trained=start.trained, layers=self.layers, workers=workers
+        )
+        return str(report)
 
     def check_optimizer(self, template: Optimizer) -> None:
         """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
@@ -160,7 +184,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
             for keep_ratio, units in cohort.groups.items()
         }
         with _naming_layer(name):
-            return open_layer(name, terms, self.strategy, self.design, cohort, sizes, granularity=granularity)
+            strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
+            return open_layer(name, terms, strategy, design, cohort, sizes, granularity=granularity)
 
     def send(self, opened: SpectralRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the unit's terms of every layer, independently."""

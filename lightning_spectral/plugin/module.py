@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -136,6 +137,7 @@ class FederatedModule(RoundHooks, Host):
         self._default_dtype = torch.get_default_dtype()
         self._finished_round = -1
         self._stop_after_round = False
+        self._resumed = False
         self.save_hyperparameters({"federation": self.configuration(), "user_module": dict(module.hparams)})
 
     def configuration(self) -> dict[str, str | int]:
@@ -193,7 +195,7 @@ class FederatedModule(RoundHooks, Host):
         self.module.setup(stage)
         check_stage(stage, self.module)
         if stage == "fit":
-            self._finished_round, self._stop_after_round = -1, False
+            self._finished_round, self._stop_after_round, self._resumed = -1, False, False
             check_trainer(self.trainer, self.module)
             self.participation.check(self.data.num_clients)
             self.conditions.check(self.data.num_clients, self.participation.clients_per_round)
@@ -228,13 +230,16 @@ class FederatedModule(RoundHooks, Host):
         return [server, *templates], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedulers]
 
     def on_fit_start(self) -> None:
-        """Call the user's hook, then build the engine, on the device."""
+        """Call the user's hook, set the initial weights unless the run is resumed, and build the engine, on the device."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
+        algorithm = self.algorithm.prepare(self.module)
+        if not self._resumed and (done := algorithm.initialize(self.module, self.processes)):
+            rank_zero_info(done)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
-        self._engine = build_engine(self, self.module, self.algorithm, self.state, self.conditions, self._store)
+        self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, self._store)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Call the user's hook, save the configuration, and make the progress count whole rounds.
@@ -261,6 +266,7 @@ class FederatedModule(RoundHooks, Host):
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_checkpoint(checkpoint, self._full_configuration())
             fit_slots(checkpoint, self.num_slots)
+            self._resumed = True
             self._store.load_state_dict(checkpoint.get("federation_clients", {}))
         self.module.on_load_checkpoint(checkpoint)
 

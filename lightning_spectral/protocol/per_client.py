@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_spectral.protocol.rng import derived_generator
 
-__all__ = ["Assigned", "PerClient", "assign", "check_num_entries", "check_per_client"]
+__all__ = ["Assigned", "PerClient", "assign", "check_num_entries", "check_per_client", "entries_of"]
 
 T = TypeVar("T", bound=Hashable)
 PerClient: TypeAlias = T | Mapping[T, float] | Sequence[T]
@@ -55,7 +55,7 @@ def check_per_client(argument: str, value: PerClient[T], check_entry: Callable[[
         Traceback (most recent call last):
         ValueError: Shares of `keep_ratio` must sum to 1, got 0.6 + 0.5 = 1.1; write {value: share of clients}.
     """
-    entries = _entries(value)
+    entries = entries_of(value)
     if not entries:
         raise ValueError(
             f"`{argument}` must be one value for all clients, {{value: share of clients}} or a list with one value per "
@@ -75,9 +75,9 @@ def check_num_entries(argument: str, value: PerClient[T], num_clients: int) -> N
         Traceback (most recent call last):
         ValueError: `keep_ratio` lists 2 values for 3 clients; give one per client, one for all, or {value: share}.
     """
-    if _is_list(value) and len(_entries(value)) != num_clients:
+    if _is_list(value) and len(entries_of(value)) != num_clients:
         raise ValueError(
-            f"`{argument}` lists {len(_entries(value))} values for {num_clients} clients; give one per client, one for "
+            f"`{argument}` lists {len(entries_of(value))} values for {num_clients} clients; give one per client, one for "
             "all, or {value: share}."
         )
 
@@ -99,7 +99,7 @@ def assign(value: PerClient[T], num_clients: int, seed: int, purpose: str) -> As
         >>> [ratios.of(client_id) for client_id in range(10)].count(0.2)
         6
     """
-    entries = _entries(value)
+    entries = entries_of(value)
     assert not _is_list(value) or len(entries) == num_clients, "`check_num_entries` comes first"
     values = tuple(dict.fromkeys(entries))
     if len(values) == 1:
@@ -115,8 +115,13 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _entries(value: PerClient[T]) -> Sequence[T]:
-    """All given values: a single one, the keys of the shares, or the list."""
+def entries_of(value: PerClient[T]) -> Sequence[T]:
+    """All given values: a single one, the keys of the shares, or the list.
+
+    Example:
+        >>> entries_of({0.2: 0.6, 0.4: 0.4})
+        [0.2, 0.4]
+    """
     if isinstance(value, Mapping):
         return list(value)
     return cast("Sequence[T]", value) if _is_list(value) else [cast("T", value)]

@@ -1,7 +1,7 @@
 """The contract of a sharding strategy: how likely each term is to be drawn, and how it is scaled."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -60,6 +60,16 @@ class ShardingStrategy(ABC):
             Shape ``(n,)``, float64; by default those of the drawn terms.
         """
         return multipliers[terms]
+
+    def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
+        """Return what the strategy chose for one layer, by name, for `SpectralDiagnostics` to log; by default nothing.
+
+        Args:
+            singular_values: As for :meth:`__call__`, shape ``(N,)``.
+            num_terms: As for :meth:`__call__`.
+            cohort_size: As for :meth:`__call__`.
+        """
+        return {}
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> Design:
         """Return the sampling design to use when the user names none.

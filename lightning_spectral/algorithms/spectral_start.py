@@ -1,0 +1,155 @@
+"""The spectral start: initial weights of which a few terms are worth training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.functional.concentration import check_tail, concentrated_values, looks_random
+from lightning_spectral.functional.factors import check_keep_ratio, factorize, num_terms_for
+from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.validate import plan_of
+from lightning_spectral.protocol.cohort import Alone, SharesWork
+
+
+@dataclass(frozen=True)
+class SpectralStart:
+    r"""Moves the energy of random weights into their first terms, once, before the first round.
+
+    The first n singular values of each sharded matrix keep their size, the others are multiplied by ``tail``, and the
+    whole is scaled back to its old Frobenius norm. Singular vectors, dense layers and biases stay as they are.
+
+    Args:
+        tail: Factor f of the terms beyond the first n, in [0, 1].
+        keep_ratio: The n terms are this share of all, rounded as for clients; ``None`` for the smallest keep ratio of
+            the clients, so that all of them can hold the energy.
+        trained: Whether to change weights that look trained, too.
+
+    Raises:
+        ValueError: If ``tail`` or ``keep_ratio`` is out of range.
+
+    Note:
+        A weight looks trained if its largest singular value exceeds that of a random matrix of its size and norm. After
+        a spectral start it does, so that fitting again does not repeat it.
+
+    Example:
+        >>> SpectralStart(tail=0.02)
+        SpectralStart(tail=0.02, keep_ratio=None, trained=False)
+    """
+
+    tail: float = 0.1
+    keep_ratio: float | None = None
+    trained: bool = False
+
+    def __post_init__(self) -> None:
+        check_tail(self.tail)
+        if self.keep_ratio is not None:
+            check_keep_ratio(self.keep_ratio)
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What a spectral start did.
+
+    Attributes:
+        keep_ratio: Share of the terms into which energy was moved.
+        changed: Names of the matrices that were changed.
+        kept: Names of the others, which look trained or have nothing to move.
+    """
+
+    keep_ratio: float
+    changed: Sequence[str]
+    kept: Sequence[str]
+
+    def __str__(self) -> str:
+        total = len(self.changed) + len(self.kept)
+        moved = f"the energy of {len(self.changed)} of {total} sharded matrices is now in {self.keep_ratio:.0%} of the terms"
+        left = f"; left as they are, because they do not look random: {', '.join(self.kept)}" if self.kept else ""
+        return f"Spectral start: {moved}{left}."
+
+
+@torch.no_grad()
+def spectral_start(
+    module: nn.Module,
+    keep_ratio: float,
+    *,
+    tail: float = 0.1,
+    trained: bool = False,
+    layers: LayerChoices | ModulePlan = LayerChoices(),
+    workers: SharesWork | None = None,
+) -> StartReport:
+    """Move the energy of a module's random weights into their first terms, in place.
+
+    `SpectralSharding` does this before the first round. Call it yourself to train `FedAvg`, or a single model, from the
+    same weights.
+
+    Args:
+        module: Its sharded weights are changed.
+        keep_ratio: Share of the terms that keep their size, before all are scaled alike; that of the smallest clients.
+        tail: Factor of the other terms, in [0, 1].
+        trained: Whether to change weights that look trained, too.
+        layers: Which layers are sharded: choices, or the plan that `validate` returned.
+        workers: Processes that share the work; ``None`` for this one.
+
+    Returns:
+        What was changed. Printed, it is one sentence.
+
+    Raises:
+        ValueError: If an argument is out of range, a weight is not finite, or the module cannot be sharded.
+
+    Example:
+        >>> torch.manual_seed(0)
+        <torch...>
+        >>> mlp = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2))
+        >>> print(spectral_start(mlp, keep_ratio=0.1))
+        Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms.
+        >>> print(spectral_start(mlp, keep_ratio=0.1))
+        Spectral start: the energy of 0 of 2 sharded matrices is now in 10% of the terms; left as they are, because they
+        do not look random: 1, 2.
+    """
+    start = SpectralStart(tail, keep_ratio, trained)
+    plan = plan_of(module, layers)
+    matrices = [(b, b.matrix(module.get_parameter(b.parameter).detach())) for b in plan.blocks.values()]
+    moved = (workers or Alone()).share_out(
+        matrices, lambda piece: _moved(piece, start, keep_ratio, plan.choices.term_granularity), _cost
+    )
+    found = dict(zip(plan.blocks, (m[0] if m else None for m in moved), strict=True))
+    _write(module, plan, found)
+    changed = [name for name, matrix in found.items() if matrix is not None]
+    return StartReport(keep_ratio, changed, [name for name in found if name not in changed])
+
+
+def _moved(
+    piece: tuple[WeightBlock, Tensor], start: SpectralStart, keep_ratio: float, granularity: int
+) -> tuple[Tensor, ...]:
+    """The new matrix, in the weight's type; nothing where it stays as it is."""
+    block, matrix = piece
+    try:
+        factors = factorize(matrix)
+    except ValueError as error:
+        raise ValueError(f"Layer {block.name!r} cannot be factorised: {error}") from error
+    if not (start.trained or looks_random(factors.s, block.shape)):
+        return ()
+    num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
+    values = concentrated_values(factors.s, num_terms, start.tail)
+    return ((factors.U * values @ factors.Vh).to(matrix.dtype),)
+
+
+def _cost(piece: tuple[WeightBlock, Tensor]) -> float:
+    rows, columns = piece[0].shape
+    return float(rows * columns * min(rows, columns))
+
+
+def _write(module: nn.Module, plan: ModulePlan, matrices: Mapping[str, Tensor | None]) -> None:
+    for name, blocks in by_parameter(list(plan.blocks.values())):
+        weight = module.get_parameter(name)
+        before = [block.matrix(weight) for block in blocks]
+        after = [
+            found if (found := matrices[b.name]) is not None else old for b, old in zip(blocks, before, strict=True)
+        ]
+        weight.copy_(assemble(blocks, after, weight))

@@ -1,0 +1,89 @@
+r"""Initial weights whose sub-models are worth training: the energy of a random matrix moved into its first terms.
+
+The spectrum of a random matrix is flat, so that most of it is missing from a sub-model of a few terms, and what a client
+trains is mostly noise. Moving the energy changes that, and neither the scale of the weight nor its singular vectors.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
+
+# Fluctuation of the largest eigenvalue of a random matrix about its edge, in units of the Tracy-Widom law. Its mean is
+# -1.2 and its standard deviation 1.3; one random matrix in some hundred thousand exceeds 5.
+TRACY_WIDOM = 5.0
+
+
+def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) -> Tensor:
+    r"""Move the energy of a spectrum into its first terms.
+
+    :math:`s'_i = \gamma s_i` for :math:`i \le n` and :math:`\gamma f s_i` beyond, with :math:`\gamma` such that the norm
+    is unchanged.
+
+    Args:
+        singular_values: Descending, shape ``(N,)``.
+        num_terms: Number n of terms that keep their size, ``1 <= n <= N``.
+        tail: Factor f of the others, in ``[0, 1]``.
+
+    Returns:
+        Shape ``(N,)``, float64, of the same Euclidean norm.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Note:
+        Afterwards the best sub-model of n terms misses the share
+        :math:`f^2 T / (H + f^2 T)` of the squared norm, where H and T are the energies of the first n terms and of the
+        others before. That is 4 % for a Gaussian matrix, n = N / 10 and f = 0.1; before, it was 83 %.
+
+    Example:
+        >>> concentrated_values(torch.tensor([3.0, 4.0, 4.0]).double().flip(0), num_terms=2, tail=0.0)
+        tensor([4.5277, 4.5277, 0.0000], dtype=torch.float64)
+    """
+    values = as_magnitudes(singular_values, "singular_values")
+    check_num_terms(num_terms, len(values))
+    check_tail(tail)
+    moved = torch.cat([values[:num_terms], tail * values[num_terms:]])
+    norm = moved.norm()
+    return moved * (values.norm() / norm) if norm > 0 else values
+
+
+def check_tail(tail: float) -> None:
+    """Raise ``ValueError`` unless ``tail`` is in [0, 1]."""
+    if not 0.0 <= tail <= 1.0:
+        raise ValueError(f"`tail` must be in [0, 1], got {tail!r}: it multiplies the terms beyond the first ones.")
+
+
+def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
+    r"""Whether a spectrum could be that of a matrix with independent entries of one variance.
+
+    By the law of Marchenko and Pastur, the singular values of such an m x k matrix end at
+    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms that stand out beyond this edge.
+
+    Args:
+        singular_values: Of the matrix, shape ``(N,)``.
+        shape: Its rows and columns.
+
+    Returns:
+        Whether the largest is at most the edge, with room for its fluctuation. A flatter spectrum, such as that of an
+        orthogonal matrix, passes too; a matrix of zeros, or of one row or column, does not: it has no terms to weigh.
+
+    Reference:
+        Marchenko & Pastur (1967); Johnstone (2001) for the fluctuation.
+
+    Example:
+        >>> weight = torch.randn(64, 576, generator=torch.Generator().manual_seed(0))
+        >>> looks_random(torch.linalg.svdvals(weight), (64, 576))
+        True
+        >>> looks_random(torch.linalg.svdvals(weight + 0.3), (64, 576))
+        False
+    """
+    values = as_magnitudes(singular_values, "singular_values")
+    rows, columns = shape[0] ** 0.5, shape[1] ** 0.5
+    energy = float((values**2).sum())
+    if min(shape) < 2 or energy == 0.0:
+        return False
+    variance = energy / (shape[0] * shape[1])
+    edge, scale = (rows + columns) ** 2, (rows + columns) * (1 / rows + 1 / columns) ** (1 / 3)
+    largest = float(values.max())
+    return bool(largest * largest <= variance * (edge + TRACY_WIDOM * scale))

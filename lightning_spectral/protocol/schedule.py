@@ -1,0 +1,57 @@
+"""Settings that change from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule(Generic[T]):
+    """A setting by round: each value holds from its round on, until the next one's.
+
+    `SpectralSharding` takes schedules for its strategy and its design.
+
+    Args:
+        values: From the first round of each value, counted from 0, to the value. Round 0 must have one.
+
+    Raises:
+        ValueError: If a key is not a round, or round 0 is missing.
+
+    Example:
+        >>> from lightning_spectral.sharding import Collective, TopN
+        >>> schedule = Schedule({0: TopN(), 50: Collective()})
+        >>> schedule.at(49), schedule.at(50)
+        (TopN(), Collective(cohort='group'))
+    """
+
+    values: Mapping[int, T]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):
+            raise ValueError(f"A schedule maps rounds to values, got {self.values!r}; write Schedule({{0: ...}}).")
+        if wrong := [key for key in self.values if not (type(key) is int and key >= 0)]:
+            raise ValueError(f"A schedule's keys are rounds, integers from 0, got {wrong[0]!r}.")
+        if 0 not in self.values:
+            raise ValueError(f"A schedule needs a value for round 0, got rounds {sorted(self.values)}.")
+        object.__setattr__(self, "values", dict(sorted(self.values.items())))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.values!r})"
+
+    def at(self, round_idx: int) -> T:
+        """The value that holds in a round."""
+        return self.values[max(start for start in self.values if start <= round_idx)]
+
+
+def value_at(setting: T | Schedule[T], round_idx: int) -> T:
+    """The value of a setting in a round; one without a schedule is always the same."""
+    return setting.at(round_idx) if isinstance(setting, Schedule) else setting
+
+
+def values_of(setting: T | Schedule[T]) -> Iterable[T]:
+    """Every value that a setting may have."""
+    return setting.values.values() if isinstance(setting, Schedule) else [setting]

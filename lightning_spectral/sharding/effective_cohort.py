@@ -1,0 +1,65 @@
+"""EffectiveCohort: between clients that are close to the weight and an average that is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_spectral.functional.sampling.effective_cohort import check_slack, effective_cohort_size
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
+from lightning_spectral.sharding.base import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class EffectiveCohort(ShardingStrategy):
+    r"""`Collective` for as many clients as leave each sub-model close to the weight.
+
+    The error that `Collective` minimises is that of an average, in which clients' errors cancel. But each client trains
+    its own sub-model, which may be far from the weight. This strategy takes, layer by layer, the largest effective
+    number of clients for which the expected squared error of a single sub-model is at most :math:`1 + slack` times that
+    of the n largest terms. With slack 0 it is :class:`TopN`, with infinite slack :class:`Collective`.
+
+    Args:
+        slack: How much more than the best sub-model of n terms a client's may be off, as a share of the squared error.
+
+    Raises:
+        ValueError: If ``slack`` is negative.
+
+    Note:
+        Any mixture of the client's and the cohort's error is the cohort's error for another number of clients, so no
+        strategy can improve on one of the two without making the other worse. See `functional.sampling.effective_cohort`.
+
+    Example:
+        >>> import torch
+        >>> s = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+        >>> EffectiveCohort(slack=0.5)(s, num_terms=2, cohort_size=10)[0]
+        tensor([1.0000, 0.8882, 0.1118], dtype=torch.float64)
+    """
+
+    slack: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_slack(self.slack)
+
+    def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
+        """The optimum of `Collective` for the effective number of clients.
+
+        Args:
+            singular_values: Shape ``(N,)``, any order.
+            num_terms: Number n of terms that a client holds.
+            cohort_size: Number of clients C whose terms are averaged, any real number >= 1.
+
+        Returns:
+            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
+
+        Raises:
+            ValueError: If ``num_terms`` or ``cohort_size`` is out of range, or a value is negative, infinite
+                or NaN.
+        """
+        size = effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)
+        probs = collective_inclusion_probs(singular_values.double(), num_terms, size)
+        return probs, collective_multipliers(probs, size)
+
+    def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
+        """The effective number of clients that was chosen."""
+        return {"effective_cohort": effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)}

@@ -46,10 +46,11 @@ class SpectralSharding(Algorithm[SpectralRound]):
     """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
 
     Args:
-        strategy: Turns a layer's singular values into inclusion probabilities and multipliers.
+        strategy: Turns a layer's singular values into inclusion probabilities and multipliers; or a `Schedule` of
+            strategies.
         keep_ratio: Share r of the terms a client holds: one for all; ``{ratio: share of clients}``; or one per client.
         design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling;
-            for PriSM successive sampling, the rule of its paper).
+            for PriSM successive sampling, the rule of its paper). A `Schedule` of them, too.
         clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
             Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
@@ -59,6 +60,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
         layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
             returned, which fixes the outcome for every layer. From choices it is made when training starts, with a
             traced forward pass if the module has an ``example_input_array``.
+        spectral_start: Moves the energy of random weights into their first terms before the first round; ``None``
+            to train from the weights as they are. Weights that look trained are left alone.
         weigh_clients: Whether the strategy gets Kish's effective number of clients, which accounts for unequal numbers
             of examples, in place of their number.
 

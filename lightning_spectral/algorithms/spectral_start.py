@@ -68,9 +68,9 @@ class StartReport:
 
     def __str__(self) -> str:
         total = len(self.changed) + len(self.kept)
-        moved = f"the energy of {len(self.changed)} of {total} sharded matrices is now in {self.keep_ratio:.0%} of the terms"
+        where = f"{len(self.changed)} of {total} sharded matrices is now in {self.keep_ratio:.0%} of the terms"
         left = f"; left as they are, because they do not look random: {', '.join(self.kept)}" if self.kept else ""
-        return f"Spectral start: {moved}{left}."
+        return f"Spectral start: the energy of {where}{left}."
 
 
 @torch.no_grad()

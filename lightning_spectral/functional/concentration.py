@@ -1,7 +1,8 @@
 r"""Initial weights whose sub-models are worth training: the energy of a random matrix moved into its first terms.
 
-The spectrum of a random matrix is flat, so that most of it is missing from a sub-model of a few terms, and what a client
-trains is mostly noise. Moving the energy changes that, and neither the scale of the weight nor its singular vectors.
+The spectrum of a random matrix is flat, so that most of it is missing from a sub-model of a few terms, and what a
+client trains is mostly noise. Moving the energy changes that, and neither the scale of the weight nor its singular
+vectors.
 """
 
 import torch
@@ -17,8 +18,8 @@ TRACY_WIDOM = 5.0
 def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) -> Tensor:
     r"""Move the energy of a spectrum into its first terms.
 
-    :math:`s'_i = \gamma s_i` for :math:`i \le n` and :math:`\gamma f s_i` beyond, with :math:`\gamma` such that the norm
-    is unchanged.
+    :math:`s'_i = \gamma s_i` for :math:`i \le n` and :math:`\gamma f s_i` beyond, with :math:`\gamma` such that the
+    norm is unchanged.
 
     Args:
         singular_values: Descending, shape ``(N,)``.

@@ -230,7 +230,7 @@ class FederatedModule(RoundHooks, Host):
         return [server, *templates], [{"scheduler": s.scheduler, "name": s.name} for s in self.schedulers]
 
     def on_fit_start(self) -> None:
-        """Call the user's hook, set the initial weights unless the run is resumed, and build the engine, on the device."""
+        """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()

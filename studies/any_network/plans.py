@@ -1,0 +1,147 @@
+"""Which runs the study consists of: a first plan that chooses learning rates, and others that use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+OUTPUT = Path("outputs/any_network")
+NUM_ROUNDS = 100
+RATES = (0.1, 0.05)  # learning rates of clients in the first round
+NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
+MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rate is chosen
+NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
+
+KeepRatio = float | str  # a share of the terms, or "mixed"
+BestRates = Mapping[tuple[str, str], float]  # learning rate by network and main setup
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run.
+
+    Attributes:
+        data: Name of the data set.
+        split: How it is dealt.
+        net: Name of the network.
+        setup: Name of the setup.
+        keep_ratio: Share of the terms, ``"mixed"``, or 1 for the whole model.
+        lr: Learning rate of clients in the first round.
+        seed: Of weights, split and draws.
+        num_rounds: Number of rounds.
+    """
+
+    data: str
+    split: str
+    net: str
+    setup: str
+    keep_ratio: KeepRatio
+    lr: float
+    seed: int
+    num_rounds: int = NUM_ROUNDS
+
+    @property
+    def path(self) -> Path:
+        """Where the result is written."""
+        name = "_".join(str(value) for value in asdict(self).values())
+        return OUTPUT / f"{''.join(c if c.isalnum() or c in '._-' else '-' for c in name)}.json"
+
+
+def rates(best: BestRates) -> Iterator[Spec]:
+    """The main setups at every learning rate: MNIST, nearly IID, r = 0.1, one seed."""
+    for lr, setup, net in product(RATES, MAIN, NETS):
+        yield Spec("MNIST", NEAR_IID, net, setup, ratio(setup, 0.1), lr, seed=0)
+
+
+def half(best: BestRates) -> Iterator[Spec]:
+    """Keep ratio 0.2."""
+    for setup, net in product(MAIN[1:], NETS):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.2, 0)
+
+
+def skew(best: BestRates) -> Iterator[Spec]:
+    """Clients whose labels differ."""
+    for split, setup, net in product((SKEWED, EXTREME), (*MAIN, "start, TopN"), NETS):
+        yield chosen(best, "MNIST", split, net, setup, 0.1, 0)
+
+
+def fashion(best: BestRates) -> Iterator[Spec]:
+    """The other data set."""
+    for setup, net in product(MAIN, NETS):
+        yield chosen(best, "Fashion", NEAR_IID, net, setup, 0.1, 0)
+
+
+def seeds(best: BestRates) -> Iterator[Spec]:
+    """Two more seeds."""
+    for seed, keep_ratio, setup, net in product((1, 2), (0.1, 0.2), MAIN, NETS):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, keep_ratio, seed)
+
+
+def others(best: BestRates) -> Iterator[Spec]:
+    """All other setups, on two networks."""
+    from setups import SETUPS
+
+    for net, setup in product(NETS[:2], SETUPS):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+
+
+def ratios(best: BestRates) -> Iterator[Spec]:
+    """Keep ratio 0.05 and mixed ones."""
+    for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS[:2]):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, keep_ratio, 0)
+
+
+def long(best: BestRates) -> Iterator[Spec]:
+    """Three times as many rounds, on the network that has the most trouble."""
+    for setup in MAIN:
+        yield chosen(best, "MNIST", NEAR_IID, NETS[0], setup, 0.1, 0, 300)
+
+
+PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
+    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, ratios, long)
+}
+
+
+def ratio(setup: str, keep_ratio: KeepRatio) -> KeepRatio:
+    """FedAvg has no keep ratio: its runs are the same for all."""
+    return 1.0 if setup.startswith("FedAvg") else keep_ratio
+
+
+def chosen(
+    best: BestRates,
+    data: str,
+    split: str,
+    net: str,
+    setup: str,
+    keep_ratio: KeepRatio,
+    seed: int,
+    rounds: int = NUM_ROUNDS,
+) -> Spec:
+    """A run at the learning rate that was best for the setup, or for the main setup that is most like it."""
+    like = setup if setup in MAIN else "FedAvg" if "FedAvg" in setup else MAIN[1] if "start" in setup else "Collective"
+    return Spec(data, split, net, setup, ratio(setup, keep_ratio), best.get((net, like), RATES[0]), seed, rounds)
+
+
+def results() -> list[dict[str, Any]]:
+    """All runs that are done."""
+    return [json.loads(path.read_text()) for path in sorted(OUTPUT.glob("*.json"))]
+
+
+def best_rates() -> BestRates:
+    """By validation accuracy over the last three evaluations of the runs of the first plan."""
+    score = {path: final(json.loads(path.read_text()), "val") for path in OUTPUT.glob("*.json")}
+    best: dict[tuple[str, str], tuple[float, float]] = {}
+    for spec in rates({}):
+        if spec.path in score:
+            key, found = (spec.net, spec.setup), (score[spec.path], spec.lr)
+            best[key] = max(best.get(key, found), found)
+    return {key: lr for key, (_, lr) in best.items()}
+
+
+def final(run: Mapping[str, Any], part: str) -> float:
+    """Accuracy over the last three evaluations on one part of the images; 0 for a run that failed."""
+    return 0.0 if run["error"] or not run[part] else sum(run[part][-3:]) / 3

@@ -1,0 +1,117 @@
+"""Trains the runs of the study that are not yet done, one after another.
+
+    python studies/any_network/run.py
+    python studies/any_network/report.py
+
+A run is one file in ``outputs/any_network``; started again, the command goes on where it stopped. Several of it at a
+time share the work. ``--list`` says what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from plans import OUTPUT, PLANS, Spec, best_rates
+from setups import SETUPS
+from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
+
+import lightning_spectral as ls
+
+EVERY = 5  # rounds from one evaluation to the next
+
+
+def train(spec: Spec) -> dict[str, Any]:
+    """Accuracy on validation and test images, bytes of a client's turn, or the error that ended the run."""
+    torch.manual_seed(spec.seed)
+    setup = SETUPS[spec.setup]
+    model = ls.FederatedModule(
+        Classifier(NETS[spec.net](), spec.lr, spec.num_rounds),
+        algorithm=setup.algorithm(spec.keep_ratio),
+        clients_per_round=CLIENTS_PER_ROUND,
+        local_epochs=LOCAL_EPOCHS,
+        server_optimizer=setup.server_optimizer,
+        seed=spec.seed,
+    )
+    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+    trainer = pl.Trainer(
+        max_epochs=spec.num_rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[history, ledger],
+        check_val_every_n_epoch=EVERY,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    error, begun = "", time.perf_counter()
+    try:
+        trainer.fit(model, deal(spec.data, spec.split, spec.seed))
+    except (ls.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
+        error = str(failure).splitlines()[0]
+    curves = {name: [row[name] for row in history.rows if name in row] for name in ("val", "test", "fl/loss")}
+    turns = {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()} if not error else {}
+    seconds = round(time.perf_counter() - begun, 1)
+    return {**asdict(spec), **curves, "bytes_per_turn": turns, "error": error, "seconds": seconds}
+
+
+def todo(plans: Sequence[str]) -> Iterator[Spec]:
+    """The runs of some plans that have no result, in order; later ones may depend on results of those before."""
+    for plan in plans:
+        yield from (spec for spec in PLANS[plan](best_rates()) if not spec.path.exists())
+
+
+def claimed(spec: Spec) -> bool:
+    """Claim a run for this process; False if another one has it, or has done it."""
+    if spec.path.exists():
+        return False
+    try:
+        os.close(os.open(spec.path.with_suffix(".claim"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def write(spec: Spec, result: dict[str, Any]) -> None:
+    """Write a result as a whole, and give up the claim."""
+    partial = spec.path.with_suffix(".part")
+    partial.write_text(json.dumps(result))
+    partial.rename(spec.path)
+    spec.path.with_suffix(".claim").unlink(missing_ok=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs of the study that are not yet done.")
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), help="which runs (all)")
+    parser.add_argument("--list", action="store_true", help="only say what is left")
+    args = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
+    torch.set_num_threads(1)
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    for spec in todo(args.plans):
+        if args.list:
+            print(spec)
+        elif claimed(spec):
+            try:
+                result = train(spec)
+            except BaseException:
+                spec.path.with_suffix(".claim").unlink(missing_ok=True)
+                raise
+            write(spec, result)
+            last = f"{result['test'][-1]:.1%}" if result["test"] else "-"
+            print(f"{spec.path.stem}: {last} {result['error']} ({result['seconds']:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

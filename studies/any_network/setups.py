@@ -1,0 +1,81 @@
+"""What is compared: each setup is an algorithm at a keep ratio, and perhaps a server optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import lightning_spectral as ls
+
+START = ls.SpectralStart()
+MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
+KeepRatio = float | str  # a share of the terms, or "mixed"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One row of the study.
+
+    Attributes:
+        strategy: Of spectral sharding; ``None`` for federated averaging.
+        options: Further options of `SpectralSharding`.
+        start: Moves energy before the first round, or does not.
+        momentum: Of the server optimizer.
+    """
+
+    strategy: ls.ShardingStrategy | ls.Schedule[ls.ShardingStrategy] | None
+    options: tuple[tuple[str, Any], ...] = ()
+    start: ls.SpectralStart | None = None
+    momentum: float = 0.0
+
+    def algorithm(self, keep_ratio: KeepRatio) -> ls.Algorithm[Any]:
+        """The algorithm at one keep ratio."""
+        if self.strategy is None:
+            return ls.FedAvg()
+        ratio = MIXED if keep_ratio == "mixed" else keep_ratio
+        return ls.SpectralSharding(self.strategy, ratio, spectral_start=self.start, **dict(self.options))
+
+    @property
+    def server_optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
+        """Plain averaging, or with momentum."""
+        return ls.FedAvgM(lr=1.0, momentum=self.momentum) if self.momentum else None
+
+
+def options(**values: Any) -> tuple[tuple[str, Any], ...]:
+    """Options of `SpectralSharding`, as a value that does not change."""
+    return tuple(values.items())
+
+
+SETUPS: dict[str, Setup] = {
+    "FedAvg": Setup(None),
+    "FedAvg, momentum": Setup(None, momentum=0.5),
+    # from the weights as they are
+    "TopN": Setup(ls.TopN()),
+    "PriSM": Setup(ls.PriSM()),
+    "Unbiased": Setup(ls.Unbiased()),
+    "Collective": Setup(ls.Collective()),  # the paper's recipe
+    "Collective, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated())),
+    "slack 5 %": Setup(ls.EffectiveCohort(0.05)),
+    "TopN, then Collective": Setup(ls.Schedule({0: ls.TopN(), 50: ls.Collective()})),
+    # from a spectral start
+    "start, TopN": Setup(ls.TopN(), start=START),
+    "start, PriSM": Setup(ls.PriSM(), start=START),
+    "start, Unbiased": Setup(ls.Unbiased(), start=START),
+    "start, Collective": Setup(ls.Collective(), start=START),
+    "start, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated()), START),
+    "start, slack 5 %": Setup(ls.EffectiveCohort(0.05), start=START),
+    "start, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=START),
+    "start, TopN, then Collective": Setup(ls.Schedule({0: ls.TopN(), 50: ls.Collective()}), start=START),
+    # other starts
+    "start 0.3, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.3)),
+    "start 0.02, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.02)),
+    "start 0.02, TopN": Setup(ls.TopN(), start=ls.SpectralStart(tail=0.02)),
+    "start of 20 %, Collective": Setup(ls.Collective(), start=ls.SpectralStart(keep_ratio=0.2)),
+    # other options
+    "start, Collective, no decay": Setup(ls.Collective(), options(frobenius_decay=0.0), START),
+    "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
+    "start, TopN, momentum": Setup(ls.TopN(), start=START, momentum=0.5),
+}

@@ -1,0 +1,127 @@
+"""What is trained: six small networks on 50 clients, between which images are dealt in three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import lightning.pytorch as pl
+import torch
+from images import fashion_mnist, mnist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+NUM_TRAIN, NUM_VAL = (
+    4_000,
+    400,
+)  # of 5,000 images; learning rates are chosen on the second part, the rest is the test set
+NUM_CLIENTS = 50  # 80 images each
+CLIENTS_PER_ROUND = 10
+LOCAL_EPOCHS = 2
+BATCH_SIZE = 20
+MOMENTUM = 0.9  # of local steps
+IMAGES = {"MNIST": mnist, "Fashion": fashion_mnist}
+ALPHAS = {"Dir(10 p)": 10.0, "Dir(1 p)": 1.0, "Dir(0.3 p)": 0.3}
+
+
+def plain(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Four convolutions of 16 to 64 channels without shortcuts: nothing gets around a layer that is mostly missing."""
+    layers: list[nn.Module] = []
+    for c_in, c_out, stride in [(1, 16, 2), (16, 32, 1), (32, 32, 2), (32, 64, 1)]:
+        layers += [nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=False), norm(c_out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions with a shortcut."""
+
+    def __init__(self, channels: int, zero: bool) -> None:
+        super().__init__()
+        last_norm = nn.GroupNorm(4, channels)
+        if zero:
+            nn.init.zeros_(last_norm.weight)  # the block starts as the identity
+        convs = [nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)]
+        self.layers = nn.Sequential(convs[0], nn.GroupNorm(4, channels), nn.ReLU(), convs[1], last_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+def residual(zero: bool) -> nn.Module:
+    """Two residual blocks of 32 channels, which start as the identity or not."""
+    stem = nn.Sequential(nn.Conv2d(1, 32, 3, stride=2, padding=1, bias=False), nn.GroupNorm(4, 32), nn.ReLU())
+    blocks = nn.Sequential(ResidualBlock(32, zero), ResidualBlock(32, zero))
+    return nn.Sequential(stem, blocks, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32 * 3 * 3, 10))
+
+
+class Transformer(nn.Module):
+    """Two pre-norm encoder blocks of width 48 over sixteen patches."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 4, stride=4, padding=1)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 16, width))
+        block = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).mT + self.positions
+        return self.head(self.norm(self.blocks(tokens).mean(1)))
+
+
+def mlp() -> nn.Module:
+    """Three hidden layers of 200."""
+    sizes = [14 * 14, 200, 200, 200]
+    hidden = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(200, 10))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "plain, GroupNorm": lambda: plain(lambda channels: nn.GroupNorm(4, channels)),
+    "plain, BatchNorm": lambda: plain(nn.BatchNorm2d),
+    "MLP": mlp,
+    "residual": lambda: residual(zero=False),
+    "residual, zero init": lambda: residual(zero=True),
+    "transformer": Transformer,
+}
+
+
+class Classifier(pl.LightningModule):
+    """An ordinary LightningModule around one of the networks."""
+
+    def __init__(self, net: nn.Module, lr: float, num_rounds: int) -> None:
+        super().__init__()
+        self.net, self.lr, self.num_rounds = net, lr, num_rounds
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        images, labels, is_test = batch
+        right = (self.net(images).argmax(1) == labels).float()
+        for name, part in {"val": ~is_test, "test": is_test}.items():
+            self.log(name, right[part].mean(), batch_size=int(part.sum()))
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.num_rounds)]
+
+
+def deal(data: str, split: str, seed: int) -> ls.FederatedDataModule:
+    """The clients' images, and the others in one batch, where a third column says which are for testing."""
+    images, labels = IMAGES[data]()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    train, others = order[:NUM_TRAIN], order[NUM_TRAIN:]
+    is_test = torch.arange(len(others)) >= NUM_VAL
+    return ls.FederatedDataModule(
+        TensorDataset(images[train], labels[train]),
+        ls.DirichletPartitioner(num_clients=NUM_CLIENTS, alpha=ALPHAS[split]),
+        val=TensorDataset(images[others], labels[others], is_test),
+        batch_size=BATCH_SIZE,
+        eval_batch_size=len(others),
+        seed=seed,
+    )

@@ -9,6 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from setups import SETUPS, KeepRatio
+
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
 RATES = (0.1, 0.05)  # learning rates of clients in the first round
@@ -16,7 +18,6 @@ NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, ze
 MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rate is chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 
-KeepRatio = float | str  # a share of the terms, or "mixed"
 BestRates = Mapping[tuple[str, str], float]  # learning rate by network and main setup
 
 
@@ -83,8 +84,6 @@ def seeds(best: BestRates) -> Iterator[Spec]:
 
 def others(best: BestRates) -> Iterator[Spec]:
     """All other setups, on two networks."""
-    from setups import SETUPS
-
     for net, setup in product(NETS[:2], SETUPS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 

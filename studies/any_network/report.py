@@ -1,0 +1,189 @@
+"""Writes what the runs of the study say: tables, one line per run, and figures.
+
+    python studies/any_network/report.py
+
+reads ``outputs/any_network`` and writes ``docs/study.csv``, ``docs/study_tables.md``, ``docs/study.png`` (accuracy
+against kilobytes) and ``docs/study_curves.png`` (accuracy against rounds, with bands over seeds).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from plans import EXTREME, NEAR_IID, NETS, NUM_ROUNDS, SKEWED, best_rates, final, results
+from run import EVERY
+from setups import SETUPS
+
+DOCS = Path("docs")
+DEFAULT = "start, Collective"
+LABELS = {"FedAvg": "FedAvg", DEFAULT: "default", "Collective": "the paper's recipe", "TopN": "TopN, no start"}
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
+STYLES = {
+    "FedAvg": ("#000000", "*"),
+    DEFAULT: ("#0072B2", "o"),
+    "Collective": ("#D55E00", "s"),
+    "TopN": ("#009E73", "^"),
+}
+Run = Mapping[str, Any]
+
+
+def chosen_runs() -> list[Run]:
+    """Runs at the learning rate that was chosen for their network and setup."""
+    best = best_rates()
+    return [run for run in results() if best.get((run["net"], run["setup"]), run["lr"]) == run["lr"]]
+
+
+def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
+    """Runs that have all the given values."""
+    return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
+
+
+def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
+    """Test accuracy in per cent, its standard deviation over seeds, and its share of FedAvg's."""
+    if not runs:
+        return ""
+    values = [100 * final(run, "test") for run in runs]
+    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
+    failed = sum(bool(run["error"]) for run in runs)
+    if failed == len(runs):
+        return "diverged"
+    share = f" ({mean(values) / mean(100 * final(run, 'test') for run in dense):.2f})" if dense else ""
+    return f"{mean(values):.1f}{spread}{share}"
+
+
+def table(runs: Sequence[Run], setups: Sequence[str], **where: Any) -> list[str]:
+    """A row for each network, a column for each setup."""
+    split = {name: value for name, value in where.items() if name != "keep_ratio"}
+    lines = [
+        "| | " + " | ".join(LABELS.get(setup, setup) for setup in setups) + " |",
+        "| --- " * (len(setups) + 1) + "|",
+    ]
+    for net in NETS:
+        dense = select(runs, net=net, setup="FedAvg", **split)
+        found = [select(runs, net=net, setup=setup, **(split if "FedAvg" in setup else where)) for setup in setups]
+        if any(found):
+            cells = [
+                cell(column, () if setup == "FedAvg" else dense) for setup, column in zip(setups, found, strict=True)
+            ]
+            lines.append(f"| {net} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """All tables, with a line above each that says what it is about."""
+    short = select(runs, num_rounds=NUM_ROUNDS)
+    main, near = list(LABELS), {"data": "MNIST", "split": NEAR_IID}
+    parts = [(f"MNIST, {NEAR_IID}, keep ratio {r}", main, {**near, "keep_ratio": r}) for r in (0.1, 0.2, 0.05, "mixed")]
+    parts += [(f"Fashion-MNIST, {NEAR_IID}, keep ratio 0.1", main, {**near, "data": "Fashion", "keep_ratio": 0.1})]
+    skewed = [*main, "start, TopN"]
+    parts += [
+        (f"MNIST, {s}, keep ratio 0.1", skewed, {"data": "MNIST", "split": s, "keep_ratio": 0.1})
+        for s in (SKEWED, EXTREME)
+    ]
+    text = [f"{title}:\n\n" + "\n".join(table(short, setups, **where)) for title, setups, where in parts]
+    return (
+        "\n\n".join(
+            [*text, "All setups, MNIST, nearly IID, keep ratio 0.1, one seed:\n\n" + "\n".join(all_setups(short))]
+        )
+        + "\n"
+    )
+
+
+def all_setups(runs: Sequence[Run]) -> list[str]:
+    """A row for each setup, a column for each network in which it was tried."""
+    one = select(runs, data="MNIST", split=NEAR_IID, seed=0)
+    found = {
+        setup: [cell([r for r in select(one, setup=setup, net=net) if r["keep_ratio"] in (0.1, 1.0)]) for net in NETS]
+        for setup in SETUPS
+    }
+    rows = [f"| {setup} | " + " | ".join(cells) + " |" for setup, cells in found.items() if any(cells)]
+    return ["| | " + " | ".join(NETS) + " |", "| --- " * (len(NETS) + 1) + "|", *rows]
+
+
+def write_csv(runs: Sequence[Run], path: Path) -> None:
+    """One line per run, whatever its learning rate."""
+    names = ["data", "split", "net", "setup", "keep_ratio", "lr", "seed", "num_rounds"]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, "accuracy", "val_accuracy", "bytes_per_turn", "error"])
+        for run in runs:
+            scores = [f"{final(run, part):.4f}" for part in ("test", "val")]
+            turns = "/".join(f"{turn:.0f}" for turn in run["bytes_per_turn"].values())
+            writer.writerow([*(run[name] for name in names), *scores, turns, run["error"][:80]])
+
+
+def panels(figure: Figure) -> dict[str, Axes]:
+    """One pair of axes for each network."""
+    grid = figure.subplots(2, 3, sharey=True)
+    axes = dict(zip(NETS, grid.flat, strict=True))
+    for net, one in axes.items():
+        one.set_title(net, fontsize=10)
+        one.grid(alpha=0.3)
+    return axes
+
+
+def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
+    """One panel per network, one point per setup and keep ratio; bars span the seeds."""
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    axes = panels(figure)
+    for net, one in axes.items():
+        for setup, label in LABELS.items():
+            groups: dict[float, list[float]] = defaultdict(list)
+            for run in select(runs, net=net, setup=setup, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS):
+                if run["keep_ratio"] in (0.1, 0.2, 1.0) and run["bytes_per_turn"]:
+                    groups[mean(run["bytes_per_turn"].values()) / 1e3].append(100 * final(run, "test"))
+            sizes, colour, marker = sorted(groups), *STYLES[setup]
+            centre = [mean(groups[size]) for size in sizes]
+            below = [c - min(groups[size]) for c, size in zip(centre, sizes, strict=True)]
+            above = [max(groups[size]) - c for c, size in zip(centre, sizes, strict=True)]
+            one.errorbar(
+                sizes, centre, [below, above], color=colour, marker=marker, label=label, capsize=2, markersize=7
+            )
+        one.set_xscale("log")
+        one.set_ylim(0, 100)
+    figure.supxlabel("kilobytes of a client's turn, down and up")
+    figure.supylabel("test accuracy after 100 rounds, %")
+    figure.legend(*axes[NETS[0]].get_legend_handles_labels(), loc="outside upper center", ncols=len(LABELS))
+    figure.savefig(path, dpi=150)
+
+
+def accuracy_against_rounds(runs: Sequence[Run], path: Path) -> None:
+    """One panel per network: the mean over seeds at keep ratio 0.1, and the band from the worst to the best."""
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    axes = panels(figure)
+    for net, one in axes.items():
+        for setup, label in LABELS.items():
+            near = select(runs, net=net, setup=setup, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS)
+            curves = [run["test"] for run in near if run["keep_ratio"] in (0.1, 1.0) and not run["error"]]
+            if not curves:
+                continue
+            columns = [[100 * value for value in column] for column in zip(*curves, strict=True)]
+            rounds = [EVERY * (i + 1) for i in range(len(columns))]
+            one.plot(rounds, [mean(column) for column in columns], color=STYLES[setup][0], label=label)
+            one.fill_between(
+                rounds, [min(c) for c in columns], [max(c) for c in columns], color=STYLES[setup][0], alpha=0.2
+            )
+    figure.supxlabel("round")
+    figure.supylabel("test accuracy, %")
+    figure.legend(*axes[NETS[0]].get_legend_handles_labels(), loc="outside upper center", ncols=len(LABELS))
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    runs = chosen_runs()
+    write_csv(results(), DOCS / "study.csv")
+    (DOCS / "study_tables.md").write_text(tables(runs))
+    accuracy_against_bytes(runs, DOCS / "study.png")
+    accuracy_against_rounds(runs, DOCS / "study_curves.png")
+    print(tables(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -56,8 +56,8 @@ def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, roundi
         singular_values: Descending, shape ``(N,)``.
         num_terms: Number n of first terms, ``1 <= n <= N``.
         tail: Factor f, in ``[0, 1]``.
-        rounding: Relative error of the matrix, in the Frobenius norm; by Weyl's inequality it moves no singular value by more
-            than this share of the Frobenius norm.
+        rounding: Relative error of the matrix, in the Frobenius norm; by Weyl's inequality it moves no singular value
+            by more than this share of the norm.
 
     Returns:
         Whether :math:`s_{n+1} \le f s_n` up to rounding; true if there are no other terms.
@@ -72,7 +72,8 @@ def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, roundi
     check_tail(tail)
     if num_terms == len(values):
         return True
-    room = (1 + tail) * max(rounding, torch.finfo(torch.float64).eps) * values.norm()
+    lapack = 10 * len(values) * torch.finfo(torch.float64).eps  # a small multiple of N roundings
+    room = (1 + tail) * max(rounding, lapack) * values.norm()
     return bool(values[num_terms] <= tail * values[num_terms - 1] + room)
 
 

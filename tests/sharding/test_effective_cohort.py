@@ -9,7 +9,7 @@ from cohort_errors import plan_for, random_spectrum, slow_errors
 from torch import Tensor
 
 from lightning_spectral.functional.sampling.effective_cohort import client_error, effective_cohort_size
-from lightning_spectral.sharding import Collective, EffectiveCohort, TopN
+from lightning_spectral.sharding import Collective, EffectiveCohort, Scaled, TopN
 
 EPS = torch.finfo(torch.float64).eps
 ACCURACY = 1e-6  # of the effective number of clients, from below
@@ -104,6 +104,7 @@ def test_the_effective_number_is_among_the_figures() -> None:
     assert EffectiveCohort(0.05).figures(1000 * GAUSSIAN, 8, 10)["effective_cohort"] == pytest.approx(
         figure[1], rel=ACCURACY
     )
+    assert Scaled(EffectiveCohort(0.05)).figures(GAUSSIAN, 8, 10) == dict([figure])
     assert TopN().figures(GAUSSIAN, 8, 10) == {}
 
 

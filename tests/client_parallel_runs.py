@@ -90,6 +90,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
+    "the start alone": {"algorithm": SPECTRAL, "clients_per_round": 3, "local_epochs": 0, "rounds": 1},
     "spectral, FedAdam": {"algorithm": SPECTRAL, "clients_per_round": 5, "server_optimizer": ls.FedAdam(lr=0.01)},
     "a client's own Trainer": {
         "algorithm": SPECTRAL,
@@ -121,6 +122,7 @@ ONLY_WITH_TWO = {
     "clients left out",
     "a store of clients",
     "spectral",
+    "the start alone",
 }
 RESUMED = "spectral, FedAdam"
 

@@ -110,7 +110,7 @@ def shared_out(dataset: TensorDataset, num_clients: int = 6) -> ls.FederatedData
 def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
     split = {"core.1": 3} if name == "split" else {}
     choices = ls.LayerChoices(exclude=["head"], split=split, keep_first_and_last_dense=False)
-    return ls.SpectralSharding(keep_ratio=keep_ratio, frobenius_decay=0.0, layers=choices)
+    return ls.SpectralSharding(keep_ratio=keep_ratio, frobenius_decay=0.0, layers=choices, spectral_start=None)
 
 
 @pytest.mark.parametrize("name", CORES)

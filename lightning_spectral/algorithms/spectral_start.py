@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.concentration import check_tail, concentrated_values, looks_random
+from lightning_spectral.functional.concentration import check_tail, concentrated_values, is_concentrated, looks_random
 from lightning_spectral.functional.factors import check_keep_ratio, factorize, num_terms_for
 from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
@@ -34,8 +34,9 @@ class SpectralStart:
         ValueError: If ``tail`` or ``keep_ratio`` is out of range.
 
     Note:
-        A weight looks trained if its largest singular value exceeds that of a random matrix of its size and norm. After
-        a spectral start it does, so that fitting again does not repeat it.
+        A weight looks trained if its largest singular value exceeds that of a random matrix of its size and norm. A
+        weight whose next term is at most ``tail`` times the n-th has nothing to move: so fitting again with the same
+        ratio does not repeat a start, whether or not it can be seen in the largest value (it cannot in small matrices).
 
     Example:
         >>> SpectralStart(tail=0.02)
@@ -69,7 +70,8 @@ class StartReport:
     def __str__(self) -> str:
         total = len(self.changed) + len(self.kept)
         where = f"{len(self.changed)} of {total} sharded matrices is now in {self.keep_ratio:.0%} of the terms"
-        left = f"; left as they are, because they do not look random: {', '.join(self.kept)}" if self.kept else ""
+        why = "because they look trained or have nothing to move"
+        left = f"; left as they are, {why}: {', '.join(self.kept)}" if self.kept else ""
         return f"Spectral start: the energy of {where}{left}."
 
 
@@ -110,7 +112,7 @@ def spectral_start(
         Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms.
         >>> print(spectral_start(mlp, keep_ratio=0.1))
         Spectral start: the energy of 0 of 2 sharded matrices is now in 10% of the terms; left as they are, because they
-        do not look random: 1, 2.
+        look trained or have nothing to move: 1, 2.
     """
     start = SpectralStart(tail, keep_ratio, trained)
     plan = plan_of(module, layers)
@@ -133,9 +135,12 @@ def _moved(
         factors = factorize(matrix)
     except ValueError as error:
         raise ValueError(f"Layer {block.name!r} cannot be factorised: {error}") from error
+    num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
+    rounding = torch.finfo(matrix.dtype).eps
+    if is_concentrated(factors.s, num_terms, start.tail, rounding):
+        return ()
     if not (start.trained or looks_random(factors.s, block.shape)):
         return ()
-    num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
     values = concentrated_values(factors.s, num_terms, start.tail)
     return ((factors.U * values @ factors.Vh).to(matrix.dtype),)
 

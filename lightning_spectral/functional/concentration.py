@@ -49,6 +49,34 @@ def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) ->
     return moved * (values.norm() / norm) if norm > 0 else values
 
 
+def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, rounding: float = 0.0) -> bool:
+    r"""Whether a spectrum falls to ``tail`` times its size after the first terms, as `concentrated_values` leaves it.
+
+    Args:
+        singular_values: Descending, shape ``(N,)``.
+        num_terms: Number n of first terms, ``1 <= n <= N``.
+        tail: Factor f, in ``[0, 1]``.
+        rounding: Relative error of the matrix, in the Frobenius norm; by Weyl's inequality it moves no singular value
+            by more than this share of the norm.
+
+    Returns:
+        Whether :math:`s_{n+1} \le f s_n` up to rounding; true if there are no other terms.
+
+    Example:
+        >>> s = torch.tensor([4.0, 3.0, 2.0])
+        >>> is_concentrated(s, 2, 0.1), is_concentrated(concentrated_values(s, 2, 0.1), 2, 0.1)
+        (False, True)
+    """
+    values = as_magnitudes(singular_values, "singular_values")
+    check_num_terms(num_terms, len(values))
+    check_tail(tail)
+    if num_terms == len(values):
+        return True
+    lapack = 10 * len(values) * torch.finfo(torch.float64).eps  # a small multiple of N roundings
+    room = (1 + tail) * max(rounding, lapack) * values.norm()
+    return bool(values[num_terms] <= tail * values[num_terms - 1] + room)
+
+
 def check_tail(tail: float) -> None:
     """Raise ``ValueError`` unless ``tail`` is in [0, 1]."""
     if not 0.0 <= tail <= 1.0:

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import seeded
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_spectral as ls
@@ -114,6 +115,16 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
     assert len(results("dense", 1)[0]["ledger"]) == 14
     assert results("dense", 1)[0]["tested"][0]["test_loss"] > 0
+
+
+def test_two_processes_start_from_the_weights_that_the_plain_function_makes(results: Results) -> None:
+    module = seeded(RUNS.LitMLP)
+    unstarted = module.net[2].weight.detach().clone()
+    assert ls.spectral_start(module, keep_ratio=0.3, layers=RUNS.EVERY_LAYER).changed == ["net.0", "net.2", "net.5"]
+    assert not torch.equal(module.net[2].weight, unstarted)
+    for num_processes in (1, 2):
+        for one in results("the start alone", num_processes):
+            assert all(torch.equal(value, one["weights"][name]) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])

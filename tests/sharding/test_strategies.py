@@ -9,7 +9,16 @@ from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
 from lightning_spectral.functional import marginal_entropy, successive_inclusion_probs
-from lightning_spectral.sharding import Collective, PriSM, Scaled, Schatten, ShardingStrategy, TopN, Unbiased
+from lightning_spectral.sharding import (
+    Collective,
+    EffectiveCohort,
+    PriSM,
+    Scaled,
+    Schatten,
+    ShardingStrategy,
+    TopN,
+    Unbiased,
+)
 from lightning_spectral.testing import check_strategy
 
 STRATEGIES = [
@@ -20,8 +29,11 @@ STRATEGIES = [
     Schatten(),
     Collective(),
     Collective(cohort="best"),
+    EffectiveCohort(),
+    EffectiveCohort(slack=0.5),
     Scaled(TopN()),
     Scaled(PriSM()),
+    Scaled(EffectiveCohort()),
 ]
 SPECTRUM = 1 / torch.arange(1, 65, dtype=torch.float64).sqrt()
 

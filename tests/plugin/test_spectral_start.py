@@ -1,0 +1,154 @@
+"""The spectral start in a fit: from the first round on, for the smallest clients, once, and not when resumed."""
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, Fitted, same_state, seeded
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+
+
+def started(module: nn.Module, keep_ratio: float, **options: Any) -> dict[str, Tensor]:
+    """A copy of the weights, after the plain function."""
+    own = copy.deepcopy(module)
+    ls.spectral_start(own, keep_ratio, **options)
+    return own.state_dict()
+
+
+def sentences(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "Spectral start" in record.getMessage()]
+
+
+class TestInAFit:
+    @pytest.mark.parametrize(
+        ("keep_ratio", "start", "share"),
+        [
+            (0.3, ls.SpectralStart(), 0.3),
+            ({0.6: 0.5, 0.2: 0.5}, ls.SpectralStart(), 0.2),
+            ([0.9] * 6 + [0.4] * 6, ls.SpectralStart(), 0.4),
+            ({0.6: 0.5, 0.2: 0.5}, ls.SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
+        ],
+    )
+    def test_weights_begin_as_the_function_leaves_them_for_the_smallest_clients(
+        self, keep_ratio: Any, start: ls.SpectralStart, share: float, lit: Any, data: Any, fit: Fit
+    ) -> None:
+        expected = started(lit, share, tail=start.tail)
+        others = [started(lit, other, tail=start.tail) for other in (0.2, 0.3, 0.4, 0.5, 0.6, 0.9) if other != share]
+        algorithm = ls.SpectralSharding(keep_ratio=keep_ratio, spectral_start=start)
+        state = fit(lit, data, algorithm=algorithm, local_epochs=0).state
+        assert same_state(state, expected)
+        assert not any(same_state(state, other) for other in others)  # negative control
+
+    @pytest.mark.parametrize("algorithm", [ls.SpectralSharding(keep_ratio=0.3, spectral_start=None), ls.FedAvg()])
+    def test_without_a_start_no_bit_changes(self, algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
+        before = copy.deepcopy(lit.state_dict())
+        assert same_state(fit(lit, data, algorithm=algorithm, local_epochs=0).state, before)
+
+    @pytest.mark.parametrize("keep_ratio", [0.1, 0.3, 0.6])
+    def test_fitting_again_does_not_repeat_it(self, keep_ratio: float, lit: Any, data: Any, fit: Fit) -> None:
+        algorithm = ls.SpectralSharding(keep_ratio=keep_ratio)
+        expected = started(lit, keep_ratio)
+        for _ in range(3):
+            assert same_state(fit(lit, data, algorithm=algorithm, local_epochs=0).state, expected)
+
+    def test_weights_that_look_trained_are_changed_on_request(self, lit: Any, data: Any, fit: Fit) -> None:
+        with torch.no_grad():
+            lit.net[2].weight += 1.0
+        before = copy.deepcopy(lit.state_dict())
+        expected = started(lit, 0.3, trained=True)
+        left = fit(copy.deepcopy(lit), data, algorithm=ls.SpectralSharding(keep_ratio=0.3), local_epochs=0)
+        assert same_state(left.state, before)
+        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=ls.SpectralStart(trained=True))
+        assert same_state(fit(lit, data, algorithm=request, local_epochs=0).state, expected)
+        assert not same_state(before, expected)
+
+    def test_a_weight_that_is_not_finite_ends_the_fit_with_the_layers_name(self, lit: Any, data: Any, fit: Fit) -> None:
+        with torch.no_grad():
+            lit.net[2].weight[0, 0] = math.nan
+        with pytest.raises(ValueError, match=r"Layer 'net.2' cannot be factorised: .*must be finite"):
+            fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3))
+
+
+class Doubles(ls.FedAvg):
+    """Dense, with initial weights of its own."""
+
+    def initialize(self, server: nn.Module, workers: Any) -> str:
+        with torch.no_grad():
+            for parameter in server.parameters():
+                parameter *= 2
+        return "doubled all parameters"
+
+
+class TestResume:
+    @pytest.fixture
+    def rounds(self, fit: Fit, lit_mlp: Any, data: Any) -> Any:
+        def rounds(max_epochs: int, ckpt_path: Path | None = None, **options: Any) -> Fitted:
+            algorithm = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, **options)
+            return fit(seeded(lit_mlp), data, algorithm=algorithm, max_epochs=max_epochs, ckpt_path=ckpt_path)
+
+        return rounds
+
+    @pytest.mark.parametrize("stop_after", [1, 2])
+    def test_a_resumed_run_equals_the_uninterrupted_one(self, stop_after: int, rounds: Any, tmp_path: Path) -> None:
+        whole = rounds(3)
+        rounds(stop_after).trainer.save_checkpoint(tmp_path / "part.ckpt")
+        resumed = rounds(3, tmp_path / "part.ckpt")
+        assert resumed.trainer.global_step == 3
+        assert same_state(resumed.state, whole.state)
+
+    def test_an_algorithm_sets_weights_once_and_not_when_resumed(
+        self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Where a repetition would show in every weight."""
+        caplog.set_level(logging.INFO)
+
+        def rounds(max_epochs: int, ckpt_path: Path | None = None) -> Fitted:
+            options: dict[str, Any] = {"algorithm": Doubles(), "local_epochs": 0, "ckpt_path": ckpt_path}
+            return fit(seeded(lit_mlp), data, max_epochs=max_epochs, **options)
+
+        doubled = {name: 2 * value for name, value in seeded(lit_mlp).state_dict().items()}
+        begun = rounds(1)
+        assert same_state(begun.state, doubled)
+        begun.trainer.save_checkpoint(tmp_path / "1.ckpt")
+        assert same_state(rounds(2, tmp_path / "1.ckpt").state, doubled)
+        assert [record.getMessage() for record in caplog.records].count("doubled all parameters") == 1
+
+    @pytest.mark.parametrize("other", [None, ls.SpectralStart(tail=0.2), ls.SpectralStart(trained=True)])
+    def test_a_checkpoint_with_another_start_is_refused(self, other: Any, rounds: Any, tmp_path: Path) -> None:
+        rounds(1).trainer.save_checkpoint(tmp_path / "1.ckpt")
+        with pytest.raises(
+            ValueError, match=r"(?s)another configuration.*spectral_start=SpectralStart\(tail=0.1, .*now"
+        ):
+            rounds(2, tmp_path / "1.ckpt", spectral_start=other)
+
+    def test_it_is_said_once_and_not_when_resumed(
+        self, rounds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        rounds(2).trainer.save_checkpoint(tmp_path / "2.ckpt")
+        assert sentences(caplog) == [
+            "Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms."
+        ]
+        caplog.clear()
+        rounds(3, tmp_path / "2.ckpt")
+        rounds(1, spectral_start=None)
+        assert sentences(caplog) == []
+
+
+def test_callbacks_see_the_started_weights_from_the_first_round_on(lit: Any, data: Any, fit: Fit) -> None:
+    expected, seen = started(lit, 0.3), []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            seen.append(copy.deepcopy(pl_module.module.state_dict()))
+
+    fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3), callbacks=[Watch()], max_epochs=2)
+    assert same_state(seen[0], expected)
+    assert not same_state(seen[1], expected)

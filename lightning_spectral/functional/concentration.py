@@ -13,6 +13,8 @@ from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
 # Fluctuation of the largest eigenvalue of a random matrix about its edge, in units of the Tracy-Widom law. Its mean is
 # -1.2 and its standard deviation 1.3; one random matrix in some hundred thousand exceeds 5.
 TRACY_WIDOM = 5.0
+# Seven standard deviations of John's statistic above its mean.
+SPREAD = 15.0
 
 
 def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) -> Tensor:
@@ -87,18 +89,21 @@ def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
     r"""Whether a spectrum could be that of a matrix with independent entries of one variance.
 
     By the law of Marchenko and Pastur, the singular values of such an m x k matrix end at
-    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms that stand out beyond this edge.
+    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms that stand out beyond this edge, or spreads the whole spectrum,
+    which John's statistic sees, :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`: of normal entries its mean is 1 and its
+    standard deviation 2.
 
     Args:
         singular_values: Of the matrix, shape ``(N,)``.
         shape: Its rows and columns.
 
     Returns:
-        Whether the largest is at most the edge, with room for its fluctuation. A flatter spectrum, such as that of an
-        orthogonal matrix, passes too; a matrix of zeros, or of one row or column, does not: it has no terms to weigh.
+        Whether the largest is at most the edge and the statistic no larger than by chance, both with room for their
+        fluctuation. A flatter spectrum, such as that of an orthogonal matrix, passes too; a matrix of zeros, or of one
+        row or column, does not: it has no terms to weigh. Of a small matrix little can be told.
 
     Reference:
-        Marchenko & Pastur (1967); Johnstone (2001) for the fluctuation.
+        Marchenko & Pastur (1967); Johnstone (2001) for the fluctuation of the edge; John (1971) for the statistic.
 
     Example:
         >>> weight = torch.randn(64, 576, generator=torch.Generator().manual_seed(0))
@@ -114,5 +119,6 @@ def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
         return False
     variance = energy / (shape[0] * shape[1])
     edge, scale = (rows + columns) ** 2, (rows + columns) * (1 / rows + 1 / columns) ** (1 / 3)
-    largest = float(values.max())
-    return bool(largest * largest <= variance * (edge + TRACY_WIDOM * scale))
+    within_edge = float(values.max()) ** 2 <= variance * (edge + TRACY_WIDOM * scale)
+    spread = shape[0] * shape[1] * float((values**4).sum()) / energy**2 - shape[0] - shape[1]
+    return bool(within_edge and spread <= SPREAD)

@@ -25,8 +25,8 @@ class SpectralStart:
     whole is scaled back to its old Frobenius norm. Singular vectors, dense layers and biases stay as they are.
 
     Args:
-        tail: Factor f of the terms beyond the first n, in [0, 1]. With 0 they are gone for good: a term of size zero has
-            no gradient.
+        tail: Factor f of the terms beyond the first n, in [0, 1]. With 0 they are gone for good: a term of size zero
+            has no gradient.
         keep_ratio: The n terms are this share of all, rounded as for clients; ``None`` for the smallest keep ratio of
             the clients, so that all of them can hold the energy.
         trained: Whether to change weights that look trained, too.

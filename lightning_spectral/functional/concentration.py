@@ -89,9 +89,9 @@ def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
     r"""Whether a spectrum could be that of a matrix with independent entries of one variance.
 
     By the law of Marchenko and Pastur, the singular values of such an m x k matrix end at
-    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms that stand out beyond this edge, or spreads the whole spectrum,
-    which John's statistic sees, :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`: of normal entries its mean is 1 and its
-    standard deviation 2.
+    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms that stand out beyond this edge, or spreads the whole
+    spectrum, which John's statistic sees, :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`: of normal entries its mean is 1
+    and its standard deviation 2.
 
     Args:
         singular_values: Of the matrix, shape ``(N,)``.

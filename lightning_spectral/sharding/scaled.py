@@ -1,5 +1,6 @@
 """Scaled: a client's sub-model has the Frobenius norm of the whole weight."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,10 @@ class Scaled(ShardingStrategy):
         """Norm of the whole weight divided by the norm of the drawn part, for each drawn term."""
         squares = as_magnitudes(singular_values, "singular_values") ** 2
         return torch.full((len(terms),), _norm_ratio(squares.sum(), squares[terms].sum()), dtype=torch.float64)
+
+    def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
+        """Return the other strategy's figures."""
+        return self.strategy.figures(singular_values, num_terms, cohort_size)
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> Design:
         """Return the other strategy's design."""

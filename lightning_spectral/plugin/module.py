@@ -43,6 +43,7 @@ from lightning_spectral.server.broken_weights import suspecting_weights
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.turn import Turn
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -134,6 +135,7 @@ class FederatedModule(RoundHooks, Host):
         self.state = self.algorithm.start(module, seed)
         self._store = ClientStore()
         self._engine: Engine | None = None
+        self._first_rounds = FirstRounds()
         self._turn: Turn | None = None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round = -1
@@ -238,6 +240,7 @@ class FederatedModule(RoundHooks, Host):
         algorithm = self.algorithm.prepare(self.module)
         if not self._resumed:
             self._initialize(algorithm)
+        self._first_rounds = FirstRounds(speaks=self.processes.rank == 0)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
         self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, self._store)

@@ -112,7 +112,7 @@ def relative_updates(server: nn.Module) -> Iterator[tuple[float, str]]:
     pairs = [(name, p, p.grad) for name, p in server.named_parameters() if p.grad is not None and p.ndim > 1]
     if pairs:
         names, weights, updates = zip(*pairs, strict=True)
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm([*weights, *updates])]).view(2, -1)
+        norms = torch.stack(torch._foreach_norm([*weights, *updates])).view(2, -1)
         for name, weight, size, change in zip(names, weights, *norms.tolist(), strict=True):
             if size > LEAST_ENTRY * math.sqrt(weight.numel()):
                 yield change / size, name

@@ -26,12 +26,12 @@ def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> S
     if mean_errors[ratio] <= LARGEST_ERROR:
         return []
     least = fmean(layer.missing_energy(ratio) for layer in rounds)
-    return [
+    figures = (
         f"sub-models of keep ratio {ratio:g} are mostly noise, or mostly empty: the expected squared error of one is "
         f"{mean_errors[ratio]:.3g} times the squared norm of the weight, mean over {len(layers)} sharded layers; with "
-        f"so many terms it is at least {least:.3g}. The spectra are flat, as those of random weights are. Use "
-        f"{_remedies(least, starts_random)}; `fl/client_error` of SpectralDiagnostics follows it."
-    ]
+        f"so many terms it is at least {least:.3g}. The spectra are flat, as those of random weights are."
+    )
+    return [f"{figures} Use {_remedies(least, starts_random)}; `fl/client_error` of SpectralDiagnostics follows it."]
 
 
 def _ratios(layers: Mapping[str, LayerRound]) -> Sequence[float]:

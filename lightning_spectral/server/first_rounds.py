@@ -65,25 +65,14 @@ class FirstRounds:
         ratio, name = max(relative_updates(server), default=(0.0, ""))
         if ratio > LARGEST_UPDATE:
             self._update_is_watched = False
-            _warn(
-                round_idx,
-                f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius "
-                f"norms), so it leaves nothing of it. Lower the learning rate, or {CLIP}; where multipliers are large, "
-                "as those of Unbiased at small keep ratios, lower `clip_tau`.",
-            )
+            _warn(round_idx, _huge_update(ratio, name))
 
     def _look_at_loss(self, loss: float, round_idx: int) -> None:
         if self._first is None and math.isfinite(loss):
             self._first = round_idx, loss
-        if self._first is None or not has_exploded(loss, self._first[1]):
-            return
-        self._loss_is_watched = False
-        _warn(
-            round_idx,
-            f"the training loss is {loss:.3g}, {loss / self._first[1]:.3g} times that of round {self._first[0]} "
-            f"({self._first[1]:.3g}). Lower the learning rate, or {CLIP}. Where rounds have few clients whose data "
-            "differ much, look at the validation loss first.",
-        )
+        if self._first is not None and has_exploded(loss, self._first[1]):
+            self._loss_is_watched = False
+            _warn(round_idx, _explosion(loss, *self._first))
 
 
 def has_exploded(loss: float, first: float) -> bool:
@@ -116,6 +105,22 @@ def relative_updates(server: nn.Module) -> Iterator[tuple[float, str]]:
         for name, weight, size, change in zip(names, weights, *norms.tolist(), strict=True):
             if size > LEAST_ENTRY * math.sqrt(weight.numel()):
                 yield change / size, name
+
+
+def _huge_update(ratio: float, name: str) -> str:
+    return (
+        f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
+        f"and leaves nothing of it. Lower the learning rate, or {CLIP}; where multipliers are large, as those of "
+        "Unbiased at small keep ratios, lower `clip_tau`."
+    )
+
+
+def _explosion(loss: float, first_round: int, first: float) -> str:
+    return (
+        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). Lower "
+        f"the learning rate, or {CLIP}. Where rounds have few clients whose data differ much, look at the validation "
+        "loss first."
+    )
 
 
 def _warn(round_idx: int, what: str) -> None:

@@ -10,7 +10,7 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """A round cannot be finished: too many clients returned nothing that can be used."""
+    """A round cannot be finished: too few clients returned what can be used, or the server's weights are not finite."""
 
 
 def check_is(argument: str, value: object, expected: type) -> None:

@@ -82,6 +82,19 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+class BreaksWeights(torch.optim.SGD):
+    """A server's step after which a weight is not finite."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].fill_(float("inf"))
+
+
+def breaking(parameters: Any) -> torch.optim.Optimizer:
+    return BreaksWeights(parameters, lr=1.0)
+
+
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=EVERY_LAYER)
 COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.Coordinated(), layers=EVERY_LAYER)
@@ -111,6 +124,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "clock": ls.VirtualClock([ls.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
     },
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
+    "the server's step fails, dense": {"server_optimizer": breaking, "clients_per_round": 7},
+    "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": breaking, "clients_per_round": 7},
     "a callback fails": {"clients_per_round": 7, "trainer": {"callbacks": [FailsInOneProcess()]}},
 }
 # three take turns on small machines

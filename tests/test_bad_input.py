@@ -275,5 +275,6 @@ class TestClients:
         module = LitPoisoned()
         with torch.no_grad():
             module.net[1].weight.fill_(math.inf)
-        with pytest.raises(ValueError, match=r"Layer 'net.1' cannot be factorised"):
+        with pytest.raises(ls.RoundError, match=r"Round 0: the server's weights .* 'net.1.weight'") as error:
             fit(module, poisoned_data([1.0]), algorithm=ls.SpectralSharding(), clients_per_round=1)
+        assert "Layer 'net.1' cannot be factorised" in str(error.value.__cause__)

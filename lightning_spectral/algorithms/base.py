@@ -134,6 +134,10 @@ class Algorithm(ABC, Generic[RoundT]):
         """
         return None
 
+    def concerns(self, opened: RoundT) -> Sequence[str]:
+        """What the user should be warned of before the first round trains, sentence and remedy. By default nothing."""
+        return ()
+
     def diagnostics(self, opened: RoundT) -> Mapping[str, float]:
         """Figures of a round to log, by name. By default none."""
         return {}

@@ -15,6 +15,7 @@ from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
+from lightning_spectral.algorithms.sub_model_error import noisy_sub_models
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
@@ -219,6 +220,10 @@ class SpectralSharding(Algorithm[SpectralRound]):
             weight = server.get_parameter(name)
             changes = [opened.layers[block.name].weight_change().to(weight.dtype) for block in blocks]
             weight.grad = -assemble(blocks, changes, weight)
+
+    def concerns(self, opened: SpectralRound) -> Sequence[str]:
+        """Whether the sub-models of a keep ratio have little of the weights in them."""
+        return noisy_sub_models(opened.layers, starts_random=self.spectral_start is None)
 
     def diagnostics(self, opened: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""

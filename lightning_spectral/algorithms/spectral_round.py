@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.functional.figures.discrepancy import group_discrepancy
 from lightning_spectral.functional.figures.entropy import marginal_entropy
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.cohort import Cohort
@@ -17,6 +19,8 @@ from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
+
+TINY = torch.finfo(torch.float64).tiny  # for a weight of zeros, of which nothing is missing
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +32,7 @@ class GroupPlan:
         multipliers: Shape ``(N,)``, float64, on the CPU.
         design: Fitted once; every client's draw comes from it.
         num_clients: Number of clients of the group.
+        cohort_size: Number of clients that the strategy was given: the same, or Kish's effective number.
         dealt: The terms of each unit, by its key, for a design that draws for the whole group at once.
     """
 
@@ -35,7 +40,13 @@ class GroupPlan:
     multipliers: Tensor
     design: FittedDesign
     num_clients: int
+    cohort_size: float
     dealt: Mapping[tuple[int, str], Tensor] | None = None
+
+    @property
+    def num_terms(self) -> int:
+        """Number n of terms that a client of the group holds."""
+        return round(float(self.inclusion_probs.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +82,23 @@ class LayerRound:
         omega = self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn)
         terms = drawn.to(self.u.device)
         return terms, {"u": self.u[:, terms], "v": self.v[terms], "omega": omega.to(self.u)}
+
+    def client_errors(self) -> dict[float, float]:
+        r"""Expected :math:`\|W - \hat W\|_F^2 / \|W\|_F^2` of a single client's sub-model, for each keep ratio.
+
+        For `Scaled` it is that of the multipliers of the expected draw.
+        """
+        s = self.singular_values
+        squared_norm = (s**2).sum().clamp(min=TINY)
+        return {
+            ratio: float(group_discrepancy(s, plan.inclusion_probs, plan.multipliers, cohort_size=1) / squared_norm)
+            for ratio, plan in self.groups.items()
+        }
+
+    def missing_energy(self, keep_ratio: float) -> float:
+        """Share of the squared norm beyond the n largest terms: the least error of a sub-model of that keep ratio."""
+        squares = self.singular_values**2  # descending
+        return float(squares[self.groups[keep_ratio].num_terms :].sum() / squares.sum().clamp(min=TINY))
 
     def weight_change(self) -> Tensor:
         """Change of the weight as a matrix, float64: exactly zero where no visited term moved."""
@@ -136,15 +164,18 @@ def open_layer(
     groups = {}
     for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
         chosen = design if design is not None else strategy.own_design(s, n)
-        groups[ratio] = _plan(answer, chosen, cohort, ratio, name)
+        groups[ratio] = _plan(answer, chosen, cohort, ratio, sizes[ratio], name)
     return LayerRound(name, s, u, v, groups, MeanTermChange(u, v, cohort.total, cohort.absolute), strategy)
 
 
-def _plan(answer: tuple[Tensor, Tensor], design: Design, cohort: Cohort, keep_ratio: float, name: str) -> GroupPlan:
+def _plan(
+    answer: tuple[Tensor, Tensor], design: Design, cohort: Cohort, keep_ratio: float, size: float, name: str
+) -> GroupPlan:
     probs, multipliers = answer
     units, fitted = cohort.groups[keep_ratio], design.fit(probs)
     dealt = None
     if design.draws_cohort:
         generator = derived_generator(cohort.seed, "terms of a group", cohort.round_idx, str(keep_ratio), name)
         dealt = dict(zip((unit.key for unit in units), fitted.draw(len(units), generator), strict=True))
-    return GroupPlan(probs, design.multipliers(probs, multipliers, len(units)), fitted, len(units), dealt)
+    multipliers = design.multipliers(probs, multipliers, len(units))
+    return GroupPlan(probs, multipliers, fitted, len(units), size, dealt)

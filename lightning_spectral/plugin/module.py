@@ -39,9 +39,11 @@ from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
 from lightning_spectral.plugin.stages import RoundStages
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.server.broken_weights import suspecting_weights
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.turn import Turn
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -133,6 +135,7 @@ class FederatedModule(RoundHooks, Host):
         self.state = self.algorithm.start(module, seed)
         self._store = ClientStore()
         self._engine: Engine | None = None
+        self._first_rounds = FirstRounds()
         self._turn: Turn | None = None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round = -1
@@ -235,11 +238,18 @@ class FederatedModule(RoundHooks, Host):
         check_same_everywhere(self.processes, self._full_configuration())
         self.module.on_fit_start()
         algorithm = self.algorithm.prepare(self.module)
-        if not self._resumed and (done := algorithm.initialize(self.module, self.processes)):
-            rank_zero_info(done)
+        if not self._resumed:
+            self._initialize(algorithm)
+        self._first_rounds = FirstRounds(speaks=self.processes.rank == 0)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
         self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, self._store)
+
+    def _initialize(self, algorithm: Algorithm[Any]) -> None:
+        with suspecting_weights(self.module, 0):
+            done = algorithm.initialize(self.module, self.processes)
+        if done:
+            rank_zero_info(done)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Call the user's hook, save the configuration, and make the progress count whole rounds.

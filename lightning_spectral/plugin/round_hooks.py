@@ -25,6 +25,7 @@ from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.turn import Turn
 
@@ -37,6 +38,7 @@ class RoundHooks(ServerHooks):
     schedulers: list[RoundScheduler]
     _cohort_size: int
     _engine: Engine | None
+    _first_rounds: FirstRounds
     _turn: Turn | None
     _default_dtype: torch.dtype
     _finished_round: int
@@ -100,6 +102,7 @@ class RoundHooks(ServerHooks):
         units = self.cohort(round_idx)
         sizes = self.num_examples(units)
         opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
+        self._first_rounds.begin(self.engine.run.algorithm, opened.opened, round_idx)
         for callback in self._round_callbacks():
             callback.on_round_start(self.trainer, self, opened.opened)
 
@@ -135,6 +138,7 @@ class RoundHooks(ServerHooks):
     def finish_round(self) -> None:
         """Close the round, step the server on its pseudo-gradient, step the schedules and log the round."""
         summary = self.engine.close_round()
+        self._first_rounds.end(self.module, summary)
         server, local, *_ = self._optimizers()
         with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
             server.step()

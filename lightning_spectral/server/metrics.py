@@ -25,7 +25,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
     kept = [client for client in summary.clients if not client.left_out]
     return {
         "fl/round": float(summary.round_idx),
-        "fl/loss": _mean_loss(kept),
+        "fl/loss": mean_loss(summary),
         "fl/clients": float(len(kept)),
         "fl/clients_left_out": float(len(summary.clients) - len(kept)),
         **{f"fl/left_out_{reason}": float(count) for reason, count in summary.left_out.items()},
@@ -35,6 +35,12 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         **{f"fl/seconds_{stage}": seconds for stage, seconds in summary.seconds.items()},
         **{f"fl/{name}": value for name, value in summary.diagnostics.items()},
     }
+
+
+def mean_loss(summary: RoundSummary) -> float:
+    """Training loss per example over the clients in the average; NaN if none took a step."""
+    kept = [client for client in summary.clients if not client.left_out and client.num_steps > 0]
+    return _weighted_mean([(client.loss, client.num_examples) for client in kept])
 
 
 def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
@@ -47,10 +53,6 @@ def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
         name: replace(entries[0][0], value=_weighted_mean([(entry.value, size) for entry, size in entries]))
         for name, entries in by_name.items()
     }
-
-
-def _mean_loss(clients: Sequence[ClientOutcome]) -> float:
-    return _weighted_mean([(client.loss, client.num_examples) for client in clients if client.num_steps > 0])
 
 
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:

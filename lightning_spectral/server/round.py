@@ -15,6 +15,7 @@ from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
 from lightning_spectral.protocol.statistics import add_up
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import clients_by_reason
 from lightning_spectral.server.metrics import round_means
@@ -50,7 +51,7 @@ class OpenRound:
         self.failure: Exception | None = None
         self._options = run.options()
         run.store.discard()
-        with self.clock.measure("refresh"):
+        with self.clock.measure("refresh"), suspecting_weights(run.server, round_idx):
             self.cohort = self._cohort()
             self.opened: Any = run.algorithm.open(run.server, run.state, self.cohort)
             tasks = {unit: self._simulated_task(unit) for unit in num_examples}
@@ -105,7 +106,8 @@ class OpenRound:
 
         Raises:
             ClientError: In every process, if a client failed in one of several.
-            RoundError: If more clients were left out than `Faults` allows.
+            RoundError: If more clients were left out than `Faults` allows; in every process, if a client failed because
+                the server's weights are not finite.
         """
         outcomes = self._meet()
         self.run.faults.check_round(self.round_idx, outcomes)
@@ -123,7 +125,10 @@ class OpenRound:
         failure = None if self.failure is None else str(self.failure)
         written = store.written() if processes.size > 1 else {}
         gathered = processes.gather((failure, self.outcomes, self.clock.seconds, written))
-        raise_everywhere([failure for failure, *_ in gathered], self.failure, ClientError)
+        failures = [failure for failure, *_ in gathered]
+        if any(failures):
+            check_weights(self.run.server, self.round_idx, self.failure)
+        raise_everywhere(failures, self.failure, ClientError)
         self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in gathered) for stage in STAGES}
         for rank, (*_, written) in enumerate(gathered):
             if rank != processes.rank:

@@ -10,6 +10,7 @@ from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.broken_weights import check_weights
 from lightning_spectral.server.round import OpenRound, address, client_error, named
 
 
@@ -68,6 +69,7 @@ class Turn:
         Raises:
             ClientError: If there is none, or if the device failed and `Faults` does not allow the round to go on
                 without it.
+            RoundError: If the device failed because the server's weights are not finite.
         """
         if upload is None:
             raise ClientError(f"Round {self.round_idx}, {named(self.unit)}: its executor returned no upload.")
@@ -78,6 +80,7 @@ class Turn:
 
     def _check(self, failure: Failure) -> None:
         """Raise a failure that `Faults` does not tolerate; one to load or to collect is the algorithm's fault."""
+        check_weights(self.round.run.server, self.round_idx, failure.cause)
         if failure.stage != "local training" or self.round.run.faults.ends_run("error"):
             raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
 
@@ -86,6 +89,7 @@ class Turn:
 
         Raises:
             ClientError: If it cannot be used and `Faults` says `Raise`.
+            RoundError: If it is not finite because the server's weights are not.
         """
         assert self.upload is not None, "a client trains before its update is received"
         left_out, message = self.upload.left_out, ""
@@ -120,6 +124,8 @@ class Turn:
 
     def _leave_out(self, reason: ExclusionReason, message: str) -> None:
         """Continue without the client if `Faults` allows it, with a warning unless that was to be expected."""
+        if reason == "not_finite":
+            check_weights(self.round.run.server, self.round_idx)
         what = f"{EXPLANATIONS[reason]} ({message})" if message else EXPLANATIONS[reason]
         if self.round.run.faults.ends_run(reason):
             raise ClientError(

@@ -160,6 +160,19 @@ def test_a_failing_callback_names_the_client_too(num_processes: int, results: Re
         assert one["error"].endswith(f"KeyError: 'mine' (process {num_processes - 1})")
 
 
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["dense", "spectral"])
+def test_broken_weights_of_the_server_end_every_process_alike(
+    algorithm: str, num_processes: int, results: Results
+) -> None:
+    """The weights are the same everywhere, so the error is too, whichever process saw a client fail."""
+    for one in results(f"the server's step fails, {algorithm}", num_processes):
+        assert one["error"].startswith(
+            "RoundError: Round 1: the server's weights were not finite before it began: 'net.0"
+        )
+        assert "process" not in one["error"]
+
+
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, results: Results) -> None:
     *others, last = results("hung up", num_processes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -23,8 +25,12 @@ class SpectralDiagnostics(RoundCallback):
     """Logs, averaged over the sharded layers, how well a round's sub-models represent the weights.
 
     - ``fl/discrepancy``: expected squared Frobenius error of the cohort's average over the weight's squared norm.
+    - ``fl/client_error``: that of a single client's sub-model, mean over the clients.
     - ``fl/expected_coverage``: expected share of terms that a client holds (``fl/terms_visited`` is the realised one).
     - ``fl/entropy_rank``, ``fl/participation_rank``, ``fl/stable_rank``: effective ranks, each a share of N.
+
+    To these come the strategy's own `ShardingStrategy.figures`, such as ``fl/effective_cohort`` of `EffectiveCohort`:
+    means over keep ratios, for each layer as ``fl/effective_cohort/<layer>``, and averaged over the layers.
 
     With an algorithm that shards nothing it logs nothing. The figures are pure functions: see
     `lightning_spectral.functional`.
@@ -51,7 +57,33 @@ class SpectralDiagnostics(RoundCallback):
 def spectral_figures(opened: SpectralRound) -> dict[str, float]:
     """The figures of one open round, by the names under which they are logged."""
     per_layer = [_layer_figures(layer) for layer in opened.layers.values()]
-    return {f"fl/{name}": fmean(figures[name] for figures in per_layer) for name in per_layer[0]}
+    chosen = {name: _chosen_figures(layer) for name, layer in opened.layers.items()}
+    return {
+        **{f"fl/{name}": value for name, value in {**_means(per_layer), **_means(chosen.values())}.items()},
+        **{f"fl/{name}/{layer}": value for layer, figures in chosen.items() for name, value in figures.items()},
+    }
+
+
+def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each named value over those that have it."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for one in figures:
+        for name, value in one.items():
+            by_name[name].append(value)
+    return {name: fmean(values) for name, values in by_name.items()}
+
+
+def _chosen_figures(layer: LayerRound) -> dict[str, float]:
+    """What the strategy says of its choices for one layer, mean over keep ratios."""
+    plans, s = layer.groups.values(), layer.singular_values
+    return _means(layer.strategy.figures(s, plan.num_terms, plan.cohort_size) for plan in plans)
+
+
+def _client_error(layer: LayerRound) -> float:
+    """Mean over the clients of all keep ratios."""
+    num_clients = {ratio: plan.num_clients for ratio, plan in layer.groups.items()}
+    total = sum(error * num_clients[ratio] for ratio, error in layer.client_errors().items())
+    return total / sum(num_clients.values())
 
 
 def _layer_figures(layer: LayerRound) -> dict[str, float]:
@@ -59,6 +91,7 @@ def _layer_figures(layer: LayerRound) -> dict[str, float]:
     squared_norm = float((s**2).sum())
     return {
         "discrepancy": float(_discrepancy(layer)) / squared_norm if squared_norm else 0.0,
+        "client_error": _client_error(layer),
         "expected_coverage": float(_coverage(layer)),
         "entropy_rank": entropy_rank(s) / num_singular,
         "participation_rank": participation_rank(s) / num_singular,

@@ -9,9 +9,12 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.functional import collective_multipliers, group_discrepancy
+from lightning_spectral.functional.sampling.effective_cohort import effective_cohort_size
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.work_unit import WorkUnit
+
+EFFECTIVE = ls.EffectiveCohort(slack=0.5)
 
 
 class Logged(pl.Callback):
@@ -44,6 +47,41 @@ def test_figures_are_the_pure_functions_of_a_round() -> None:
     assert 1 / 6 < figures["fl/stable_rank"] <= figures["fl/participation_rank"] <= figures["fl/entropy_rank"] <= 1
 
 
+def test_the_clients_error_is_the_mean_over_clients_of_all_keep_ratios() -> None:
+    torch.manual_seed(0)
+    server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    units = tuple(map(WorkUnit, range(5)))
+    opened = ls.SpectralSharding(ls.Unbiased()).open(server, None, Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]}))
+    by_hand = []
+    for layer in opened.layers.values():
+        s = layer.singular_values
+        errors = [(s**2 * (1 / layer.groups[ratio].inclusion_probs - 1)).sum() / (s**2).sum() for ratio in (0.25, 0.5)]
+        by_hand.append(float(4 * errors[0] + errors[1]) / 5)
+    assert len(by_hand) == 2
+    assert spectral_figures(opened)["fl/client_error"] == pytest.approx(sum(by_hand) / 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda strategy: strategy, ls.Scaled], ids=["alone", "Scaled"])
+def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any) -> None:
+    torch.manual_seed(0)
+    server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    units = tuple(WorkUnit(c, coefficient=1 + c) for c in range(6))
+    cohort = Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]})
+    algorithm = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5)), weigh_clients=True)
+    opened = algorithm.open(server, None, cohort)
+    figures = spectral_figures(opened)
+    per_layer = []
+    for name, layer in opened.layers.items():
+        given = [(n, cohort.effective_size(cohort.groups[ratio])) for n, ratio in ((2, 0.25), (4, 0.5))]
+        sizes = [effective_cohort_size(layer.singular_values, n, size, 0.5) for n, size in given]
+        per_layer.append(sum(sizes) / 2)
+        assert figures[f"fl/effective_cohort/{name}"] == pytest.approx(per_layer[-1])
+    assert figures["fl/effective_cohort"] == pytest.approx(sum(per_layer) / 2)
+    assert 1.0 < figures["fl/effective_cohort"] < 4.0
+    plain = spectral_figures(ls.SpectralSharding(ls.Collective()).open(server, None, cohort))
+    assert not [name for name in plain if "effective_cohort" in name]
+
+
 def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
     torch.manual_seed(0)
     server = nn.Sequential(nn.Linear(4, 30), nn.Linear(30, 20), nn.Linear(20, 2))
@@ -59,7 +97,9 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
 def test_diagnostics_are_logged_every_n_rounds_and_only_for_sharding(lit: Any, data: Any, fit: Fit) -> None:
     sharded, dense = Logged(), Logged()
     fit(lit, data, callbacks=[sharded, ls.SpectralDiagnostics()], algorithm=ls.SpectralSharding(keep_ratio=0.5))
-    assert all(0 < row["fl/discrepancy"] < 1 for row in sharded.rows)
+    assert all(0 < row["fl/discrepancy"] <= row["fl/client_error"] < 1 for row in sharded.rows)
+    fit(lit, data, callbacks=[chosen := Logged(), ls.SpectralDiagnostics()], algorithm=ls.SpectralSharding(EFFECTIVE))
+    assert all(row["fl/effective_cohort"] == row["fl/effective_cohort/net.2"] >= 1 for row in chosen.rows)
     fit(lit, data, callbacks=[dense, ls.SpectralDiagnostics()], algorithm=ls.FedAvg())
     assert "fl/discrepancy" not in dense.rows[-1]
     with pytest.raises(ValueError, match="`every_n_rounds` must be at least 1, got 0"):

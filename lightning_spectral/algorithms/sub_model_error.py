@@ -1,0 +1,45 @@
+"""How far single sub-models are from the weights: whether what a client trains is the server's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from lightning_spectral.algorithms.spectral_round import LayerRound
+
+LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
+
+
+def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> Sequence[str]:
+    """What to tell the user if the sub-models of a keep ratio are far from the weights; of the worst ratio alone.
+
+    Args:
+        layers: The sharded layers of an open round, at least one.
+        starts_random: Whether the run has no spectral start, so that one may help.
+
+    Returns:
+        The figures and their remedies, or nothing.
+    """
+    rounds = layers.values()
+    mean_errors = {ratio: fmean(layer.client_errors()[ratio] for layer in rounds) for ratio in _ratios(layers)}
+    ratio = max(mean_errors, key=mean_errors.__getitem__)
+    if mean_errors[ratio] <= LARGEST_ERROR:
+        return []
+    least = fmean(layer.missing_energy(ratio) for layer in rounds)
+    figures = (
+        f"sub-models of keep ratio {ratio:g} are mostly noise, or mostly empty: the expected squared error of one is "
+        f"{mean_errors[ratio]:.3g} times the squared norm of the weight, mean over {len(layers)} sharded layers; with "
+        f"so many terms it is at least {least:.3g}. The spectra are flat, as those of random weights are."
+    )
+    return [f"{figures} Use {_remedies(least, starts_random)}; `fl/client_error` of SpectralDiagnostics follows it."]
+
+
+def _ratios(layers: Mapping[str, LayerRound]) -> Sequence[float]:
+    return list(next(iter(layers.values())).groups)
+
+
+def _remedies(least: float, starts_random: bool) -> str:
+    """What can lower the error: a strategy only if some choice of terms is good enough."""
+    start = ["`spectral_start=SpectralStart()`"] if starts_random else []
+    strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
+    return " or ".join([*start, "a larger keep ratio", *strategy])

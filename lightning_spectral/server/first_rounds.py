@@ -1,0 +1,127 @@
+"""Warnings in the first rounds of a fit: they say why it will not learn while the reason can still be seen."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.metrics import mean_loss
+
+ROUNDS_OF_UPDATES = 10
+LARGEST_UPDATE = 10.0  # in units of the tensor's own norm
+LEAST_ENTRY = 1e-3  # root mean square: weights that start at zero may grow by any factor
+ROUNDS_OF_LOSSES = 20
+LARGEST_GROWTH = 3.0  # of the loss, in units of that of the first round
+LEAST_LOSS = 1e-2  # below, and for negative losses, a ratio of two says little
+CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
+
+
+class FirstRounds:
+    """Watches the first rounds of one fit, and warns at most once for each reason.
+
+    Args:
+        speaks: Whether this process warns; one of several is enough, because all of them see the same.
+    """
+
+    def __init__(self, speaks: bool = True) -> None:
+        self._speaks = speaks
+        self._first: tuple[int, float] | None = None
+        self._update_is_watched = speaks
+        self._loss_is_watched = speaks
+
+    def begin(self, algorithm: Algorithm[Any], opened: Any, round_idx: int) -> None:
+        """Pass on what the algorithm has to say about its first round, before anybody trains.
+
+        Args:
+            algorithm: The algorithm.
+            opened: What it opened.
+            round_idx: Communication round, from 0.
+        """
+        if self._speaks and round_idx == 0:
+            for concern in algorithm.concerns(opened):
+                _warn(round_idx, concern)
+
+    def end(self, server: nn.Module, summary: RoundSummary) -> None:
+        """Look at a round that is closed, before the server's step.
+
+        Args:
+            server: The server's module; its gradients are the pseudo-gradients.
+            summary: The round.
+        """
+        if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
+            self._look_at_update(server, summary.round_idx)
+        if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
+            self._look_at_loss(mean_loss(summary), summary.round_idx)
+
+    def _look_at_update(self, server: nn.Module, round_idx: int) -> None:
+        ratio, name = max(relative_updates(server), default=(0.0, ""))
+        if ratio > LARGEST_UPDATE:
+            self._update_is_watched = False
+            _warn(round_idx, _huge_update(ratio, name))
+
+    def _look_at_loss(self, loss: float, round_idx: int) -> None:
+        if self._first is None and math.isfinite(loss):
+            self._first = round_idx, loss
+        if self._first is not None and has_exploded(loss, self._first[1]):
+            self._loss_is_watched = False
+            _warn(round_idx, _explosion(loss, *self._first))
+
+
+def has_exploded(loss: float, first: float) -> bool:
+    """Whether a finite loss is far above the first one; never if that was negative or nearly zero.
+
+    Example:
+        >>> has_exploded(9.0, 2.0), has_exploded(5.0, 2.0), has_exploded(5.0, -2.0), has_exploded(float("nan"), 2.0)
+        (True, False, False, False)
+    """
+    return first >= LEAST_LOSS and LARGEST_GROWTH * first < loss < math.inf
+
+
+@torch.no_grad()
+def relative_updates(server: nn.Module) -> Iterator[tuple[float, str]]:
+    """Norm of the pseudo-gradient of each weight in units of the weight's own norm, and the weight's name.
+
+    Biases, scales and other vectors are left out, and so are weights that are nearly zero: these may grow many times in
+    a healthy round. There is one host read for all weights.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> layer.weight.data, layer.weight.grad = torch.tensor([[2.0]]), torch.tensor([[-6.0]])
+        >>> list(relative_updates(layer))
+        [(3.0, 'weight')]
+    """
+    pairs = [(name, p, p.grad) for name, p in server.named_parameters() if p.grad is not None and p.ndim > 1]
+    if pairs:
+        names, weights, updates = zip(*pairs, strict=True)
+        norms = torch.stack(torch._foreach_norm([*weights, *updates])).view(2, -1)
+        for name, weight, size, change in zip(names, weights, *norms.tolist(), strict=True):
+            if size > LEAST_ENTRY * math.sqrt(weight.numel()):
+                yield change / size, name
+
+
+def _huge_update(ratio: float, name: str) -> str:
+    return (
+        f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
+        f"and leaves nothing of it. Lower the learning rate, or {CLIP}; where multipliers are large, as those of "
+        "Unbiased at small keep ratios, lower `clip_tau`."
+    )
+
+
+def _explosion(loss: float, first_round: int, first: float) -> str:
+    return (
+        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). Lower "
+        f"the learning rate, or {CLIP}. Where rounds have few clients whose data differ much, look at the validation "
+        "loss first."
+    )
+
+
+def _warn(round_idx: int, what: str) -> None:
+    warnings.warn(f"Round {round_idx}: {what}", SpectralWarning, stacklevel=4)

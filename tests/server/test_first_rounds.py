@@ -1,0 +1,222 @@
+"""The first rounds say why a run will not learn: once, where it is true, and nowhere else."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, Fitted, seeded
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.first_rounds import FirstRounds, relative_updates
+
+
+def said_during(run: Callable[[], Any]) -> list[str]:
+    """The package's warnings during a run, each as often as it was given."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, ls.SpectralWarning)]
+
+
+class LitPushed(pl.LightningModule):
+    """Every step moves every weight by the learning rate; the loss of each round is given."""
+
+    def __init__(self, lr: float = 1e-3, losses: Sequence[float] = (1.0,)) -> None:
+        super().__init__()
+        self.line, self.lr, self.losses = nn.Linear(6, 6), lr, losses
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        push = self.line.weight.sum()
+        return push - push.detach() + self.losses[min(self.trainer.current_epoch, len(self.losses) - 1)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class LitWide(pl.LightningModule):
+    """Wide enough for the spectrum of its middle layer to be that of a random matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.fixture
+def data(toy: TensorDataset) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), batch_size=4)
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of three rounds."""
+    return partial(fit, max_epochs=3)
+
+
+def random_start(**options: Any) -> ls.SpectralSharding:
+    return ls.SpectralSharding(**{"strategy": ls.Unbiased(), "keep_ratio": 0.1, "spectral_start": None, **options})
+
+
+class TestUpdates:
+    def test_an_update_that_dwarfs_its_weight_is_named_once(self, data: Any, fit: Fit) -> None:
+        module = seeded(LitPushed, lr=3.0)
+        norm = float(module.line.weight.detach().norm())
+        said = said_during(lambda: fit(module, data))
+        (message,) = [text for text in said if "mean update" in text]
+        ratio = 3 * 3.0 * 6 / norm  # three steps a client, 36 equal entries
+        assert message.startswith(f"Round 0: the clients' mean update of 'line.weight' is {ratio:.3g} times as large")
+        assert "Lower the learning rate" in message
+        assert said == [message]
+
+    def test_a_quarter_of_it_is_nothing_to_mention(self, data: Any, fit: Fit) -> None:
+        assert said_during(lambda: fit(seeded(LitPushed, lr=0.75), data)) == []
+
+    def test_vectors_and_weights_that_are_nearly_zero_are_left_out(self) -> None:
+        layer, zero = nn.Linear(3, 3), nn.Linear(3, 3)
+        for parameter in (*layer.parameters(), *zero.parameters()):
+            parameter.grad = torch.full_like(parameter, 7.0)
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.constant_(zero.weight, 1e-4)
+        assert list(relative_updates(nn.Sequential(layer, zero))) == [(pytest.approx(14.0), "0.weight")]
+        assert list(relative_updates(nn.Sequential(nn.Linear(3, 3)))) == []  # a round without survivors
+
+    def test_the_worst_is_named_and_later_rounds_are_not_watched(self) -> None:
+        server = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        for layer, push in zip(server, (20.0, 30.0), strict=True):
+            nn.init.constant_(layer.weight, 1.0)
+            layer.weight.grad = torch.full_like(layer.weight, push)
+        watch = FirstRounds()
+        (message,) = said_during(lambda: [watch.end(server, summary_of(9, 1.0)) for _ in range(2)])
+        assert message.startswith("Round 9: the clients' mean update of '1.weight' is 30 times")
+        assert said_during(lambda: FirstRounds().end(server, summary_of(10, 1.0))) == []
+
+
+def summary_of(round_idx: int, loss: float) -> RoundSummary:
+    client = ClientOutcome(round_idx, WorkUnit(0), 1.0, 10, 3, loss, 0, 0)
+    return RoundSummary(round_idx, (client,), {}, {}, {})
+
+
+class TestLosses:
+    @pytest.mark.parametrize(
+        ("losses", "told"),
+        [
+            ([2.0, 5.9, 6.1, 100.0], "Round 2: the training loss is 6.1, 3.05 times that of round 0 (2)."),
+            ([math.nan, 2.0, 7.0], "Round 2: the training loss is 7, 3.5 times that of round 1 (2)."),
+            ([1.0] * 19 + [4.0], "Round 19: the training loss is 4, 4 times that of round 0 (1)."),
+            ([1.0] * 20 + [4.0], None),
+            ([2.0, math.inf, math.nan], None),
+            ([-2.0, 50.0], None),
+            ([0.0, 50.0], None),
+            ([1e-3, 50.0], None),
+            ([6.0, 2.0, 6.1, 1.0], None),
+        ],
+    )
+    def test_a_loss_far_above_its_start_is_told_once(self, losses: list[float], told: str | None) -> None:
+        watch, silent = FirstRounds(), FirstRounds(speaks=False)
+
+        def run(watch: FirstRounds) -> None:
+            for round_idx, loss in enumerate(losses):
+                watch.end(nn.Linear(1, 1), summary_of(round_idx, loss))
+
+        assert [text.split(" Lower")[0] for text in said_during(lambda: run(watch))] == ([told] if told else [])
+        assert said_during(lambda: run(silent)) == []
+
+    def test_it_is_the_loss_that_is_logged(self, data: Any, fit: Fit) -> None:
+        with pytest.warns(ls.SpectralWarning, match=r"Round 2: the training loss is 8, 4 times that of round 0 \(2\)"):
+            fitted = fit(LitPushed(losses=[2.0, 5.0, 8.0]), data)
+        assert [row["fl/loss"] for row in fitted.rows] == pytest.approx([2.0, 5.0, 8.0])
+
+
+class TestSubModels:
+    def test_random_terms_of_random_weights_are_told_once_with_the_figure(self, data: Any, fit: Fit) -> None:
+        (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=random_start()))
+        assert message.startswith("Round 0: sub-models of keep ratio 0.1 are mostly noise, or mostly empty: the")
+        figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "at least"))
+        assert 4.0 < figure < 9.0  # (1 / r - 1) where the spectrum is flat, and somewhat less where it is not
+        assert 0.5 < least < 0.9
+        assert "Use `spectral_start=SpectralStart()` or a larger keep ratio; `fl/client_error`" in message
+
+    def test_remedies_are_those_that_are_left(self, data: Any, fit: Fit) -> None:
+        algorithm = random_start(spectral_start=ls.SpectralStart())  # half of what Unbiased draws is tail
+        (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=algorithm))
+        assert "Use a larger keep ratio or TopN(), which has the least error;" in message
+        assert said_during(lambda: fit(seeded(LitWide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
+
+    @pytest.mark.parametrize(
+        "algorithm",
+        [
+            ls.FedAvg(),
+            ls.SpectralSharding(),
+            random_start(strategy=ls.Collective(), spectral_start=ls.SpectralStart()),
+            random_start(keep_ratio=1.0),
+            random_start(strategy=ls.TopN(), keep_ratio=0.6),
+        ],
+        ids=repr,
+    )
+    def test_a_healthy_run_is_told_nothing(self, algorithm: Any, data: Any, fit: Fit) -> None:
+        run = partial(fit, seeded(LitWide), data, algorithm=algorithm)
+        assert said_during(lambda: run(callbacks=[ls.UpdateAlignment(1)])) == []
+
+    def test_a_resumed_run_has_been_told(self, data: Any, fit: Fit, tmp_path: Any) -> None:
+        fitted: list[Fitted] = []
+        assert len(said_during(lambda: fitted.append(fit(seeded(LitWide), data, algorithm=random_start())))) == 1
+        fitted[0].trainer.save_checkpoint(ckpt := tmp_path / "three rounds.ckpt")
+        resumed = partial(fit, seeded(LitWide), data, max_epochs=5, ckpt_path=ckpt, algorithm=random_start())
+        assert said_during(resumed) == []
+
+    def test_the_worst_keep_ratio_is_named(self) -> None:
+        algorithm, server = random_start(), seeded(LitWide)
+        cohort = Cohort(0, 0, {ratio: (WorkUnit(2 * i), WorkUnit(2 * i + 1)) for i, ratio in enumerate((0.5, 0.1))})
+        opened = algorithm.open(server, None, cohort)
+        errors = opened.layers["net.2"].client_errors()
+        assert errors[0.1] > 1 > errors[0.5]
+        (told,) = algorithm.concerns(opened)
+        assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
+        assert f"the expected squared error of one is {errors[0.1]:.3g} times" in told
+
+    @pytest.mark.parametrize("strategy", [ls.Unbiased(), ls.Collective(), ls.PriSM(), ls.Scaled(ls.TopN())], ids=repr)
+    def test_the_figure_is_the_mean_over_draws(self, strategy: Any) -> None:
+        server, num_draws = seeded(LitWide), 2000
+        units = tuple(map(WorkUnit, range(num_draws)))
+        algorithm = random_start(strategy=strategy, keep_ratio=0.3)
+        opened = algorithm.open(server, None, Cohort(0, 0, {0.3: units}))
+        weight = server.net[2].weight.detach()
+        errors = []
+        for unit in units:
+            sent = algorithm.send(opened, unit)[0].tensors
+            sub_model = (sent["net.2.u"] * sent["net.2.omega"]) @ sent["net.2.v"]
+            errors.append(float((weight - sub_model).square().sum() / weight.square().sum()))
+        found = torch.tensor(errors)
+        five_sigma = 5 * float(found.std()) / num_draws**0.5 + 1e-5
+        assert abs(float(found.mean()) - opened.layers["net.2"].client_errors()[0.3]) <= five_sigma
+
+
+def test_a_second_fit_is_watched_anew(data: Any, fit: Fit) -> None:
+    model = ls.FederatedModule(seeded(LitPushed, lr=3.0), clients_per_round=2)
+    told = [said_during(lambda: fit(model, data, max_epochs=1)) for _ in range(2)]
+    assert [len(texts) for texts in told] == [1, 0]  # by then the weights are as large as the updates
+
+
+def test_a_default_fit_on_clients_that_differ_is_told_nothing(lit_mlp: Any, toy: TensorDataset, fit: Fit) -> None:
+    data = ls.FederatedDataModule(toy, ls.DirichletPartitioner(num_clients=8, alpha=0.5), batch_size=4)
+    for algorithm in (None, ls.SpectralSharding(), ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5})):
+        run = partial(fit, seeded(lit_mlp), data, algorithm=algorithm, clients_per_round=4, max_epochs=8)
+        assert said_during(lambda run=run: run()) == []

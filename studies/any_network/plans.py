@@ -13,8 +13,8 @@ from setups import SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
-RATES = (0.1, 0.05)  # learning rates of clients in the first round
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
+RATES = {net: (0.1, 0.2) if net in ("MLP", "transformer") else (0.1, 0.05) for net in NETS}  # of clients in round 0
 MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rate is chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 
@@ -53,9 +53,9 @@ class Spec:
 
 
 def rates(best: BestRates) -> Iterator[Spec]:
-    """The main setups at every learning rate: MNIST, nearly IID, r = 0.1, one seed."""
-    for lr, setup, net in product(RATES, MAIN, NETS):
-        yield Spec("MNIST", NEAR_IID, net, setup, ratio(setup, 0.1), lr, seed=0)
+    """The main setups at two learning rates: MNIST, nearly IID, r = 0.1, one seed."""
+    for i, setup, net in product(range(2), MAIN, NETS):
+        yield Spec("MNIST", NEAR_IID, net, setup, ratio(setup, 0.1), RATES[net][i], seed=0)
 
 
 def half(best: BestRates) -> Iterator[Spec]:
@@ -122,7 +122,7 @@ def chosen(
 ) -> Spec:
     """A run at the learning rate that was best for the setup, or for the main setup that is most like it."""
     like = setup if setup in MAIN else "FedAvg" if "FedAvg" in setup else MAIN[1] if "start" in setup else "Collective"
-    return Spec(data, split, net, setup, ratio(setup, keep_ratio), best.get((net, like), RATES[0]), seed, rounds)
+    return Spec(data, split, net, setup, ratio(setup, keep_ratio), best.get((net, like), RATES[net][0]), seed, rounds)
 
 
 def results() -> list[dict[str, Any]]:

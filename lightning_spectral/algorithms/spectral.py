@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Optimizer
@@ -20,7 +21,7 @@ from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.factors import check_keep_ratio, singular_terms
-from lightning_spectral.functional.local_training import check_tau
+from lightning_spectral.functional.local_training import check_tau, check_weight_lr
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
@@ -61,6 +62,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
         layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
             returned, which fixes the outcome for every layer. From choices it is made when training starts, with a
             traced forward pass if the module has an ``example_input_array``.
+        clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
+            nominal one; without it, a term of singular value s moves the weight 2 omega^2 s times as fast as the same
+            step in a dense layer would. ``float("inf")`` for none.
         spectral_start: Moves the energy of random weights into their first terms before the first round; ``None``
             to train from the weights as they are. Weights that look trained are left alone.
         weigh_clients: Whether the strategy gets Kish's effective number of clients, which accounts for unequal numbers
@@ -68,7 +72,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     Raises:
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
-            ``frobenius_decay`` is negative, or both ``exclude`` and ``layers`` are given.
+            ``clip_weight_lr`` is not positive, ``frobenius_decay`` is negative, or both ``exclude`` and ``layers`` are
+            given.
 
     Note:
         Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
@@ -92,11 +97,13 @@ class SpectralSharding(Algorithm[SpectralRound]):
     exclude: InitVar[Sequence[str]] = ()
     layers: LayerChoices | ModulePlan = LayerChoices()
     weigh_clients: bool = False
+    clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
 
     def __post_init__(self, exclude: Sequence[str]) -> None:
         check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
         check_tau(self.clip_tau)
+        check_weight_lr(self.clip_weight_lr)
         for strategy in values_of(self.strategy):
             check_is("strategy", strategy, ShardingStrategy)
         for design in values_of(self.design):
@@ -109,6 +116,27 @@ class SpectralSharding(Algorithm[SpectralRound]):
         check_layers(self.layers)
         if exclude:
             object.__setattr__(self, "layers", _excluding(exclude, self.layers))
+
+    @classmethod
+    def published(
+        cls,
+        strategy: ShardingStrategy | Schedule[ShardingStrategy] | None = None,
+        keep_ratio: PerClient[float] = 0.2,
+        **options: Any,
+    ) -> SpectralSharding:
+        """The recipe of the paper: weights as they are initialised, no bound on the learning rate of the weight.
+
+        Args:
+            strategy: As for the class; ``None`` for `Collective`.
+            keep_ratio: As for the class.
+            **options: Further arguments of the class.
+
+        Example:
+            >>> SpectralSharding.published(keep_ratio=0.1).spectral_start is None
+            True
+        """
+        chosen = Collective() if strategy is None else strategy
+        return cls(chosen, keep_ratio, **{"clip_weight_lr": math.inf, "spectral_start": None, **options})
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client: exact shares, drawn from the seed.
@@ -168,7 +196,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         """The device half: sub-models, and optimizers that decay and clip their factors."""
         plan = self.plan(server)
         dense = tuple(averaged_tensors(server, plan.sharded_weights, plan.kept_buffers))
-        return SpectralSide(plan, dense, self.clip_tau, self.frobenius_decay)
+        return SpectralSide(plan, dense, self.clip_tau, self.clip_weight_lr, self.frobenius_decay)
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> SpectralRound:
         """Factorise every sharded matrix once, and compute probabilities and multipliers for each keep ratio."""

@@ -12,9 +12,10 @@ from torch.optim import AdamW
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.nn.layers.terms import sharded_layers
-from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
+from lightning_spectral.nn.term_rates import TermRates
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Options, Upload
 
@@ -26,13 +27,15 @@ class SpectralSide(ClientSide):
     Attributes:
         plan: How clients hold each layer.
         dense: Names of the tensors that travel back whole.
-        clip_tau: Bound on a term's effective learning rate.
+        clip_tau: Bound on the learning rate of a term's vectors.
+        clip_weight_lr: Bound on the learning rate of the weight.
         frobenius_decay: Coefficient of the penalty on sharded layers, beside the optimizer's own weight decay.
     """
 
     plan: ModulePlan
     dense: tuple[str, ...]
     clip_tau: float
+    clip_weight_lr: float
     frobenius_decay: float
 
     @cached_property
@@ -71,8 +74,14 @@ class SpectralSide(ClientSide):
         )
         decays = self._decays(recipe, recipe.options)
         FrobeniusDecay(decays, decoupled).register(local.optimizer, client)
-        EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
-        return replace(local, on_options=lambda options: decays.update(self._decays(recipe, options)))
+        rates = TermRates(client, self.clip_tau, self.clip_weight_lr)
+        rates.register(local.optimizer)
+
+        def start_client(options: Sequence[Options]) -> None:
+            decays.update(self._decays(recipe, options))
+            rates.start_client()
+
+        return replace(local, on_options=start_client)
 
     def _decays(self, recipe: OptimizerRecipe, options: Sequence[Options]) -> dict[str, float]:
         """For each block of a weight that this optimizer steps, the coefficient of its penalty in a round."""

@@ -1,4 +1,4 @@
-"""The two corrections to a client's gradients: effective-learning-rate clipping and Frobenius decay."""
+"""The corrections to a client's gradients: two bounds on learning rates, and Frobenius decay."""
 
 from torch import Tensor
 
@@ -33,6 +33,53 @@ def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
     """
     check_tau(tau)
     return (tau / multipliers).clamp(max=1.0)
+
+
+def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -> Tensor:
+    r"""Factors :math:`\min(1, b / (\omega_i^2 (|u_i|^2 + |v_i|^2)))` for the gradients of the two vectors of each term.
+
+    A step of plain gradient descent on u and v, with the gradient G of the weight, moves the weight by
+
+    .. math:: -\eta \sum_i \omega_i^2 \big(|v_i|^2\, G \hat v_i^T \hat v_i + |u_i|^2\, \hat u_i \hat u_i^T G\big) ,
+
+    where the hats are unit vectors. Along a term the weight's learning rate is :math:`\omega_i^2(|u_i|^2 + |v_i|^2)`
+    times the nominal one, which is :math:`2 \omega_i^2 s_i` for a term that was just drawn. The factor bounds this:
+    with bound 1, no direction of the weight is trained faster than in a dense layer with the same learning rate.
+
+    Args:
+        u: Left vectors as columns, shape ``(c_out, n)``.
+        multipliers: Auxiliary multipliers omega, shape ``(n,)``.
+        v: Right vectors as rows, shape ``(n, c_in k)``.
+        bound: Largest learning rate of the weight, in units of the nominal one, positive; ``inf`` changes nothing.
+
+    Returns:
+        Factors in ``(0, 1]``, shape ``(n,)``.
+
+    Raises:
+        ValueError: If ``bound`` is not positive.
+
+    Note:
+        For orthogonal terms, as they are drawn, the bound holds for every direction. Divided by their norms, gradients
+        of factors converge at a rate that does not depend on the spectrum (Tong, Ma & Chi 2021); here they are only
+        ever made smaller, so that small terms stay as stable as they are.
+
+    Example:
+        >>> import torch
+        >>> weight_lr_factors(2 * torch.eye(2), torch.ones(2), torch.diag(torch.tensor([2.0, 0.1])), bound=1.0)
+        tensor([0.1250, 0.2494])
+    """
+    check_weight_lr(bound)
+    speed = multipliers.square() * (u.square().sum(0) + v.square().sum(1))
+    return (bound / speed).clamp(max=1.0)
+
+
+def check_weight_lr(bound: float) -> None:
+    """Raise ``ValueError`` unless ``bound`` is positive."""
+    if not bound > 0.0:
+        raise ValueError(
+            f"`clip_weight_lr` must be positive, got {bound!r}: it bounds the learning rate of the weight in units of "
+            "the nominal one (use float('inf') for no bound)."
+        )
 
 
 def check_tau(tau: float) -> None:

@@ -49,33 +49,42 @@ def options(**values: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(values.items())
 
 
+AS_PUBLISHED = options(clip_weight_lr=float("inf"))
+TOP_THEN_COLLECTIVE = ls.Schedule({0: ls.TopN(), 50: ls.Collective()})
+
 SETUPS: dict[str, Setup] = {
     "FedAvg": Setup(None),
     "FedAvg, momentum": Setup(None, momentum=0.5),
-    # from the weights as they are
-    "TopN": Setup(ls.TopN()),
-    "PriSM": Setup(ls.PriSM()),
-    "Unbiased": Setup(ls.Unbiased()),
-    "Collective": Setup(ls.Collective()),  # the paper's recipe
-    "Collective, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated())),
-    "slack 5 %": Setup(ls.EffectiveCohort(0.05)),
-    "TopN, then Collective": Setup(ls.Schedule({0: ls.TopN(), 50: ls.Collective()})),
-    # from a spectral start
+    # as published: weights as they are, no bound on the learning rate of the weight
+    "TopN": Setup(ls.TopN(), AS_PUBLISHED),
+    "PriSM": Setup(ls.PriSM(), AS_PUBLISHED),
+    "Unbiased": Setup(ls.Unbiased(), AS_PUBLISHED),
+    "Collective": Setup(ls.Collective(), AS_PUBLISHED),
+    "slack 5 %": Setup(ls.EffectiveCohort(0.05), AS_PUBLISHED),
+    "TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, AS_PUBLISHED),
+    # one of the two changes
+    "bound alone, TopN": Setup(ls.TopN()),
+    "bound alone, PriSM": Setup(ls.PriSM()),
+    "bound alone, Unbiased": Setup(ls.Unbiased()),
+    "bound alone, Collective": Setup(ls.Collective()),
+    "bound alone, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated())),
+    "bound alone, slack 50 %": Setup(ls.EffectiveCohort(0.5)),
+    "start alone, TopN": Setup(ls.TopN(), AS_PUBLISHED, START),
+    "start alone, Collective": Setup(ls.Collective(), AS_PUBLISHED, START),
+    "start alone, Collective, momentum": Setup(ls.Collective(), AS_PUBLISHED, START, momentum=0.5),
+    # both
     "start, TopN": Setup(ls.TopN(), start=START),
     "start, PriSM": Setup(ls.PriSM(), start=START),
     "start, Unbiased": Setup(ls.Unbiased(), start=START),
     "start, Collective": Setup(ls.Collective(), start=START),
     "start, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated()), START),
-    "start, slack 5 %": Setup(ls.EffectiveCohort(0.05), start=START),
-    "start, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=START),
-    "start, TopN, then Collective": Setup(ls.Schedule({0: ls.TopN(), 50: ls.Collective()}), start=START),
-    # other starts
+    "start, TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, start=START),
+    # other starts and bounds
     "start 0.3, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.3)),
+    "start 0.3, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=ls.SpectralStart(tail=0.3)),
     "start 0.02, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.02)),
-    "start 0.02, TopN": Setup(ls.TopN(), start=ls.SpectralStart(tail=0.02)),
     "start of 20 %, Collective": Setup(ls.Collective(), start=ls.SpectralStart(keep_ratio=0.2)),
-    # other options
+    "start, Collective, bound 0.5": Setup(ls.Collective(), options(clip_weight_lr=0.5), START),
     "start, Collective, no decay": Setup(ls.Collective(), options(frobenius_decay=0.0), START),
     "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
-    "start, TopN, momentum": Setup(ls.TopN(), start=START, momentum=0.5),
 }

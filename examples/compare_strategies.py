@@ -1,6 +1,6 @@
 """Which singular terms should a client get? Four strategies at two keep ratios, and FedAvg on the whole model.
 
-The recipe is that of the papers: no spectral start.
+The recipe is that of the papers, `SpectralSharding.published`.
 
     python examples/compare_strategies.py
 
@@ -51,7 +51,7 @@ Results = Mapping[Setup, Mapping[int, Sequence[float]]]  # for each setup and se
 def setups() -> dict[Setup, ls.Algorithm[Any]]:
     """Every strategy at every keep ratio, and FedAvg, which has none."""
     pairs = product(KEEP_RATIOS, STRATEGIES)
-    sharded = {(name, r): ls.SpectralSharding(STRATEGIES[name], r, spectral_start=None) for r, name in pairs}
+    sharded = {(name, r): ls.SpectralSharding.published(STRATEGIES[name], r) for r, name in pairs}
     return {**sharded, DENSE: ls.FedAvg()}
 
 

@@ -97,7 +97,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     exclude: InitVar[Sequence[str]] = ()
     layers: LayerChoices | ModulePlan = LayerChoices()
     weigh_clients: bool = False
-    clip_weight_lr: float = 1.0
+    clip_weight_lr: float = 10.0
     spectral_start: SpectralStart | None = SpectralStart()
 
     def __post_init__(self, exclude: Sequence[str]) -> None:

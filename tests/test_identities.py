@@ -128,10 +128,15 @@ def test_server_momentum_is_fedavgm(regression: TensorDataset, fit: Fit) -> None
 
 ALGORITHMS = [
     ls.FedAvg(),
-    *(ls.SpectralSharding(s, 0.3) for s in (ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective())),
+    *(
+        ls.SpectralSharding(s, 0.3, spectral_start=None)
+        for s in (ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective())
+    ),
 ]
 
 
+# 3 of 12 terms of a random matrix
+@pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio 0.3:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_zero_local_epochs_change_no_bit(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
     before = copy.deepcopy(lit.state_dict())

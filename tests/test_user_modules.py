@@ -140,6 +140,7 @@ def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, fit:
             return torch.optim.Adam(chosen, lr=0.1)
 
     module = Lit()
+    ls.spectral_start(module, 0.5)  # now, so that only training changes the weights
     bias, weight = module.net[2].bias.detach().clone(), module.net[2].weight.detach().clone()
     sharding = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))  # which Adam would undo
     fit(module, data, algorithm=sharding)
@@ -286,7 +287,8 @@ def test_a_layer_that_the_first_batch_skips_still_takes_part(lit_mlp: Any, data:
     class Never(Lit):
         batch_of_all_layers = -1
 
-    before = (lit := Lit()).net[2].weight.detach().clone()
+    ls.spectral_start(lit := Lit(), 0.5)  # now, so that only training changes the weights
+    before = lit.net[2].weight.detach().clone()
     assert not torch.equal(fit(lit, data).module.net[2].weight, before)
     with pytest.raises(ValueError, match=r"do not take part in the forward pass of `training_step`: net\.2"):
         fit(Never(), data)
@@ -514,6 +516,7 @@ def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, fit: Fit)
 @pytest.mark.parametrize("design", [None, ls.ConditionalPoisson(), ls.SuccessiveSampling()], ids=repr)
 @pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
 def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, fit: Fit) -> None:
+    ls.spectral_start(lit, 0.3)  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
     fitted = fit(lit, data, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design))
     assert len(fitted.rows) == 2

@@ -59,9 +59,10 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
         ValueError: If ``bound`` is not positive.
 
     Note:
-        For orthogonal terms, as they are drawn, the bound holds for every direction. Divided by their norms, gradients
-        of factors converge at a rate that does not depend on the spectrum (Tong, Ma & Chi 2021); here they are only
-        ever made smaller, so that small terms stay as stable as they are.
+        For orthogonal terms with vectors of equal length, as they are drawn, the bound holds for every direction; with
+        unequal lengths twice the bound does. Divided by their norms, gradients of factors converge at a rate that does
+        not depend on the spectrum (Tong, Ma & Chi 2021); here they are only ever made smaller, so that small terms stay
+        as stable as they are.
 
     Example:
         >>> import torch
@@ -69,8 +70,8 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
         tensor([0.1250, 0.2494])
     """
     check_weight_lr(bound)
-    speed = multipliers.square() * (u.square().sum(0) + v.square().sum(1))
-    return (bound / speed).clamp(max=1.0)
+    root = multipliers * (u.square().sum(0) + v.square().sum(1)).sqrt()  # its square may be beyond the type
+    return (bound / root / root).clamp(max=1.0)
 
 
 def check_weight_lr(bound: float) -> None:

@@ -170,7 +170,8 @@ def test_a_sub_model_shares_nothing_with_the_server() -> None:
 
 
 def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() -> None:
-    algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.01, clip_tau=math.inf), net()
+    algorithm = ls.SpectralSharding.published(keep_ratio=0.5, frobenius_decay=0.01, clip_tau=math.inf)
+    server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0, weight_decay=0.05)
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
         algorithm.check_optimizer(template)
@@ -196,14 +197,17 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
 
 
 def test_clipping_acts_through_the_local_optimizer() -> None:
-    algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0), net()
+    algorithm = ls.SpectralSharding.published(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0)
+    server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
     side = algorithm.client_side(server)
     client = side.build(server, 0.5)
     layer = sharded_layers(client)["4"]
     layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
+    local = side.local_optimizer(recipe_of(template, server), client)
+    local.start_client(options_of(template))
     layer.u.grad = torch.ones_like(layer.u)
-    side.local_optimizer(recipe_of(template, server), client).optimizer.step()
+    local.optimizer.step()
     assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
 
 
@@ -224,8 +228,12 @@ def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
         torch.testing.assert_close(layer.u.detach(), u - 0.01 * 0.1 * u @ v @ v.T, rtol=1e-5, atol=1e-6)
 
 
-def test_decay_is_added_before_clipping() -> None:
-    algorithm, server = ls.SpectralSharding(keep_ratio=0.5, frobenius_decay=0.1, clip_tau=2.0), net()
+@pytest.mark.parametrize("clip_weight_lr", [math.inf, 1.0])
+def test_decay_is_added_before_clipping(clip_weight_lr: float) -> None:
+    algorithm = ls.SpectralSharding(
+        keep_ratio=0.5, frobenius_decay=0.1, clip_tau=2.0, clip_weight_lr=clip_weight_lr, spectral_start=None
+    )
+    server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
     side = algorithm.client_side(server)
     client = side.build(server, 0.5)
@@ -234,9 +242,12 @@ def test_decay_is_added_before_clipping() -> None:
     u, v = torch.randn(10, 5, generator=generator), torch.randn(5, 32, generator=generator)
     omega = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
     layer.load_terms(u, v, omega)
+    local = side.local_optimizer(recipe_of(template, server), client)
+    local.start_client(options_of(template))
     layer.u.grad, layer.v.grad = torch.ones_like(u), torch.ones_like(v)
-    side.local_optimizer(recipe_of(template, server), client).optimizer.step()
-    factors = torch.tensor([1.0, 1.0, 0.5, 0.25, 0.125])
+    local.optimizer.step()
+    speeds = omega.square() * (u.square().sum(0) + v.square().sum(1))
+    factors = torch.minimum(torch.tensor([1.0, 1.0, 0.5, 0.25, 0.125]), clip_weight_lr / speeds)
     decay = 0.1 * (u * omega) @ (v @ v.T) * omega
     torch.testing.assert_close(layer.u, u - factors * (1 + decay))
 
@@ -289,7 +300,7 @@ def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
     """A schedule may change it: the gradient that the hook adds is proportional to the round's coefficient."""
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=0.1, weight_decay=0.1)
-    side = ls.SpectralSharding(frobenius_decay=0.0, clip_tau=math.inf).client_side(server)
+    side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).client_side(server)
     client = side.build(server, 0.5)
     local = side.local_optimizer(recipe_of(template, server), client)
     layer = next(iter(sharded_layers(client).values()))

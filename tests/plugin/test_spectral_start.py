@@ -27,6 +27,8 @@ def sentences(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class TestInAFit:
+    # for smaller clients than the start is for, half of the energy is too far down
+    @pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio 0.2:lightning_spectral.SpectralWarning")
     @pytest.mark.parametrize(
         ("keep_ratio", "start", "share"),
         [
@@ -72,8 +74,11 @@ class TestInAFit:
     def test_a_weight_that_is_not_finite_ends_the_fit_with_the_layers_name(self, lit: Any, data: Any, fit: Fit) -> None:
         with torch.no_grad():
             lit.net[2].weight[0, 0] = math.nan
-        with pytest.raises(ValueError, match=r"Layer 'net.2' cannot be factorised: .*must be finite"):
+        with pytest.raises(
+            ls.RoundError, match=r"^Round 0: .*weights were not finite .*: 'net.2.weight' had"
+        ) as raised:
             fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3))
+        assert "Layer 'net.2' cannot be factorised" in str(raised.value.__cause__)
 
 
 class Doubles(ls.FedAvg):

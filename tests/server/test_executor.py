@@ -13,6 +13,7 @@ import lightning_spectral as ls
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
@@ -103,7 +104,9 @@ def test_a_round_without_lightning_is_that_of_a_trainer(
     algorithm: Any, executor: Any, lit_mlp: Any, uneven: Any, fit: Fit
 ) -> None:
     fitted = fit(seeded(lit_mlp), uneven, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
-    weights, _ = played(algorithm, executor, seeded(lit_mlp), uneven, rounds=1)
+    server = seeded(lit_mlp)
+    algorithm.initialize(server, Alone())
+    weights, _ = played(algorithm, executor, server, uneven, rounds=1)
     assert same_state(weights, fitted.state)
 
 

@@ -177,9 +177,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
         """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
             warnings.warn(
-                f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, which is exact for "
-                f"SGD, with or without momentum; {type(template).__name__} rescales gradients by their own history, "
-                "which undoes it. Use SGD, or clip_tau=float('inf') to do without.",
+                f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr "
+                f"does, which is exact for SGD, with or without momentum; {type(template).__name__} rescales gradients "
+                "by their own history, which undoes it. Use SGD, or clip_tau=float('inf') to do without.",
                 SpectralWarning,
                 stacklevel=2,
             )

@@ -13,7 +13,7 @@ from lightning_spectral.simulation import Conditions
 
 REMEDIES: dict[ExclusionReason, str] = {
     "error": "The warnings show what failed.",
-    "not_finite": "Lower the learning rate, or clip (`clip_tau`), and look at these clients' data.",
+    "not_finite": "Lower the learning rate, or bound steps (`clip_weight_lr=1`), and look at these clients' data.",
     "no_update": "Look at these clients' data, and at which batches `training_step` skips.",
     "no_data": "Use fewer clients or another partitioner.",
     "dropped_out": "Lower the probability of `ClientDropout`.",

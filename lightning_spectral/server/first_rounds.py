@@ -110,16 +110,16 @@ def relative_updates(server: nn.Module) -> Iterator[tuple[float, str]]:
 def _huge_update(ratio: float, name: str) -> str:
     return (
         f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
-        f"and leaves nothing of it. Lower the learning rate, or {CLIP}; where multipliers are large, as those of "
-        "Unbiased at small keep ratios, lower `clip_tau`."
+        f"and leaves nothing of it. Lower the learning rate, or {CLIP}; of sharded layers, bound the steps along large "
+        "terms and multipliers, `clip_weight_lr=1`."
     )
 
 
 def _explosion(loss: float, first_round: int, first: float) -> str:
     return (
         f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). Lower "
-        f"the learning rate, or {CLIP}. Where rounds have few clients whose data differ much, look at the validation "
-        "loss first."
+        f"the learning rate, or {CLIP}; with sharded layers try `clip_weight_lr=1`. Where rounds have few clients "
+        "whose data differ much, look at the validation loss first."
     )
 
 

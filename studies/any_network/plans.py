@@ -120,9 +120,14 @@ def chosen(
     seed: int,
     rounds: int = NUM_ROUNDS,
 ) -> Spec:
-    """A run at the learning rate that was best for the setup, or for the main setup that is most like it."""
+    """A run at the learning rate that was chosen for its setup."""
+    return Spec(data, split, net, setup, ratio(setup, keep_ratio), rate(best, net, setup), seed, rounds)
+
+
+def rate(best: BestRates, net: str, setup: str) -> float:
+    """The learning rate that was best for a setup, or for the main setup that is most like it."""
     like = setup if setup in MAIN else "FedAvg" if "FedAvg" in setup else MAIN[1] if "start" in setup else "Collective"
-    return Spec(data, split, net, setup, ratio(setup, keep_ratio), best.get((net, like), RATES[net][0]), seed, rounds)
+    return best.get((net, like), RATES[net][0])
 
 
 def results() -> list[dict[str, Any]]:

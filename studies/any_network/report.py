@@ -11,15 +11,17 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plans import EXTREME, NEAR_IID, NETS, NUM_ROUNDS, SKEWED, best_rates, final, results
+from plans import NEAR_IID, NETS, NUM_ROUNDS, best_rates, final, rate, results
 from run import EVERY
 from setups import SETUPS
+from tasks import ALPHAS, IMAGES
 
 DOCS = Path("docs")
 DEFAULT = "start, Collective"
@@ -37,7 +39,7 @@ Run = Mapping[str, Any]
 def chosen_runs() -> list[Run]:
     """Runs at the learning rate that was chosen for their network and setup."""
     best = best_rates()
-    return [run for run in results() if best.get((run["net"], run["setup"]), run["lr"]) == run["lr"]]
+    return [run for run in results() if rate(best, run["net"], run["setup"]) == run["lr"]]
 
 
 def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
@@ -46,65 +48,57 @@ def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
 
 
 def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
-    """Test accuracy in per cent, its standard deviation over seeds, and its share of FedAvg's."""
+    """Test accuracy in per cent, its standard deviation over seeds, and its share of FedAvg's with the same seeds."""
     if not runs:
         return ""
-    values = [100 * final(run, "test") for run in runs]
-    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
-    failed = sum(bool(run["error"]) for run in runs)
-    if failed == len(runs):
+    if all(run["error"] for run in runs):
         return "diverged"
-    share = f" ({mean(values) / mean(100 * final(run, 'test') for run in dense):.2f})" if dense else ""
-    return f"{mean(values):.1f}{spread}{share}"
+    values = {run["seed"]: 100 * final(run, "test") for run in runs}
+    spread = f" ± {stdev(values.values()):.1f}" if len(values) > 1 else ""
+    shares = [values[run["seed"]] / (100 * final(run, "test")) for run in dense if run["seed"] in values]
+    return f"{mean(values.values()):.1f}{spread}" + (f" ({mean(shares):.2f})" if shares else "")
 
 
 def table(runs: Sequence[Run], setups: Sequence[str], **where: Any) -> list[str]:
-    """A row for each network, a column for each setup."""
-    split = {name: value for name, value in where.items() if name != "keep_ratio"}
-    lines = [
-        "| | " + " | ".join(LABELS.get(setup, setup) for setup in setups) + " |",
-        "| --- " * (len(setups) + 1) + "|",
-    ]
-    for net in NETS:
-        dense = select(runs, net=net, setup="FedAvg", **split)
-        found = [select(runs, net=net, setup=setup, **(split if "FedAvg" in setup else where)) for setup in setups]
-        if any(found):
-            cells = [
-                cell(column, () if setup == "FedAvg" else dense) for setup, column in zip(setups, found, strict=True)
-            ]
-            lines.append(f"| {net} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def tables(runs: Sequence[Run]) -> str:
-    """All tables, with a line above each that says what it is about."""
-    short = select(runs, num_rounds=NUM_ROUNDS)
-    main, near = list(LABELS), {"data": "MNIST", "split": NEAR_IID}
-    parts = [(f"MNIST, {NEAR_IID}, keep ratio {r}", main, {**near, "keep_ratio": r}) for r in (0.1, 0.2, 0.05, "mixed")]
-    parts += [(f"Fashion-MNIST, {NEAR_IID}, keep ratio 0.1", main, {**near, "data": "Fashion", "keep_ratio": 0.1})]
-    skewed = [*main, "start, TopN"]
-    parts += [
-        (f"MNIST, {s}, keep ratio 0.1", skewed, {"data": "MNIST", "split": s, "keep_ratio": 0.1})
-        for s in (SKEWED, EXTREME)
-    ]
-    text = [f"{title}:\n\n" + "\n".join(table(short, setups, **where)) for title, setups, where in parts]
-    return (
-        "\n\n".join(
-            [*text, "All setups, MNIST, nearly IID, keep ratio 0.1, one seed:\n\n" + "\n".join(all_setups(short))]
-        )
-        + "\n"
-    )
+    """A row for each network, a column for each setup; those that were not run are left out."""
+    anywhere = {name: value for name, value in where.items() if name != "keep_ratio"}
+    found = {
+        (net, setup): select(runs, net=net, setup=setup, **(anywhere if setup == "FedAvg" else where))
+        for net in NETS
+        for setup in setups
+    }
+    rows = [net for net in NETS if any(found[net, setup] for setup in setups if setup != "FedAvg")]
+    columns = [setup for setup in setups if any(found[net, setup] for net in rows)]
+    cells = [[cell(found[net, s], () if s == "FedAvg" else found[net, "FedAvg"]) for s in columns] for net in rows]
+    return markdown([LABELS.get(setup, setup) for setup in columns], dict(zip(rows, cells, strict=True)))
 
 
 def all_setups(runs: Sequence[Run]) -> list[str]:
     """A row for each setup, a column for each network in which it was tried."""
     one = select(runs, data="MNIST", split=NEAR_IID, seed=0)
-    found = {
-        setup: [cell([r for r in select(one, setup=setup, net=net) if r["keep_ratio"] in (0.1, 1.0)]) for net in NETS]
-        for setup in SETUPS
-    }
-    rows = [f"| {setup} | " + " | ".join(cells) + " |" for setup, cells in found.items() if any(cells)]
-    return ["| | " + " | ".join(NETS) + " |", "| --- " * (len(NETS) + 1) + "|", *rows]
+    tried = [run for run in one if run["keep_ratio"] in (0.1, 1.0)]
+    rows = {setup: [cell(select(tried, setup=setup, net=net)) for net in NETS] for setup in SETUPS}
+    return markdown(NETS, {setup: cells for setup, cells in rows.items() if any(cells)})
+
+
+def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """A table; nothing if it would have no rows."""
+    if not rows:
+        return []
+    lines = [f"| | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
+    return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """All tables that have rows, with a line above each that says what it is about."""
+    short = select(runs, num_rounds=NUM_ROUNDS)
+    parts: dict[str, list[str]] = {}
+    for data, split in product(IMAGES, ALPHAS):
+        for keep_ratio in (0.05, 0.1, 0.2, "mixed"):
+            where = {"data": data, "split": split, "keep_ratio": keep_ratio}
+            parts[f"{data}, {split}, keep ratio {keep_ratio}"] = table(short, [*LABELS, "start, TopN"], **where)
+    parts[f"All setups, MNIST, {NEAR_IID}, keep ratio 0.1, seed 0"] = all_setups(short)
+    return "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines) + "\n"
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:

@@ -39,7 +39,7 @@ Run = Mapping[str, Any]
 def chosen_runs() -> list[Run]:
     """Runs at the learning rate that was chosen for their network and setup."""
     best = best_rates()
-    return [run for run in results() if rate(best, run["net"], run["setup"]) == run["lr"]]
+    return [run for run in results() if rate(best, run["net"], run["setup"], run["keep_ratio"]) == run["lr"]]
 
 
 def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
@@ -140,7 +140,7 @@ def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
             one.errorbar(
                 sizes, centre, [below, above], color=colour, marker=marker, label=label, capsize=2, markersize=7
             )
-        one.set_xscale("log")
+        one.set_xlim(left=0)
         one.set_ylim(0, 100)
     figure.supxlabel("kilobytes of a client's turn, down and up")
     figure.supylabel("test accuracy after 100 rounds, %")

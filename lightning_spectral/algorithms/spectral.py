@@ -104,6 +104,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
         check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
         check_tau(self.clip_tau)
         check_weight_lr(self.clip_weight_lr)
+        for name, setting in {"strategy": self.strategy, "design": self.design}.items():
+            if isinstance(setting, Mapping):
+                raise TypeError(f"`{name}` by round is a Schedule, got {setting!r}; write Schedule({setting!r}).")
         for strategy in values_of(self.strategy):
             check_is("strategy", strategy, ShardingStrategy)
         for design in values_of(self.design):

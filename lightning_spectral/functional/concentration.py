@@ -81,7 +81,7 @@ def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, roundi
 
 def check_tail(tail: float) -> None:
     """Raise ``ValueError`` unless ``tail`` is in [0, 1]."""
-    if not 0.0 <= tail <= 1.0:
+    if not (isinstance(tail, float | int) and 0.0 <= tail <= 1.0):
         raise ValueError(f"`tail` must be in [0, 1], got {tail!r}: it multiplies the terms beyond the first ones.")
 
 

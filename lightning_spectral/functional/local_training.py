@@ -76,7 +76,7 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
 
 def check_weight_lr(bound: float) -> None:
     """Raise ``ValueError`` unless ``bound`` is positive."""
-    if not bound > 0.0:
+    if not (isinstance(bound, float | int) and bound > 0.0):
         raise ValueError(
             f"`clip_weight_lr` must be positive, got {bound!r}: it bounds the learning rate of the weight in units of "
             "the nominal one (use float('inf') for no bound)."

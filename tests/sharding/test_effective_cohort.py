@@ -108,9 +108,9 @@ def test_the_effective_number_is_among_the_figures() -> None:
     assert TopN().figures(GAUSSIAN, 8, 10) == {}
 
 
-@pytest.mark.parametrize("slack", [-0.1, math.nan, -math.inf])
+@pytest.mark.parametrize("slack", [-0.1, math.nan, -math.inf, "0.05"])
 def test_a_negative_slack_is_refused(slack: float) -> None:
-    with pytest.raises(ValueError, match=f"`slack` must be at least 0, got {slack}"):
+    with pytest.raises(ValueError, match=f"`slack` must be at least 0, got {slack!r}"):
         EffectiveCohort(slack)
-    with pytest.raises(ValueError, match=f"`slack` must be at least 0, got {slack}"):
+    with pytest.raises(ValueError, match=f"`slack` must be at least 0, got {slack!r}"):
         effective_cohort_size(GAUSSIAN, 8, 10, slack)

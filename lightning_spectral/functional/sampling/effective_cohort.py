@@ -90,5 +90,5 @@ def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: 
 
 def check_slack(slack: float) -> None:
     """Raise ``ValueError`` unless ``slack`` is at least 0."""
-    if not slack >= 0.0:
+    if not (isinstance(slack, float | int) and slack >= 0.0):
         raise ValueError(f"`slack` must be at least 0, got {slack!r}: 0 is top-n, float('inf') is Collective.")

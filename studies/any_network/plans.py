@@ -83,14 +83,14 @@ def seeds(best: BestRates) -> Iterator[Spec]:
 
 
 def others(best: BestRates) -> Iterator[Spec]:
-    """All other setups, on two networks."""
-    for net, setup in product(NETS[:2], SETUPS):
+    """All other setups."""
+    for net, setup in product(NETS, SETUPS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
 def ratios(best: BestRates) -> Iterator[Spec]:
     """Keep ratio 0.05 and mixed ones."""
-    for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS[:2]):
+    for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, keep_ratio, 0)
 
 

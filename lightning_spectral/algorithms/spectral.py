@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
@@ -13,6 +12,12 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.decomposition import (
+    NamedMatrix,
+    decomposition_cost,
+    naming_layer,
+    sharded_matrices,
+)
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
@@ -204,8 +209,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> SpectralRound:
         """Factorise every sharded matrix once, and compute probabilities and multipliers for each keep ratio."""
         plan = self.plan(server)
-        matrices = [(n, b.matrix(server.get_parameter(b.parameter).detach())) for n, b in plan.blocks.items()]
-        terms = cohort.workers.share_out(matrices, _singular_terms, _decomposition_cost)
+        terms = cohort.workers.share_out(sharded_matrices(server, plan), _singular_terms, decomposition_cost)
         granularity = plan.choices.term_granularity
         named_terms = zip(plan.blocks, terms, strict=True)
         layers = {name: self._open(name, found, cohort, granularity) for name, found in named_terms}
@@ -218,7 +222,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
             keep_ratio: cohort.effective_size(units) if self.weigh_clients else float(len(units))
             for keep_ratio, units in cohort.groups.items()
         }
-        with _naming_layer(name):
+        with naming_layer(name):
             strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
             return open_layer(name, terms, strategy, design, cohort, sizes, granularity=granularity)
 
@@ -271,22 +275,7 @@ def _excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> Lay
     return choices
 
 
-def _singular_terms(named_matrix: tuple[str, Tensor]) -> tuple[Tensor, ...]:
+def _singular_terms(named_matrix: NamedMatrix) -> tuple[Tensor, ...]:
     name, matrix = named_matrix
-    with _naming_layer(name):
+    with naming_layer(name):
         return singular_terms(matrix)
-
-
-@contextmanager
-def _naming_layer(name: str) -> Iterator[None]:
-    """Name the layer whose weight is at fault."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
-
-
-def _decomposition_cost(named_matrix: tuple[str, Tensor]) -> float:
-    """Multiplications of a singular value decomposition, up to a factor."""
-    rows, columns = named_matrix[1].shape
-    return float(rows * columns * min(rows, columns))

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.decomposition import (
+    NamedMatrix,
+    decomposition_cost,
+    naming_layer,
+    sharded_matrices,
+)
 from lightning_spectral.functional.concentration import check_tail, concentrated_values, is_concentrated, looks_random
 from lightning_spectral.functional.factors import check_keep_ratio, factorize, num_terms_for
-from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter
+from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import plan_of
@@ -117,9 +123,9 @@ def spectral_start(
     """
     start = SpectralStart(tail, keep_ratio, trained)
     plan = plan_of(module, layers)
-    matrices = [(b, b.matrix(module.get_parameter(b.parameter).detach())) for b in plan.blocks.values()]
+    granularity = plan.choices.term_granularity
     moved = (workers or Alone()).share_out(
-        matrices, lambda piece: _moved(piece, start, keep_ratio, plan.choices.term_granularity), _cost
+        sharded_matrices(module, plan), lambda piece: _moved(piece, start, keep_ratio, granularity), decomposition_cost
     )
     found = dict(zip(plan.blocks, (m[0] if m else None for m in moved), strict=True))
     _write(module, plan, found)
@@ -127,28 +133,19 @@ def spectral_start(
     return StartReport(keep_ratio, changed, [name for name in found if name not in changed])
 
 
-def _moved(
-    piece: tuple[WeightBlock, Tensor], start: SpectralStart, keep_ratio: float, granularity: int
-) -> tuple[Tensor, ...]:
+def _moved(piece: NamedMatrix, start: SpectralStart, keep_ratio: float, granularity: int) -> tuple[Tensor, ...]:
     """The new matrix, in the weight's type; nothing where it stays as it is."""
-    block, matrix = piece
-    try:
+    name, matrix = piece
+    with naming_layer(name):
         factors = factorize(matrix)
-    except ValueError as error:
-        raise ValueError(f"Layer {block.name!r} cannot be factorised: {error}") from error
     num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
     rounding = torch.finfo(matrix.dtype).eps
     if is_concentrated(factors.s, num_terms, start.tail, rounding):
         return ()
-    if not (start.trained or looks_random(factors.s, block.shape)):
+    if not (start.trained or looks_random(factors.s, (matrix.shape[0], matrix.shape[1]))):
         return ()
     values = concentrated_values(factors.s, num_terms, start.tail)
     return ((factors.U * values @ factors.Vh).to(matrix.dtype),)
-
-
-def _cost(piece: tuple[WeightBlock, Tensor]) -> float:
-    rows, columns = piece[0].shape
-    return float(rows * columns * min(rows, columns))
 
 
 def _write(module: nn.Module, plan: ModulePlan, matrices: Mapping[str, Tensor | None]) -> None:

@@ -20,8 +20,9 @@ def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> S
     Returns:
         The figures and their remedies, or nothing.
     """
-    rounds = layers.values()
-    mean_errors = {ratio: fmean(layer.client_errors()[ratio] for layer in rounds) for ratio in _ratios(layers)}
+    rounds = list(layers.values())
+    errors = [layer.client_errors() for layer in rounds]
+    mean_errors = {ratio: fmean(of_layer[ratio] for of_layer in errors) for ratio in errors[0]}
     ratio = max(mean_errors, key=mean_errors.__getitem__)
     if mean_errors[ratio] <= LARGEST_ERROR:
         return []
@@ -32,10 +33,6 @@ def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> S
         f"so many terms it is at least {least:.3g}. The spectra are flat, as those of random weights are."
     )
     return [f"{figures} Use {_remedies(least, starts_random)}; `fl/client_error` of SpectralDiagnostics follows it."]
-
-
-def _ratios(layers: Mapping[str, LayerRound]) -> Sequence[float]:
-    return list(next(iter(layers.values())).groups)
 
 
 def _remedies(least: float, starts_random: bool) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_spectral.functional.sampling.effective_cohort import check_slack, effective_cohort_size
-from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
 from lightning_spectral.sharding.base import ShardingStrategy
+from lightning_spectral.sharding.collective import Collective
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class EffectiveCohort(ShardingStrategy):
                 or NaN.
         """
         size = effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)
-        probs = collective_inclusion_probs(singular_values.double(), num_terms, size)
-        return probs, collective_multipliers(probs, size)
+        return Collective()(singular_values, num_terms, size)
 
     def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
         """The effective number of clients that was chosen."""

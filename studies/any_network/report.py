@@ -123,6 +123,14 @@ def panels(figure: Figure) -> dict[str, Axes]:
     return axes
 
 
+def save(figure: Figure, axes: Mapping[str, Axes], path: Path, x: str, y: str) -> None:
+    """Name both axes, add one legend for all panels, and write the picture."""
+    figure.supxlabel(x)
+    figure.supylabel(y)
+    figure.legend(*axes[NETS[0]].get_legend_handles_labels(), loc="outside upper center", ncols=len(LABELS))
+    figure.savefig(path, dpi=150)
+
+
 def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
     """One panel per network, one point per setup and keep ratio; bars span the seeds."""
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
@@ -142,10 +150,7 @@ def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
             )
         one.set_xlim(left=0)
         one.set_ylim(0, 100)
-    figure.supxlabel("kilobytes of a client's turn, down and up")
-    figure.supylabel("test accuracy after 100 rounds, %")
-    figure.legend(*axes[NETS[0]].get_legend_handles_labels(), loc="outside upper center", ncols=len(LABELS))
-    figure.savefig(path, dpi=150)
+    save(figure, axes, path, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")
 
 
 def accuracy_against_rounds(runs: Sequence[Run], path: Path) -> None:
@@ -164,10 +169,7 @@ def accuracy_against_rounds(runs: Sequence[Run], path: Path) -> None:
             one.fill_between(
                 rounds, [min(c) for c in columns], [max(c) for c in columns], color=STYLES[setup][0], alpha=0.2
             )
-    figure.supxlabel("round")
-    figure.supylabel("test accuracy, %")
-    figure.legend(*axes[NETS[0]].get_legend_handles_labels(), loc="outside upper center", ncols=len(LABELS))
-    figure.savefig(path, dpi=150)
+    save(figure, axes, path, "round", "test accuracy, %")
 
 
 def main() -> None:

@@ -84,8 +84,9 @@ SETUPS: dict[str, Setup] = {
     "start 0.3, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=ls.SpectralStart(tail=0.3)),
     "start 0.02, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.02)),
     "start of 20 %, Collective": Setup(ls.Collective(), start=ls.SpectralStart(keep_ratio=0.2)),
-    "start, Collective, bound 1": Setup(ls.Collective(), options(clip_weight_lr=1.0), START),
-    "start, Collective, bound 2": Setup(ls.Collective(), options(clip_weight_lr=2.0), START),
+    "start, Collective, bound 3": Setup(ls.Collective(), options(clip_weight_lr=3.0), START),
+    "start, Collective, bound 10": Setup(ls.Collective(), options(clip_weight_lr=10.0), START),
+    "start, TopN, bound 10": Setup(ls.TopN(), options(clip_weight_lr=10.0), START),
     "start, Collective, no decay": Setup(ls.Collective(), options(frobenius_decay=0.0), START),
     "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
 }

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding
+from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding, Zampling
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
@@ -17,6 +17,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn import (
     CostTable,
     LayerChoices,
@@ -71,6 +72,7 @@ __all__ = [
     "ClientDropout",
     "ClientError",
     "ClientParallelStrategy",
+    "Clip",
     "Collective",
     "CommunicationLedger",
     "ConditionalPoisson",
@@ -95,6 +97,7 @@ __all__ = [
     "JointDesign",
     "LayerChoices",
     "LeaveOut",
+    "Link",
     "LocalHook",
     "MinimumSupport",
     "NaturalPartitioner",
@@ -113,6 +116,7 @@ __all__ = [
     "Schatten",
     "Schedule",
     "ShardingStrategy",
+    "Sigmoid",
     "SpectralDiagnostics",
     "SpectralShardedConv1d",
     "SpectralShardedConv2d",
@@ -128,6 +132,7 @@ __all__ = [
     "Unbiased",
     "UpdateAlignment",
     "VirtualClock",
+    "Zampling",
     "cost_table",
     "estimate",
     "keep_ratio_for",

@@ -57,8 +57,8 @@ class Algorithm(ABC, Generic[RoundT]):
         """
         return self
 
-    def check_optimizer(self, template: Optimizer) -> None:
-        """Check the user's optimizer once, before training. By default any is accepted."""
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Check one of the user's optimizers, over ``server``'s parameters, before training. By default any will do."""
         return None
 
     @abstractmethod

@@ -181,7 +181,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         )
         return str(report)
 
-    def check_optimizer(self, template: Optimizer) -> None:
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
             warnings.warn(

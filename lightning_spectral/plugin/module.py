@@ -221,7 +221,7 @@ class FederatedModule(RoundHooks, Host):
         templates, self.schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
         for template in templates:
             check_optimizer(template)
-            self.algorithm.check_optimizer(template)
+            self.algorithm.check_optimizer(template, self.module)
         parameters = trainable_parameters(templates)
         if not parameters:
             raise ValueError(
@@ -248,6 +248,7 @@ class FederatedModule(RoundHooks, Host):
     def _initialize(self, algorithm: Algorithm[Any]) -> None:
         with suspecting_weights(self.module, 0):
             done = algorithm.initialize(self.module, self.processes)
+        algorithm.settle(self.module, self.state)
         if done:
             rank_zero_info(done)
 

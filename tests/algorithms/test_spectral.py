@@ -174,7 +174,7 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0, weight_decay=0.05)
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
-        algorithm.check_optimizer(template)
+        algorithm.check_optimizer(template, server)
     _, ((download, _),) = draw(algorithm, server, [0.5])
     side = algorithm.client_side(server)
     client = side.build(server, 0.5)
@@ -290,7 +290,7 @@ SLOPE = [torch.nn.Parameter(torch.ones(1))]
 def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer)
+        ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer, nn.Linear(2, 2))
     said = [str(warning.message) for warning in caught if warning.category is ls.SpectralWarning]
     assert len(said) == num_warnings
     assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)

@@ -1,0 +1,265 @@
+"""Zampling: a short vector of probabilities goes down, and one bit for each comes back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
+from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
+from lightning_spectral.functional.zampling.influence import Values
+from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
+from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
+from lightning_spectral.nn.zampling.sampled_weights import split_weights
+from lightning_spectral.protocol.bit_sum import MeanBits
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.exchange import (
+    AVERAGED,
+    apply_mean_change,
+    averaged_tensors,
+    buffer_policies,
+    load_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+
+@dataclass(frozen=True)
+class Zampling(Algorithm[ZamplingRound]):
+    r"""Weights are sparse random combinations w = Qz of bits, and clients train the probabilities of these bits.
+
+    Q follows from the run's seed and never travels. A client gets the n probabilities p, trains scores from there, with
+    new bits in each local step and the straight-through gradient :math:`Q^T \nabla_w`, and returns one draw of bits,
+    eight in a byte. The new p is the mean of the clients' bits, and the server's module holds Qp.
+
+    Weights and biases of affine layers and embeddings are compressed. Everything else travels whole and is averaged as
+    in `FedAvg`: parameters of normalisation layers, buffers, and modules that this package does not know. All clients
+    share one n, since bits of different Q cannot be averaged: there are no keep ratios.
+
+    Args:
+        compression: Number of weights for each probability, m / n, at least 1.
+        degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
+        init: ``"he"`` for weights with He's variance, 2 / fan-in, in the forward pass; ``"paper"`` for the printed
+            variance of Q, with which weights of the forward pass have 3 / fan-in.
+        sampled: Whether local steps use bits; ``False`` for probabilities, the paper's ContinuousModel. Bits are sent
+            either way.
+        smoothing: Pseudo-count of a symmetric Beta prior of each mean of bits. With 0, as published, a probability on
+            which all clients agree becomes 0 or 1, and a `Clip` that absorbs keeps it there; 1 is FedPM's.
+        link: From scores to probabilities; ``None`` for `Clip()`.
+        values: Distribution of the entries of Q: ``"normal"``, or ``"sign"`` for plus or minus a constant.
+        weigh_clients: Whether bits are averaged by numbers of examples; as published each client counts the same.
+        downlink_bits: Bits of a probability on its way down, from 1 to 16, rounded at random; ``None`` for a float.
+        exclude: Shell-style patterns of parameter names that travel whole.
+        include: Patterns of further parameters, of two dimensions or more, that are compressed.
+        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+        memory: Bytes that a process may keep of Q, eight for each of its m d entries; what does not fit is drawn again
+            in every product.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Reference:
+        Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning.
+
+    Example:
+        >>> Zampling(compression=8).start(nn.Linear(30, 10), seed=0).probs.shape
+        torch.Size([39])
+    """
+
+    compression: float = 32
+    degree: int | None = 10
+    init: Init = "he"
+    sampled: bool = True
+    smoothing: float = 0.0
+    link: Link = field(default_factory=Clip)
+    values: Values = "normal"
+    weigh_clients: bool = False
+    downlink_bits: int | None = None
+    exclude: Sequence[str] = ()
+    include: Sequence[str] = ()
+    keep_buffers: Sequence[str] = ()
+    memory: int = 2**30
+    _matrices: MatrixCache = field(default_factory=MatrixCache, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_is("link", self.link, Link)
+        if not 0.0 <= self.smoothing < float("inf"):
+            raise ValueError(f"`smoothing` is a pseudo-count, at least 0 and finite, got {self.smoothing!r}.")
+        if self.downlink_bits is not None and not 1 <= self.downlink_bits <= 16:
+            raise ValueError(f"`downlink_bits` must be from 1 to 16, or None for floats, got {self.downlink_bits!r}.")
+        self.how()
+
+    @classmethod
+    def supermask(cls) -> Zampling:
+        """The supermasks of Zhou et al. (2019): each weight is a random number that is there or not."""
+        return cls(compression=1, degree=None, link=Sigmoid())
+
+    @classmethod
+    def fed_pm(cls, straight_through: bool = False) -> Zampling:
+        """FedPM (Isik et al., 2023): signed constants, sigmoid scores, and the mean of a Beta(1, 1) posterior.
+
+        Args:
+            straight_through: Whether gradients pass the draw as they are. In FedPM's code they are multiplied by p.
+        """
+        return cls(compression=1, degree=None, link=Sigmoid(straight_through), values="sign", smoothing=1.0)
+
+    def how(self) -> Compression:
+        """How weights are compressed."""
+        return Compression(
+            self.compression,
+            self.degree,
+            self.init,
+            self.sampled,
+            self.values,
+            tuple(self.exclude),
+            tuple(self.include),
+            self.memory,
+        )
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if nothing can be compressed, or there are fewer probabilities than the degree."""
+        how = self.how()
+        how.matrix(how.weights_of(server), seed=0)
+
+    def prepare(self, server: nn.Module) -> Zampling:
+        """Decide which buffers keep the server's value, once for all rounds."""
+        kept = [name for name, _, policy in buffer_policies(server, self.keep_buffers) if policy != AVERAGED]
+        return replace(self, keep_buffers=tuple(kept))
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Check that one optimizer steps all scores with the same options, and say what weight decay does not do.
+
+        Raises:
+            ValueError: If compressed weights are in parameter groups of different options, or some are in none.
+        """
+        parameters = {id(server.get_parameter(weight.name)) for weight in self.weights_of(server)}
+        groups = [g for g in template.param_groups if any(id(p) in parameters for p in g["params"])]
+        held = {id(p) for group in groups for p in group["params"]} & parameters
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        if groups and (held != parameters or any(other != options[0] for other in options)):
+            raise ValueError(
+                "Zampling has one vector of scores for all compressed weights, so one optimizer steps them, with the "
+                f"same options; your {type(template).__name__} has them in groups that differ, or only some of them. "
+                "Put them into one group, or keep the others dense with `exclude=`."
+            )
+        if groups and options[0].get("weight_decay"):
+            warnings.warn(
+                f"weight_decay={options[0]['weight_decay']:g} of {type(template).__name__} does not act on the scores "
+                "of Zampling, whose probabilities it would pull to 0; it acts on what is dense.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def weights_of(self, server: nn.Module) -> tuple[CompressedWeight, ...]:
+        """The weights that are compressed."""
+        return self.how().weights_of(server)
+
+    def client_side(self, server: nn.Module) -> ClientSide:
+        """The device half; it draws the same Q from the seed of each download."""
+        weights = self.weights_of(server)
+        dense = averaged_tensors(server, {weight.name for weight in weights}, self.keep_buffers)
+        return ZamplingSide(self.how(), weights, self.link, tuple(dense), self.downlink_bits, self._matrices)
+
+    def start(self, server: nn.Module, seed: int) -> ZamplingState:
+        """Draw the first probabilities, uniform in [0, 1]."""
+        weights = self.weights_of(server)
+        uniforms = torch.rand(self.how().num_probs(weights), generator=derived_generator(seed, "probabilities"))
+        return ZamplingState(uniforms, seed)
+
+    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
+        """Say what becomes of the module's own weights, which `settle` overwrites."""
+        weights = self.weights_of(server)
+        num_weights = sum(weight.num_values for weight in weights)
+        return (
+            f"Zampling: {num_weights:,} weights in {len(weights)} tensors become random combinations of "
+            f"{self.how().num_probs(weights):,} bits; the values they had, trained or not, are not used."
+        )
+
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ZamplingRound:
+        """Collect what every client starts from; quantise the probabilities, the same for all."""
+        probs = own_state(state).probs.detach()
+        without = {weight.name for weight in self.weights_of(server)}
+        sent = probs
+        if self.downlink_bits is not None:
+            generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
+            sent = pack_levels(probs, self.downlink_bits, generator)
+        units = sum(map(len, cohort.groups.values()))
+        return ZamplingRound(
+            cohort,
+            {PROBS: sent, **travelling_tensors(server, without)},
+            probs,
+            MeanBits(len(probs), cohort.total if self.weigh_clients else float(units), probs.device),
+            MeanChange(averaged_tensors(server, without, self.keep_buffers), cohort.total, cohort.absolute),
+        )
+
+    def send(self, opened: ZamplingRound, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Send the same to every client."""
+        return Download(unit, 1.0, opened.tensors), Receipt(unit, 1.0)
+
+    def add(self, opened: ZamplingRound, receipt: Receipt, upload: Upload) -> None:
+        """Count the client's bits, and add the changes of what is dense."""
+        coefficient = receipt.unit.coefficient
+        bits = unpack_bits(upload.tensors[BITS], len(opened.probs))
+        opened.bits.add(bits, coefficient if self.weigh_clients else 1.0)
+        opened.dense.add(upload.tensors, coefficient, upload.largest)
+
+    def running_means(self, opened: ZamplingRound) -> Sequence[RunningMean]:
+        """The counts of bits, and the sum over what is dense."""
+        return [opened.bits, opened.dense]
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: ZamplingRound) -> None:
+        """Set the pseudo-gradients: with learning rate 1 the new probabilities are exactly the mean of the bits."""
+        probs = own_state(state).probs
+        probs.grad = probs.detach() - on_grid(opened.bits.finish(self.smoothing)).to(probs)
+        apply_mean_change(server, opened.dense.finish())
+
+    @torch.no_grad()
+    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
+        """Bring probabilities back into [0, 1], where a server optimizer may have left it, and write Qp."""
+        own = own_state(state)
+        own.probs.copy_(on_grid(own.probs))
+        load_tensors(server, self.network(server, own))
+
+    @torch.no_grad()
+    def network(
+        self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """The compressed weights of one network, by name.
+
+        Args:
+            server: The server's module.
+            state: The server's state.
+            generator: Draws bits z for the weights Qz of a sampled network; ``None`` for Qp, the expected one.
+        """
+        own, weights = own_state(state), self.weights_of(server)
+        z = own.probs.detach()
+        if generator is not None:
+            z = (torch.rand(len(z), generator=generator).to(z.device) < z).to(z.dtype)
+        matrix = self._matrices.get(self.how().matrix(weights, own.seed))
+        parts = split_weights(matrix.expand(z), [weight.shape for weight in weights])
+        return {weight.name: values for weight, values in zip(weights, parts, strict=True)}
+
+    def diagnostics(self, opened: ZamplingRound) -> Mapping[str, float]:
+        """Of the mean of this round's bits: entropy, share on which all agree, and how far two clients disagree."""
+        count = opened.bits.weights.num_terms
+        if count == 0:
+            return {}
+        mean = opened.bits.finish()
+        pairs = 2 * mean * (1 - mean) * (count / (count - 1) if count > 1 else 1.0)
+        return {
+            "bit_entropy": float(bit_entropy(mean).mean()),
+            "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
+            "bit_disagreement": float(pairs.mean()),
+        }

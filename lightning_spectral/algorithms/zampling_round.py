@@ -1,0 +1,58 @@
+"""What the server of Zampling owns: probabilities between rounds, running means within one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_spectral.protocol.bit_sum import MeanBits
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.statistics import MeanChange
+
+GRID = 2.0**24  # probabilities are multiples of 1 / GRID, so that float32 adds and subtracts them exactly
+
+
+class ZamplingState(nn.Module):
+    """What the server of Zampling owns between rounds.
+
+    Attributes:
+        probs: Probabilities p, shape ``(n,)``, float32.
+        seed: What Q is drawn from.
+    """
+
+    def __init__(self, probs: Tensor, seed: int) -> None:
+        super().__init__()
+        self.probs = nn.Parameter(on_grid(probs))
+        self.seed = seed
+
+
+@dataclass(frozen=True, eq=False)
+class ZamplingRound:
+    """One open round of Zampling.
+
+    Attributes:
+        cohort: Who takes part.
+        tensors: What every client is sent: probabilities and dense tensors, by name.
+        probs: The probabilities before the round.
+        bits: Running mean of the clients' bits.
+        dense: Running mean of the changes of what is dense.
+    """
+
+    cohort: Cohort
+    tensors: Mapping[str, Tensor]
+    probs: Tensor
+    bits: MeanBits
+    dense: MeanChange
+
+
+def own_state(state: nn.Module | None) -> ZamplingState:
+    """The state of Zampling, as which every algorithm is given its own."""
+    assert isinstance(state, ZamplingState)
+    return state
+
+
+def on_grid(probs: Tensor) -> Tensor:
+    """The nearest probabilities on the grid, in float32."""
+    return ((probs.double().clamp(0.0, 1.0) * GRID).round() / GRID).float()

@@ -1,0 +1,121 @@
+"""The device half of Zampling: scores that are trained through samples, and one packed bit for each that goes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
+from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.functional.zampling.bits import pack_bits, unpack_levels
+from lightning_spectral.functional.zampling.links import Link
+from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
+from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression
+from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
+from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
+from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.rng import derived_generator
+
+PROBS, BITS = "zampling.probs", "zampling.bits"  # names of what travels down and up
+SCORES = f"{NAME}.scores"  # of the sub-model's parameter
+
+
+class MatrixCache:
+    """The influence matrix that a process used last, so that its server and its device do not both keep one.
+
+    Pickled, it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._last: InfluenceMatrix | None = None
+
+    def get(self, wanted: InfluenceMatrix) -> InfluenceMatrix:
+        """The matrix of the same description that is kept; a new one takes its place."""
+        if self._last != wanted:
+            self._last = wanted
+        assert self._last is not None
+        return self._last
+
+    def __reduce__(self) -> tuple[type[MatrixCache], tuple[()]]:
+        return MatrixCache, ()
+
+
+@dataclass(frozen=True)
+class ZamplingSide(ClientSide):
+    """Sub-models whose weights are samples.
+
+    Attributes:
+        compression: How weights are compressed.
+        weights: The weights that are.
+        link: From scores to probabilities.
+        dense: Names of the tensors that travel back whole.
+        downlink_bits: Bits of a probability on its way down; ``None`` for a float.
+        matrices: Shared with the server in the same process.
+    """
+
+    compression: Compression
+    weights: tuple[CompressedWeight, ...]
+    link: Link
+    dense: tuple[str, ...]
+    downlink_bits: int | None = None
+    matrices: MatrixCache = field(default_factory=MatrixCache, compare=False, repr=False)
+
+    def build(self, module: nn.Module, capacity: float) -> nn.Module:
+        """A copy of ``module`` that holds scores instead of the compressed weights."""
+        # The weights are about to be replaced, so they are not copied.
+        client: nn.Module = copy_module(module, [module.get_parameter(weight.name) for weight in self.weights])
+        SampledWeights(client, self.weights, self._matrix(seed=0), self.link, self.compression.sampled)
+        return client
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Set scores from the probabilities, and copy what is dense."""
+        tensors = dict(download.tensors)
+        weights = sampled_weights(client)
+        weights.matrix = self._matrix(download.seed)
+        weights.set_probs(self._probs(tensors.pop(PROBS)))
+        load_tensors(client, tensors)
+
+    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
+        """The user's optimizer, with the scores in the place of the weights and without weight decay."""
+        return rebuild_optimizer(
+            recipe,
+            client,
+            origin=lambda name: self.weights[0].name if name == SCORES else name,
+            overrides=lambda name: {"weight_decay": 0.0} if name == SCORES else {},
+        )
+
+    def start(self, client: nn.Module, download: Download) -> StepActions:
+        """Draw new weights before each step."""
+        weights = sampled_weights(client)
+        generator = derived_generator(download.seed, "local bits", *download.ids)
+        return StepActions(before_forward=lambda: weights.draw(generator))
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        """One more draw, packed, and what is dense. Scores that are not finite have no bits: the client is left out."""
+        weights = sampled_weights(client)
+        weights.rest()
+        if not bool(torch.isfinite(weights.scores).all()):
+            return Upload(download.unit, {}, left_out="not_finite")
+        bits = weights.draw_bits(derived_generator(download.seed, "uploaded bits", *download.ids))
+        return Upload(download.unit, {BITS: pack_bits(bits), **select_tensors(client, self.dense)})
+
+    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
+        """The scores."""
+        return {"the compressed weights": sampled_weights(client).scores}
+
+    def _probs(self, sent: Tensor) -> Tensor:
+        if self.downlink_bits is None:
+            return sent
+        return unpack_levels(sent, self.compression.num_probs(self.weights), self.downlink_bits)
+
+    def _matrix(self, seed: int) -> InfluenceMatrix:
+        return self.matrices.get(self.compression.matrix(self.weights, seed))
+
+
+def sampled_weights(client: nn.Module) -> SampledWeights:
+    """The module that makes a sub-model's weights."""
+    found = getattr(client, NAME)
+    assert isinstance(found, SampledWeights)
+    return found

@@ -1,0 +1,1 @@
+"""The mathematics of Zampling: weights as sparse random combinations of bits."""

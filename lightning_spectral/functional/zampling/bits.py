@@ -1,0 +1,105 @@
+"""Bits as they travel, eight in a byte, and what they are worth."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack bits into bytes, the first one highest, as ``numpy.packbits`` does.
+
+    Args:
+        bits: Booleans, or zeros and ones, shape ``(n,)``.
+
+    Returns:
+        Bytes, shape ``(ceil(n / 8),)``; the last one is filled up with zeros.
+
+    Example:
+        >>> pack_bits(torch.tensor([True, False, True])).tolist()
+        [160]
+    """
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    packed: Tensor = (padded << _shifts(bits.device)).sum(1, dtype=torch.uint8)
+    return packed
+
+
+def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
+    """Undo `pack_bits`.
+
+    Args:
+        packed: Bytes.
+        num_bits: Number n of bits.
+
+    Returns:
+        Booleans, shape ``(n,)``.
+
+    Raises:
+        ValueError: If the bytes are not those of ``n`` bits.
+
+    Example:
+        >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
+        tensor([ True, False,  True])
+    """
+    if packed.shape != (-(-num_bits // 8),) or packed.dtype != torch.uint8:
+        raise ValueError(
+            f"{num_bits} bits travel as {-(-num_bits // 8)} bytes, got shape {tuple(packed.shape)} of {packed.dtype}."
+        )
+    return ((packed[:, None] >> _shifts(packed.device)) & 1).view(-1)[:num_bits].bool()
+
+
+def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None = None) -> Tensor:
+    """Round probabilities to 2**k levels at random, without bias, and pack k bits for each.
+
+    Args:
+        probs: Shape ``(n,)``, in [0, 1]; 0 and 1 are levels.
+        num_bits: k, from 1 to 16.
+        generator: Draws the rounding, on the CPU.
+
+    Returns:
+        Bytes, one row of `pack_bits` for each of the k binary digits, highest first: shape ``(k, ceil(n / 8))``.
+
+    Example:
+        >>> pack_levels(torch.tensor([0.0, 1.0]), num_bits=2).tolist()
+        [[64], [64]]
+    """
+    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator).to(probs.device)
+    levels = (probs.double() * (2**num_bits - 1) + uniforms).floor().long()
+    return torch.stack([pack_bits((levels >> k) & 1) for k in reversed(range(num_bits))])
+
+
+def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
+    """Undo `pack_levels`, up to its rounding.
+
+    Example:
+        >>> unpack_levels(pack_levels(torch.tensor([0.0, 1.0]), 3), num_probs=2, num_bits=3)
+        tensor([0., 1.], dtype=torch.float64)
+    """
+    digits = torch.stack([unpack_bits(row, num_probs) for row in packed])
+    values = 2 ** torch.arange(num_bits - 1, -1, -1, dtype=torch.float64, device=packed.device)
+    levels: Tensor = (digits * values[:, None]).sum(0) / (2**num_bits - 1)
+    return levels
+
+
+def bit_entropy(probs: Tensor) -> Tensor:
+    """Entropy of a bit that is 1 with probability p, in bits: what it costs at least to send it.
+
+    Args:
+        probs: Probabilities, any shape.
+
+    Returns:
+        The same shape, float64; 0 at 0 and at 1.
+
+    Example:
+        >>> bit_entropy(torch.tensor([0.0, 0.5, 1.0]))
+        tensor([0., 1., 0.], dtype=torch.float64)
+    """
+    p = probs.double()
+    nats: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
+    return nats / math.log(2)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)

@@ -1,0 +1,109 @@
+"""From scores to probabilities and back, and how a gradient passes the draw of a bit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Link(ABC):
+    """Maps scores s, which an optimizer may move anywhere, to probabilities p in [0, 1]."""
+
+    @abstractmethod
+    def probs(self, scores: Tensor) -> Tensor:
+        """Probabilities p = f(s), of the same shape."""
+
+    @abstractmethod
+    def scores(self, probs: Tensor) -> Tensor:
+        """Scores that have given probabilities."""
+
+    @abstractmethod
+    def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
+        """The gradient of scores from that of the drawn bits; each link says by which estimate.
+
+        Args:
+            scores: Where the bits were drawn.
+            of_bits: Gradient of the loss by the bits, Q^T grad_w.
+        """
+
+
+@dataclass(frozen=True)
+class Clip(Link):
+    r"""Zampling's own: :math:`f(s) = \min(\max(s, 0), 1)`, with the straight-through gradient within (0, 1).
+
+    Args:
+        absorbing: Whether a score at 0 or 1, or beyond, has no gradient, as published: it then stays there for the
+            rest of a client's turn, and from round to round. ``False`` lets a gradient pass that points back inside.
+
+    Reference:
+        Villani, Natale & Mallmann-Trenn, section 1.3.
+
+    Example:
+        >>> scores, downhill = torch.tensor([-0.5, 0.3, 1.0]), torch.tensor([-1.0, -1.0, -1.0])
+        >>> Clip().gradient(scores, downhill)
+        tensor([-0., -1., -0.])
+        >>> Clip(absorbing=False).gradient(scores, downhill)
+        tensor([-1., -1., -0.])
+    """
+
+    absorbing: bool = True
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """Scores, clipped to [0, 1]."""
+        return scores.clamp(0.0, 1.0)
+
+    def scores(self, probs: Tensor) -> Tensor:
+        """The probabilities themselves."""
+        return probs.clone()
+
+    def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
+        """The gradient of the bits, where scores are inside or would be moved back inside."""
+        if self.absorbing:
+            return of_bits * ((scores > 0) & (scores < 1))
+        outwards = ((scores <= 0) & (of_bits > 0)) | ((scores >= 1) & (of_bits < 0))
+        return of_bits * ~outwards
+
+
+@dataclass(frozen=True)
+class Sigmoid(Link):
+    r"""The supermasks of Zhou et al. and of FedPM: :math:`f(s) = 1 / (1 + e^{-s})`.
+
+    Args:
+        straight_through: Whether the gradient of p is that of the bit. ``False`` for that of FedPM's code, which is p
+            times as large.
+        margin: Probabilities are moved this far from 0 and 1 before they become scores, which are then finite.
+
+    Raises:
+        ValueError: If the margin is not between 0 and 1/2.
+
+    Reference:
+        Zhou et al. (2019), Deconstructing lottery tickets; Isik et al. (2023), FedPM, whose code has a margin of 0.01.
+
+    Example:
+        >>> Sigmoid().probs(Sigmoid().scores(torch.tensor([0.0, 0.5, 1.0])))
+        tensor([0.0100, 0.5000, 0.9900])
+    """
+
+    straight_through: bool = True
+    margin: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.margin < 0.5:
+            raise ValueError(f"`margin` must be between 0 and 1/2, got {self.margin!r}: a score of 0 or 1 is infinite.")
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """The logistic function."""
+        return torch.sigmoid(scores)
+
+    def scores(self, probs: Tensor) -> Tensor:
+        """Log-odds, of probabilities within the margins."""
+        return torch.logit(probs, eps=self.margin)
+
+    def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
+        """By the chain rule, as if the bit were p; or with another factor p."""
+        p = torch.sigmoid(scores)
+        slope = p * (1 - p)
+        return of_bits * (slope if self.straight_through else slope * p)

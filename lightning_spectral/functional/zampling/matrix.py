@@ -1,0 +1,189 @@
+"""Products with the influence matrix Q of a whole model, within a bound on the memory that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array, vstack
+from torch import Tensor
+
+from lightning_spectral.functional.zampling.influence import BLOCK_ROWS, Values, draw_rows
+
+BYTES_PER_ENTRY = 8  # a column index and a value
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The rows of Q that belong to one weight.
+
+    Attributes:
+        seed: What they are drawn from, in ``[0, 2**64)``.
+        num_rows: Number of entries of the weight.
+        scale: Standard deviation of the rows' values.
+    """
+
+    seed: int
+    num_rows: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive rows of one layer that are drawn together."""
+
+    layer: LayerRows
+    index: int
+    first_row: int  # in the whole matrix
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class InfluenceMatrix:
+    """The sparse m x n matrix that maps bits z, or probabilities p, to weights: w = Qz.
+
+    It is drawn when it is first used. As many rows as fit into ``memory`` are kept; the others are drawn again in
+    every product. Pickled, it is its description alone.
+
+    Args:
+        layers: Rows of all weights, in order.
+        num_columns: Number n of columns.
+        degree: Number d of non-zeros of a row; ``None`` for a diagonal matrix, n = m.
+        values: Distribution of the non-zeros, before they are scaled.
+        memory: Bytes that kept rows may take.
+
+    Raises:
+        ValueError: If the degree is not between 1 and n, or a diagonal matrix is not square.
+
+    Example:
+        >>> Q = InfluenceMatrix((LayerRows(seed=1, num_rows=4, scale=0.5),), num_columns=3, degree=2)
+        >>> Q.expand(torch.ones(3)).shape, Q.pull_back(torch.ones(4)).shape
+        (torch.Size([4]), torch.Size([3]))
+    """
+
+    layers: tuple[LayerRows, ...]
+    num_columns: int
+    degree: int | None = 10
+    values: Values = "normal"
+    memory: int = 2**30
+
+    def __post_init__(self) -> None:
+        if self.degree is not None and not 1 <= self.degree <= self.num_columns:
+            raise ValueError(
+                f"`degree` must be between 1 and the number of columns, {self.num_columns}, got {self.degree}: each "
+                "weight needs that many different columns. Lower the degree or the compression."
+            )
+        if self.degree is None and self.num_columns != self.num_rows:
+            raise ValueError(f"A diagonal matrix of {self.num_rows} rows has {self.num_columns} columns.")
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number m of rows, one for each weight."""
+        return sum(layer.num_rows for layer in self.layers)
+
+    @property
+    def width(self) -> int:
+        """Number of non-zeros of a row."""
+        return 1 if self.degree is None else self.degree
+
+    def expand(self, z: Tensor) -> Tensor:
+        """Weights w = Qz.
+
+        Args:
+            z: Bits or probabilities, shape ``(n,)``.
+
+        Returns:
+            Shape ``(m,)``, of the type of ``z``.
+        """
+        if z.device.type != "cpu":
+            return torch.mv(self._on_device(z.device)[0], z.float()).to(z.dtype)
+        x = z.detach().numpy() if z.dtype in (torch.float32, torch.float64) else z.detach().float().numpy()
+        pieces = [self._kept @ x, *(rows @ x for _, rows in self._drawn_again())]
+        return torch.from_numpy(np.concatenate(pieces)).to(z.dtype)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """The gradient of z from that of the weights, Q^T grad_w.
+
+        Args:
+            gradient: Shape ``(m,)``.
+
+        Returns:
+            Shape ``(n,)``, of the type of ``gradient``.
+        """
+        if gradient.device.type != "cpu":
+            return torch.mv(self._on_device(gradient.device)[1], gradient.float()).to(gradient.dtype)
+        wide = gradient.dtype in (torch.float32, torch.float64)
+        g = gradient.detach().numpy() if wide else gradient.detach().float().numpy()
+        total = self._kept.T @ g[: self._kept.shape[0]]
+        for first_row, rows in self._drawn_again():
+            total += rows.T @ g[first_row : first_row + rows.shape[0]]
+        return torch.from_numpy(total).to(gradient.dtype)
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """All columns and values as ``(m, d)``, for small matrices.
+
+        Returns:
+            Columns, ascending in each row, and values.
+        """
+        drawn = [self._draw(block) for block in self._blocks()]
+        columns, values = zip(*drawn, strict=True)
+        return torch.from_numpy(np.concatenate(columns)).long(), torch.from_numpy(np.concatenate(values))
+
+    def _blocks(self) -> Iterator[Block]:
+        first_row = 0
+        for layer in self.layers:
+            for start in range(0, layer.num_rows, BLOCK_ROWS):
+                num_rows = min(BLOCK_ROWS, layer.num_rows - start)
+                yield Block(layer, start // BLOCK_ROWS, first_row + start, num_rows)
+            first_row += layer.num_rows
+
+    def _draw(self, block: Block) -> tuple[Any, Any]:
+        layer = block.layer
+        columns, values = draw_rows(layer.seed, block.index, block.num_rows, self.num_columns, self.degree, self.values)
+        if self.degree is None:
+            columns = columns + np.arange(block.first_row, block.first_row + block.num_rows, dtype=np.int32)[:, None]
+        return columns, values * np.float32(layer.scale)
+
+    def _rows(self, block: Block) -> csr_array:
+        columns, values = self._draw(block)
+        ends = np.arange(0, columns.size + 1, self.width, dtype=np.int32)
+        return csr_array((values.ravel(), columns.ravel(), ends), shape=(block.num_rows, self.num_columns))
+
+    @cached_property
+    def _num_kept(self) -> int:
+        """Number of leading blocks that fit into the memory."""
+        rows = max(0, self.memory) // (BYTES_PER_ENTRY * self.width)
+        return sum(block.first_row + block.num_rows <= rows for block in self._blocks())
+
+    @cached_property
+    def _kept(self) -> csr_array:
+        rows = [self._rows(block) for block, _ in zip(self._blocks(), range(self._num_kept), strict=False)]
+        empty = csr_array((0, self.num_columns), dtype=np.float32)
+        return csr_array(vstack(rows, format="csr")) if rows else empty
+
+    def _drawn_again(self) -> Iterator[tuple[int, csr_array]]:
+        for i, block in enumerate(self._blocks()):
+            if i >= self._num_kept:
+                yield block.first_row, self._rows(block)
+
+    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Q and its transpose as torch's sparse matrices, which are kept for one device."""
+        kept = self.__dict__.get("_device_pair")
+        if kept is None or kept[0].device != device:
+            whole = csr_array(vstack([self._kept, *(rows for _, rows in self._drawn_again())], format="csr"))
+            kept = tuple(_torch_csr(matrix, device) for matrix in (whole, csr_array(whole.T.tocsr())))
+            self.__dict__["_device_pair"] = kept
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _torch_csr(matrix: csr_array, device: torch.device) -> Tensor:
+    ends, columns, values = (torch.from_numpy(part) for part in (matrix.indptr, matrix.indices, matrix.data))
+    return torch.sparse_csr_tensor(ends, columns, values, matrix.shape, device=device)

@@ -1,0 +1,1 @@
+"""Modules whose weights are sampled combinations of a shorter vector of scores."""

@@ -1,0 +1,167 @@
+"""Which weights of a module Zampling replaces, and the influence matrix that makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+from lightning_spectral.functional.zampling.influence import Values
+from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
+from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
+from lightning_spectral.protocol.rng import derived_seed
+
+Init = Literal["he", "paper"]
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """One parameter that becomes some rows of Qz.
+
+    Attributes:
+        name: The parameter's name; if it is tied, the first.
+        shape: Its shape.
+        fan_in: Number of inputs of an output of its layer; 2 for embeddings, whose initial variance is then 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fan_in: int
+
+    @property
+    def num_values(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How weights are compressed: everything that determines Q but the module and the seed.
+
+    Args:
+        factor: Number of weights for each probability, m / n.
+        degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
+        init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed 6 / (d fan_in).
+        sampled: Whether the forward pass uses bits, whose mean square is 1/2, or probabilities, 1/3.
+        values: Distribution of the entries of Q.
+        exclude: Patterns of parameter names that stay dense.
+        include: Patterns of further parameters, of two dimensions or more, that are compressed.
+        memory: Bytes that a process may keep of Q.
+
+    Raises:
+        ValueError: If the factor is below 1, or not 1 for a diagonal Q, or the degree is not positive.
+    """
+
+    factor: float
+    degree: int | None = 10
+    init: Init = "he"
+    sampled: bool = True
+    values: Values = "normal"
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    memory: int = 2**30
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.factor < math.inf:
+            raise ValueError(
+                f"`compression` is the number of weights for each probability, at least 1, got {self.factor!r}."
+            )
+        if self.degree is None and self.factor != 1.0:
+            raise ValueError(
+                f"With `degree=None` each weight has a probability of its own, so `compression` is 1, got "
+                f"{self.factor!r}; give a degree, such as 10, to compress."
+            )
+        if self.degree is not None and not (isinstance(self.degree, int) and self.degree >= 1):
+            raise ValueError(f"`degree` must be a positive whole number, or None, got {self.degree!r}.")
+        for name, value, allowed in [("init", self.init, ("he", "paper")), ("values", self.values, ("normal", "sign"))]:
+            if value not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+
+    def variance(self, fan_in: int) -> float:
+        """Variance of the entries of Q in the rows of a layer.
+
+        The forward pass then has weights of variance 2 / fan_in, because d entries are multiplied by values of mean
+        square 1/2 (bits) or 1/3 (uniform probabilities). The paper prints the second for both (Lemma 2.1).
+
+        Example:
+            >>> Compression(32, degree=10).variance(fan_in=100), Compression(32, init="paper").variance(100)
+            (0.004, 0.006)
+        """
+        mean_square_inverse = 2 if self.sampled and self.init == "he" else 3
+        return 2 * mean_square_inverse / ((self.degree or 1) * fan_in)
+
+    def num_probs(self, weights: Sequence[CompressedWeight]) -> int:
+        """Number n of probabilities, the ceiling of m / factor."""
+        return math.ceil(sum(weight.num_values for weight in weights) / self.factor)
+
+    def matrix(self, weights: Sequence[CompressedWeight], seed: int) -> InfluenceMatrix:
+        """Q, which depends on the seed and each weight's name alone, and on n.
+
+        Raises:
+            ValueError: If the degree is larger than n.
+        """
+        layers = tuple(
+            LayerRows(derived_seed(seed, "influence", w.name), w.num_values, math.sqrt(self.variance(w.fan_in)))
+            for w in weights
+        )
+        return InfluenceMatrix(layers, self.num_probs(weights), self.degree, self.values, self.memory)
+
+    def weights_of(self, module: nn.Module) -> tuple[CompressedWeight, ...]:
+        """The parameters that are compressed: weights and biases of affine layers, and embeddings.
+
+        What is frozen stays as it is. Parameters of normalisation layers, of parametrised layers and of modules that
+        this package does not know travel whole: a scale that should be near 1 is no random number around 0.
+
+        Raises:
+            ValueError: If there is none, or one is complex.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+            >>> [(weight.name, weight.fan_in) for weight in Compression(2, degree=2).weights_of(net)]
+            [('0.weight', 8), ('0.bias', 8)]
+        """
+        found = {weight.name: weight for weight in self._weights(module)}
+        if not found:
+            raise ValueError(
+                f"{type(module).__name__} has no trainable weight of an affine layer to compress; unfreeze some, or "
+                "name parameters of your own layers with `include=`."
+            )
+        return tuple(found.values())
+
+    def _weights(self, module: nn.Module) -> Iterator[CompressedWeight]:
+        first_name = {id(p): name for name, p in module.named_parameters()}
+        for path, owner in module.named_modules():
+            fan_in: int | None = None
+            known = is_affine(owner) or _is_plain_embedding(owner)
+            for own_name, parameter in owner.named_parameters(recurse=False):
+                name = f"{path}.{own_name}" if path else own_name
+                included = any(fnmatchcase(name, pattern) for pattern in self.include)
+                if not parameter.requires_grad or any(fnmatchcase(name, pattern) for pattern in self.exclude):
+                    continue
+                if parameter.ndim >= 2 and (known or included):
+                    fan_in = _fan_in(owner, parameter)
+                elif not (parameter.ndim == 1 and known and fan_in is not None):
+                    continue
+                if not parameter.is_floating_point():
+                    raise ValueError(
+                        f"{name!r} is of type {parameter.dtype}; random real combinations of bits cannot stand for it. "
+                        "Keep it dense with `exclude=`."
+                    )
+                yield CompressedWeight(first_name[id(parameter)], tuple(parameter.shape), fan_in)
+
+
+def _is_plain_embedding(layer: nn.Module) -> bool:
+    """Whether all rows of an embedding are trained alike; a padding row must stay zero, so it is left alone."""
+    return isinstance(layer, nn.Embedding) and layer.padding_idx is None and not layer.sparse
+
+
+def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
+    if isinstance(owner, nn.Embedding):
+        return 2
+    if f"{type(owner).__module__}.{type(owner).__qualname__}" in BY_NAME:  # stored the other way round
+        return weight.shape[0]
+    return math.prod(weight.shape[1:])

@@ -1,0 +1,150 @@
+"""Scores in place of weights: the weights of a step are Qz, drawn anew, and gradients go to the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_spectral.functional.zampling.links import Link
+from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
+from lightning_spectral.nn.zampling.compressed import CompressedWeight
+
+NAME = "_zampling"  # of this module in the one whose weights it makes
+
+
+class SampledWeights(nn.Module):
+    """Takes the place of some parameters of a module, whose values it computes from scores.
+
+    The parameters are removed from the module, and plain tensors of the same names take their place, so that layers
+    compute with them as before and gradients reach the scores. `draw` replaces them by a new sample.
+
+    Args:
+        module: Changed in place: its compressed parameters go, and this module becomes its ``_zampling``.
+        weights: The parameters to replace.
+        matrix: Q, with a row for each of their entries.
+        link: From scores to probabilities.
+        sampled: Whether weights are Qz with random bits z, or Qp.
+
+    Attributes:
+        scores: The one parameter, shape ``(n,)``.
+
+    Raises:
+        ValueError: If ``module`` has another attribute of that name.
+    """
+
+    scores: nn.Parameter
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: Sequence[CompressedWeight],
+        matrix: InfluenceMatrix,
+        link: Link,
+        sampled: bool = True,
+    ) -> None:
+        super().__init__()
+        if hasattr(module, NAME):
+            raise ValueError(f"{type(module).__name__} has an attribute {NAME!r} already; it was compressed before.")
+        first = module.get_parameter(weights[0].name)
+        self.shapes = tuple(weight.shape for weight in weights)
+        self.matrix, self.link, self.sampled = matrix, link, sampled
+        self._sites = tuple(_take_out(module, [weight.name for weight in weights]))
+        self.scores = nn.Parameter(torch.zeros(matrix.num_columns, dtype=first.dtype, device=first.device))
+        module.add_module(NAME, self)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities of the scores, detached, shape ``(n,)``."""
+        return self.link.probs(self.scores.detach())
+
+    @torch.no_grad()
+    def set_probs(self, probs: Tensor) -> None:
+        """Set the scores to those of given probabilities."""
+        self.scores.copy_(self.link.scores(probs.to(self.scores)))
+
+    def forward(self, inputs: Any) -> Any:
+        """Return what comes in: where a module calls all of its children, as `nn.Sequential` does, this one is too."""
+        return inputs
+
+    def draw(self, generator: torch.Generator | None = None) -> None:
+        """Give the module the weights of a new sample, through which gradients reach the scores.
+
+        Args:
+            generator: Draws the bits, on the CPU; not needed without sampling.
+        """
+        z = self.draw_bits(generator).to(self.scores.dtype) if self.sampled else self.probs
+        self.put(_Expand.apply(self.scores, z, self))  # type: ignore[no-untyped-call]
+
+    def draw_bits(self, generator: torch.Generator | None) -> Tensor:
+        """One bit for each score, 1 with its probability, shape ``(n,)``.
+
+        Draws are made on the CPU, so that they do not depend on the device.
+        """
+        uniforms = torch.rand(len(self.scores), generator=generator)
+        return uniforms.to(self.scores.device) < self.probs
+
+    def rest(self) -> None:
+        """Give up the last sample, and the graph that leads from it to the scores."""
+        for owner, name, _ in self._sites:
+            setattr(owner, name, getattr(owner, name).detach())
+
+    def put(self, weights: Sequence[Tensor]) -> None:
+        """Give the module these weights."""
+        for owner, name, i in self._sites:
+            setattr(owner, name, weights[i])
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """All entries of the weights, shape ``(m,)``, as one tensor for each weight."""
+        return split_weights(flat, self.shapes)
+
+
+def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Cut one long vector into tensors of given shapes, which share its memory.
+
+    Example:
+        >>> [tuple(part.shape) for part in split_weights(torch.zeros(7), [(2, 3), (1,)])]
+        [(2, 3), (1,)]
+    """
+    ends = accumulate((torch.Size(shape).numel() for shape in shapes), initial=0)
+    return tuple(flat[a:b].view(shape) for (a, b), shape in zip(pairwise(ends), shapes, strict=True))
+
+
+class _Expand(torch.autograd.Function):
+    """w = Qz forwards, and Q^T grad_w backwards, from bits to scores as the link says."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, z: Tensor, weights: SampledWeights) -> tuple[Tensor, ...]:
+        ctx.weights = weights
+        ctx.save_for_backward(scores)
+        with torch.autocast(scores.device.type, enabled=False):
+            return weights.split(weights.matrix.expand(z))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (scores,) = ctx.saved_tensors
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        with torch.autocast(scores.device.type, enabled=False):
+            of_bits = ctx.weights.matrix.pull_back(flat)
+        return ctx.weights.link.gradient(scores, of_bits), None, None
+
+
+def _take_out(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str, int]]:
+    """Replace parameters, wherever they are used, by plain tensors; return where each stands."""
+    index_of = {id(module.get_parameter(name)): i for i, name in enumerate(names)}
+    sites = [
+        (owner, name, index_of[id(parameter)])
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if id(parameter) in index_of
+    ]
+    for owner, name, _ in sites:
+        value = owner._parameters.pop(name)
+        assert value is not None
+        setattr(owner, name, value.detach())
+    return sites

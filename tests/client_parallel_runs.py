@@ -112,6 +112,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "local_hooks": [ls.ProximalTerm(0.5)],
         "server_optimizer": ls.FedYogi(lr=0.01),
     },
+    "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
     "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
     "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
@@ -138,6 +139,7 @@ ONLY_WITH_TWO = {
     "a store of clients",
     "spectral",
     "the start alone",
+    "Zampling",
 }
 RESUMED = "spectral, FedAdam"
 

@@ -24,6 +24,7 @@ ALGORITHMS = {
         clip_tau=2.0,
         layers=ls.LayerChoices(keep_first_and_last_dense=False),
     ),
+    "Zampling": ls.Zampling(4, degree=3),
 }
 
 

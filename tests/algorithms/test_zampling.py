@@ -1,0 +1,302 @@
+"""Zampling in whole rounds: what travels, what the server makes of it, and what is refused."""
+
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, same_state, seeded
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.zampling_round import GRID
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+SMALL = ls.Zampling(4, degree=3)
+
+
+class LitNet(pl.LightningModule):
+    """One hidden layer, with a norm or without; no dropout, so that an oracle can follow it."""
+
+    def __init__(self, lr: float = 0.1, norm: bool = False, **options: Any) -> None:
+        super().__init__()
+        norms = [nn.BatchNorm1d(12)] if norm else []
+        self.net = nn.Sequential(nn.Linear(6, 12), *norms, nn.ReLU(), nn.Linear(12, 3))
+        self.lr, self.options = lr, options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.options)
+
+
+@pytest.fixture
+def data(toy: TensorDataset) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4), val=toy, batch_size=10)
+
+
+def dense_matrix(algorithm: ls.Zampling, module: nn.Module, seed: int) -> Tensor:
+    """Q, entry by entry, in float64."""
+    matrix = algorithm.how().matrix(algorithm.weights_of(module), seed)
+    columns, values = matrix.entries()
+    return torch.zeros(matrix.num_rows, matrix.num_columns, dtype=torch.float64).scatter_(1, columns, values.double())
+
+
+def as_weights(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
+    """A long vector cut into the parameters of a module all of whose parameters are compressed."""
+    parameters = dict(module.named_parameters())
+    parts = flat.split([p.numel() for p in parameters.values()])
+    return {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
+
+
+def local_bits(net: nn.Module, Q: Tensor, probs: Tensor, batches: Any, ids: tuple[int, int], lr: float) -> Tensor:
+    """The bits that one client uploads, with everything written out: dense Q, autograd, plain gradient steps."""
+    scores, generator = probs.clone(), derived_generator(0, "local bits", *ids)
+    for (x, y), _ in batches:
+        p = scores.clamp(0, 1)
+        z = (torch.rand(len(p), generator=generator) < p).double().requires_grad_()
+        logits = torch.func.functional_call(net, as_weights(net, Q @ z), x.double())
+        nn.functional.cross_entropy(logits, y).backward()
+        assert z.grad is not None
+        scores = scores - lr * z.grad * ((scores > 0) & (scores < 1))
+    return torch.rand(len(scores), generator=derived_generator(0, "uploaded bits", *ids)) < scores.clamp(0, 1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_rounds_are_those_of_the_paper_written_out(data: Any, fit: Fit, smoothing: float) -> None:
+    algorithm = ls.Zampling(4, degree=3, smoothing=smoothing)
+    module = seeded(LitNet, lr=0.5)
+    Q = dense_matrix(algorithm, module, seed=0)
+    probs = torch.rand(Q.shape[1], generator=derived_generator(0, "probabilities")).double()
+    net = seeded(LitNet).net.double()
+    fitted = fit(module, data, algorithm=algorithm, max_epochs=2)
+    for round_idx in range(2):
+        bits = []
+        for client_id in range(4):
+            download = Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)
+            batches = data.client_data(download).epoch(0)
+            bits.append(local_bits(net, Q, probs, batches, (round_idx, client_id), lr=0.5))
+        probs = (torch.stack(bits).double().sum(0) + smoothing) / (4 + 2 * smoothing)
+    # p is the same number but for the grid: half a step of it
+    assert float((fitted.model.state.probs.detach().double() - probs).abs().max()) <= 0.5 / GRID
+    torch.testing.assert_close(fitted.weights.double(), Q @ probs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_travels_is_a_float_down_and_a_bit_up_for_each_probability(data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitNet, norm=True), data, algorithm=SMALL)
+    n = math.ceil((6 * 12 + 12 + 12 * 3 + 3) / 4)
+    norm = 4 * 12  # weight, bias, running mean and variance
+    row = fitted.ledger.rows[0]
+    assert fitted.model.state.probs.shape == (n,)
+    assert row.uplink_bytes == math.ceil(n / 8) + 4 * norm
+    assert row.downlink_bytes == 4 * n + 4 * norm + 8  # and the number of batches
+
+
+def test_the_papers_network_sends_a_thousandth_of_its_weights_up() -> None:
+    mnistfc = nn.Sequential(nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
+    side = ls.Zampling(32).client_side(mnistfc)
+    client = side.build(mnistfc, 1.0)
+    n = math.ceil(266_610 / 32)
+    side.load(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)}))
+    uploaded = side.collect(client, Download(WorkUnit(0), 1.0, {})).num_bytes
+    assert uploaded == math.ceil(n / 8)
+    assert 4 * 266_610 / uploaded > 1023
+
+
+def test_the_server_holds_the_expected_network_before_and_after_every_round(data: Any, fit: Fit) -> None:
+    class Watching(ls.RoundCallback):
+        def __init__(self) -> None:
+            self.worst: list[float] = []
+
+        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            expected = dense_matrix(SMALL, pl_module.module, 0) @ pl_module.state.probs.detach().double()
+            flat = nn.utils.parameters_to_vector(pl_module.module.parameters()).detach()
+            self.worst.append(float((flat.double() - expected).abs().max()))
+
+    watching = Watching()
+    fit(
+        seeded(LitNet),
+        data,
+        algorithm=SMALL,
+        max_epochs=2,
+        callbacks=[watching],
+        trainer={"num_sanity_val_steps": 1},
+    )
+    assert len(watching.worst) == 3
+    assert max(watching.worst) < 1e-6
+
+
+def test_new_probabilities_are_exactly_the_shares_of_clients_with_a_one(data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, clients_per_round=3)
+    shares = torch.tensor([round(k / 3 * GRID) / GRID for k in range(4)])
+    assert bool(torch.isin(fitted.model.state.probs.detach(), shares).all())
+
+
+def test_clients_can_count_by_their_examples(toy: TensorDataset, fit: Fit) -> None:
+    uneven = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 30 + [1] * 90), val=toy, batch_size=10)
+    options = {"clients_per_round": 2, "max_epochs": 1}
+    even = fit(seeded(LitNet), uneven, algorithm=SMALL, **options).model.state.probs
+    weighed = fit(seeded(LitNet), uneven, algorithm=ls.Zampling(4, degree=3, weigh_clients=True), **options)
+    assert set(even.tolist()) == {0.0, 0.5, 1.0}
+    assert set(weighed.model.state.probs.tolist()) == {0.0, 0.25, 0.75, 1.0}
+
+
+def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: Fit) -> None:
+    def accuracy(lr: float) -> float:
+        algorithm = ls.Zampling(2, degree=3, link=ls.Clip(absorbing=False))
+        options: dict[str, Any] = {"max_epochs": 15, "local_epochs": 3}
+        return fit(seeded(LitNet, lr=lr), data, algorithm=algorithm, **options).logged["accuracy"]
+
+    # three classes, the largest with less than half of the examples
+    assert accuracy(2.0) > 0.75
+    assert accuracy(0.0) < 0.6
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        SMALL,
+        ls.Zampling(4, degree=3, downlink_bits=4, smoothing=0.5, weigh_clients=True),
+        ls.Zampling.supermask(),
+        ls.Zampling.fed_pm(),
+        ls.Zampling(4, degree=3, sampled=False),
+    ],
+    ids=["published", "quantised", "supermask", "FedPM", "continuous"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path, algorithm: Any) -> None:
+    options: dict[str, Any] = {"algorithm": algorithm, "server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
+    whole, first = (fit(seeded(LitNet, norm=True), data, max_epochs=rounds, **options) for rounds in (3, 1))
+    first.trainer.save_checkpoint(tmp_path / "1.ckpt")
+    resumed = fit(seeded(LitNet, norm=True), data, max_epochs=3, ckpt_path=tmp_path / "1.ckpt", **options)
+    assert same_state(whole.model.state_dict(), resumed.model.state_dict())
+    assert "state.probs" in whole.model.state_dict()
+
+
+def test_a_trainer_for_each_client_does_the_same_as_the_loop(data: Any, fit: Fit) -> None:
+    fits = [fit(seeded(LitNet), data, algorithm=SMALL, client_engine=engine) for engine in ("loop", "trainer")]
+    assert same_state(*(fitted.model.state_dict() for fitted in fits))
+
+
+def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.FedAvgM(2.0, momentum=0.9))
+    probs = fitted.model.state.probs.detach()
+    assert float(probs.min()) == 0.0
+    assert float(probs.max()) == 1.0
+
+
+@pytest.mark.parametrize(("smoothing", "absorbed"), [(0.0, True), (1.0, False)])
+def test_smoothing_keeps_probabilities_alive(data: Any, fit: Fit, smoothing: float, absorbed: bool) -> None:
+    algorithm = ls.Zampling(4, degree=3, smoothing=smoothing)
+    fitted = fit(seeded(LitNet), data, algorithm=algorithm, max_epochs=4)
+    probs = fitted.model.state.probs
+    assert bool(((probs == 0) | (probs == 1)).any()) == absorbed
+
+
+def test_a_client_whose_scores_are_not_finite_is_left_out_although_bits_always_are(data: Any, fit: Fit) -> None:
+    class Breaks(LitNet):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.current_epoch == 1 and bool((batch[0] == data.train.tensors[0][0]).all(1).any()):
+                with torch.no_grad():
+                    self.get_parameter("_zampling.scores")[0] = math.nan
+
+    with pytest.warns(ls.SpectralWarning, match="is left out of the average: update not finite"):
+        fitted = fit(seeded(Breaks), data, algorithm=SMALL, max_epochs=2)
+    assert fitted.history.rows[-1]["fl/left_out_not_finite"] == 1.0
+    shares = torch.tensor([round(k / 3 * GRID) / GRID for k in range(4)])
+    assert bool(torch.isin(fitted.model.state.probs.detach(), shares).all())  # of the three others
+
+
+class TestRelatives:
+    def test_a_supermask_has_a_random_weight_of_its_own_for_each_bit(self) -> None:
+        net = nn.Linear(40, 30)
+        Q = dense_matrix(ls.Zampling.supermask(), net, seed=0)
+        assert torch.equal(Q, Q.diagonal().diag())
+        assert Q.diagonal().unique().numel() > 1000
+
+    def test_fed_pm_has_signed_constants_of_he_variance(self) -> None:
+        net = nn.Linear(40, 30)
+        Q = dense_matrix(ls.Zampling.fed_pm(), net, seed=0)
+        torch.testing.assert_close(Q.diagonal().abs(), torch.full((1230,), (4 / 40) ** 0.5).double())
+
+    def test_fed_pm_averages_bits_with_one_more_zero_and_one_more_one(self, data: Any, fit: Fit) -> None:
+        probs = fit(seeded(LitNet), data, algorithm=ls.Zampling.fed_pm()).model.state.probs.detach()
+        assert bool(torch.isin(probs, torch.tensor([round(k / 6 * GRID) / GRID for k in range(1, 6)])).all())
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"compression": 0.5}, "`compression` is the number of weights for each probability, at least 1"),
+            ({"compression": 8, "degree": None}, "so `compression` is 1, got 8"),
+            ({"degree": 0}, "`degree` must be a positive whole number"),
+            ({"smoothing": -1.0}, "`smoothing` is a pseudo-count"),
+            ({"downlink_bits": 32}, "`downlink_bits` must be from 1 to 16"),
+            ({"init": "kaiming"}, "`init` must be one of 'he', 'paper'"),
+        ],
+    )
+    def test_numbers_out_of_range(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            ls.Zampling(**options)
+
+    def test_a_link_of_another_type(self) -> None:
+        with pytest.raises(TypeError, match="`link`"):
+            ls.Zampling(link="sigmoid")  # type: ignore[arg-type]
+
+    def test_more_columns_a_row_than_there_are(self) -> None:
+        with pytest.raises(ValueError, match="`degree` must be between 1 and the number of columns, 4, got 10"):
+            ls.FederatedModule(LitNet(), algorithm=ls.Zampling(32), clients_per_round=1)
+
+    def test_a_module_without_weights_to_compress(self) -> None:
+        module = LitNet()
+        module.net.requires_grad_(False)
+        with pytest.raises(ValueError, match="no trainable weight of an affine layer to compress; unfreeze some"):
+            ls.FederatedModule(module, algorithm=SMALL, clients_per_round=1)
+
+    def test_groups_of_different_learning_rates(self, data: Any, fit: Fit) -> None:
+        class TwoRates(LitNet):
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                first, last = self.net[0].parameters(), self.net[-1].parameters()
+                return torch.optim.SGD([{"params": first}, {"params": last, "lr": 1.0}], lr=0.1)
+
+        with pytest.raises(ValueError, match="one vector of scores for all compressed weights, so one optimizer"):
+            fit(seeded(TwoRates), data, algorithm=SMALL)
+        dense_head = ls.Zampling(2, degree=3, exclude=["net.2.*"])
+        fit(seeded(TwoRates), data, algorithm=dense_head)
+
+    def test_weight_decay_is_kept_from_the_scores_and_that_is_said(self, data: Any, fit: Fit) -> None:
+        plain = fit(seeded(LitNet), data, algorithm=SMALL)
+        with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.5 of SGD does not act on the scores"):
+            decayed = fit(seeded(LitNet, weight_decay=0.5), data, algorithm=SMALL)
+        assert torch.equal(plain.model.state.probs, decayed.model.state.probs)
+
+
+def test_frozen_layers_and_excluded_ones_stay_dense(data: Any, fit: Fit) -> None:
+    module = seeded(LitNet)
+    module.net[0].requires_grad_(False)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    fitted = fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["*.bias"]))
+    assert torch.equal(fitted.state["net.0.weight"], before["net.0.weight"])
+    assert fitted.model.state.probs.shape == (18,)  # of the 36 weights of the head
+    change = fitted.state["net.2.bias"] - before["net.2.bias"]
+    assert 0 < float(change.abs().max()) < 1
+
+
+def test_a_round_costs_no_warning_and_says_what_becomes_of_the_weights(
+    data: Any, fit: Fit, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.simplefilter("error", ls.SpectralWarning)
+        partial(fit, max_epochs=2)(seeded(LitNet), data, algorithm=SMALL)
+    assert "123 weights in 4 tensors become random combinations of 31 bits" in caplog.text

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
-from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide
+from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide, uploaded
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
+from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
@@ -61,6 +61,8 @@ class Zampling(Algorithm[ZamplingRound]):
         values: Distribution of the entries of Q: ``"normal"``, or ``"sign"`` for plus or minus a constant.
         weigh_clients: Whether bits are averaged by numbers of examples; as published each client counts the same.
         downlink_bits: Bits of a probability on its way down, from 1 to 16, rounded at random; ``None`` for a float.
+        skip_settled: Whether bits whose probability is 0 or 1 are not sent, since the server knows them: an absorbing
+            `Clip` never changes them. As published all are sent.
         exclude: Shell-style patterns of parameter names that travel whole.
         include: Patterns of further parameters, of two dimensions or more, that are compressed.
         keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
@@ -87,6 +89,7 @@ class Zampling(Algorithm[ZamplingRound]):
     values: Values = "normal"
     weigh_clients: bool = False
     downlink_bits: int | None = None
+    skip_settled: bool = False
     exclude: Sequence[str] = ()
     include: Sequence[str] = ()
     keep_buffers: Sequence[str] = ()
@@ -99,6 +102,10 @@ class Zampling(Algorithm[ZamplingRound]):
             raise ValueError(f"`smoothing` is a pseudo-count, at least 0 and finite, got {self.smoothing!r}.")
         if self.downlink_bits is not None and not 1 <= self.downlink_bits <= 16:
             raise ValueError(f"`downlink_bits` must be from 1 to 16, or None for floats, got {self.downlink_bits!r}.")
+        if self.skip_settled and self.link != Clip():
+            raise ValueError(
+                f"`skip_settled` needs scores that stay at 0 and 1, which those of `Clip()` do; got link={self.link!r}."
+            )
         self.how()
 
     @classmethod
@@ -170,7 +177,9 @@ class Zampling(Algorithm[ZamplingRound]):
         """The device half; it draws the same Q from the seed of each download."""
         weights = self.weights_of(server)
         dense = averaged_tensors(server, {weight.name for weight in weights}, self.keep_buffers)
-        return ZamplingSide(self.how(), weights, self.link, tuple(dense), self.downlink_bits, self._matrices)
+        return ZamplingSide(
+            self.how(), weights, self.link, tuple(dense), self.downlink_bits, self.skip_settled, self._matrices
+        )
 
     def start(self, server: nn.Module, seed: int) -> ZamplingState:
         """Draw the first probabilities, uniform in [0, 1]."""
@@ -191,15 +200,16 @@ class Zampling(Algorithm[ZamplingRound]):
         """Collect what every client starts from; quantise the probabilities, the same for all."""
         probs = own_state(state).probs.detach()
         without = {weight.name for weight in self.weights_of(server)}
-        sent = probs
+        sent, arrived = probs, probs
         if self.downlink_bits is not None:
             generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
             sent = pack_levels(probs, self.downlink_bits, generator)
+            arrived = unpack_levels(sent, len(probs), self.downlink_bits).to(probs)
         units = sum(map(len, cohort.groups.values()))
         return ZamplingRound(
             cohort,
             {PROBS: sent, **travelling_tensors(server, without)},
-            probs,
+            arrived,
             MeanBits(len(probs), cohort.total if self.weigh_clients else float(units), probs.device),
             MeanChange(averaged_tensors(server, without, self.keep_buffers), cohort.total, cohort.absolute),
         )
@@ -211,7 +221,9 @@ class Zampling(Algorithm[ZamplingRound]):
     def add(self, opened: ZamplingRound, receipt: Receipt, upload: Upload) -> None:
         """Count the client's bits, and add the changes of what is dense."""
         coefficient = receipt.unit.coefficient
-        bits = unpack_bits(upload.tensors[BITS], len(opened.probs))
+        bits = opened.probs == 1
+        asked = uploaded(opened.probs, self.skip_settled)
+        bits[asked] = unpack_bits(upload.tensors[BITS], int(asked.sum()))
         opened.bits.add(bits, coefficient if self.weigh_clients else 1.0)
         opened.dense.add(upload.tensors, coefficient, upload.largest)
 

@@ -35,7 +35,7 @@ class ZamplingRound:
     Attributes:
         cohort: Who takes part.
         tensors: What every client is sent: probabilities and dense tensors, by name.
-        probs: The probabilities before the round.
+        probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
         bits: Running mean of the clients' bits.
         dense: Running mean of the changes of what is dense.
     """

@@ -52,6 +52,7 @@ class ZamplingSide(ClientSide):
         link: From scores to probabilities.
         dense: Names of the tensors that travel back whole.
         downlink_bits: Bits of a probability on its way down; ``None`` for a float.
+        skip_settled: Whether bits of probabilities 0 and 1 stay here.
         matrices: Shared with the server in the same process.
     """
 
@@ -60,6 +61,7 @@ class ZamplingSide(ClientSide):
     link: Link
     dense: tuple[str, ...]
     downlink_bits: int | None = None
+    skip_settled: bool = False
     matrices: MatrixCache = field(default_factory=MatrixCache, compare=False, repr=False)
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
@@ -99,7 +101,13 @@ class ZamplingSide(ClientSide):
         if not bool(torch.isfinite(weights.scores).all()):
             return Upload(download.unit, {}, left_out="not_finite")
         bits = weights.draw_bits(derived_generator(download.seed, "uploaded bits", *download.ids))
-        return Upload(download.unit, {BITS: pack_bits(bits), **select_tensors(client, self.dense)})
+        probs = self._probs(download.tensors[PROBS])
+        asked = uploaded(probs, self.skip_settled)
+        if not torch.equal(bits[~asked], probs[~asked] == 1):
+            raise ValueError(
+                "A score at 0 or 1 has moved, by a hook perhaps, so its bit must travel: skip_settled=False."
+            )
+        return Upload(download.unit, {BITS: pack_bits(bits[asked]), **select_tensors(client, self.dense)})
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         """The scores."""
@@ -112,6 +120,11 @@ class ZamplingSide(ClientSide):
 
     def _matrix(self, seed: int) -> InfluenceMatrix:
         return self.matrices.get(self.compression.matrix(self.weights, seed))
+
+
+def uploaded(probs: Tensor, skip_settled: bool) -> Tensor:
+    """Which bits a client sends that got these probabilities, as booleans of shape ``(n,)``."""
+    return (probs > 0) & (probs < 1) if skip_settled else torch.ones_like(probs, dtype=torch.bool)
 
 
 def sampled_weights(client: nn.Module) -> SampledWeights:

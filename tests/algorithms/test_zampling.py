@@ -109,7 +109,7 @@ def test_the_papers_network_sends_a_thousandth_of_its_weights_up() -> None:
     client = side.build(mnistfc, 1.0)
     n = math.ceil(266_610 / 32)
     side.load(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)}))
-    uploaded = side.collect(client, Download(WorkUnit(0), 1.0, {})).num_bytes
+    uploaded = side.collect(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)})).num_bytes
     assert uploaded == math.ceil(n / 8)
     assert 4 * 266_610 / uploaded > 1023
 
@@ -183,6 +183,27 @@ def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: P
     assert "state.probs" in whole.model.state_dict()
 
 
+def test_bits_that_are_settled_need_not_travel(data: Any, fit: Fit) -> None:
+    all_sent, open_sent = (
+        fit(seeded(LitNet), data, algorithm=ls.Zampling(4, degree=3, skip_settled=skip), max_epochs=4)
+        for skip in (False, True)
+    )
+    assert same_state(all_sent.model.state_dict(), open_sent.model.state_dict())
+    of_round = [sum(row.uplink_bytes for row in open_sent.ledger.rows if row.round_idx == i) for i in range(4)]
+    assert of_round[0] == 4 * 4
+    assert of_round[3] < of_round[0]
+
+
+def test_a_hook_that_moves_settled_scores_is_found_out(data: Any, fit: Fit) -> None:
+    class Moves(LitNet):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.get_parameter("_zampling.scores").fill_(0.5)
+
+    with pytest.raises(ls.ClientError, match="so its bit must travel: skip_settled=False"):
+        fit(seeded(Moves), data, algorithm=ls.Zampling(4, degree=3, skip_settled=True), max_epochs=4)
+
+
 def test_a_trainer_for_each_client_does_the_same_as_the_loop(data: Any, fit: Fit) -> None:
     fits = [fit(seeded(LitNet), data, algorithm=SMALL, client_engine=engine) for engine in ("loop", "trainer")]
     assert same_state(*(fitted.model.state_dict() for fitted in fits))
@@ -243,6 +264,7 @@ class TestWhatIsRefused:
             ({"degree": 0}, "`degree` must be a positive whole number"),
             ({"smoothing": -1.0}, "`smoothing` is a pseudo-count"),
             ({"downlink_bits": 32}, "`downlink_bits` must be from 1 to 16"),
+            ({"skip_settled": True, "link": ls.Sigmoid()}, "`skip_settled` needs scores that stay at 0 and 1"),
             ({"init": "kaiming"}, "`init` must be one of 'he', 'paper'"),
         ],
     )

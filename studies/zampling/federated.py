@@ -53,6 +53,7 @@ class Spec:
         compression: Number of weights for each probability; 0 for federated averaging.
         lr: Learning rate of Adam.
         decay: Whether it falls to zero over the rounds, along a cosine.
+        server_lr: Learning rate of the server: how far p moves towards the mean of the bits.
         momentum: Of the server.
         local_epochs: Passes over a client's images in a round.
         num_rounds: Number of rounds.
@@ -63,6 +64,7 @@ class Spec:
     compression: int
     lr: float = 0.1
     decay: bool = False
+    server_lr: float = 1.0
     momentum: float = 0.0
     local_epochs: int = 1
     num_rounds: int = 100
@@ -86,10 +88,14 @@ def choices() -> Iterator[Spec]:
     """What the choices change, at compression 32, in 20 rounds."""
     for setup in SETUPS:
         yield Spec(setup, 32, num_rounds=20)
-    for setup, lr in product(("published", "He, not absorbing"), (0.01, 0.03)):
-        yield Spec(setup, 32, lr=lr, num_rounds=20)
-    yield Spec("published", 32, num_rounds=20, momentum=0.5)
-    yield Spec("published", 32, num_rounds=20, local_epochs=3)
+    short = {"compression": 32, "num_rounds": 20}
+    for lr, server_lr in product((0.1, 0.03, 0.01), (1.0, 0.3)):
+        yield Spec("published", lr=lr, server_lr=server_lr, **short)
+    for setup in ("He start", "He, not absorbing", "He, smoothing 0.1"):
+        yield Spec(setup, lr=0.03, server_lr=0.3, **short)
+    yield Spec("published", momentum=0.5, **short)
+    yield Spec("published", local_epochs=3, **short)
+    yield Spec("published", decay=True, **short)
 
 
 PLANS = {plan.__name__: plan for plan in (table1, choices)}
@@ -126,7 +132,7 @@ def train(spec: Spec) -> dict[str, Any]:
         algorithm=algorithm,
         clients_per_round=NUM_CLIENTS,
         local_epochs=spec.local_epochs,
-        server_optimizer=ls.FedAvgM(lr=1.0, momentum=spec.momentum) if spec.momentum else None,
+        server_optimizer=ls.FedAvgM(spec.server_lr, spec.momentum),
         seed=spec.seed,
     )
     data = ls.FederatedDataModule(

@@ -1,0 +1,105 @@
+"""Writes what the runs of `federated.py` say: ``docs/zampling_tables.md`` and ``docs/zampling.png``.
+
+python studies/zampling/report.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from federated import EVERY, OUTPUT
+from matplotlib.figure import Figure
+
+DOCS = Path("docs")
+DENSE_BYTES = 4 * 266_610
+PAPER = {1: "0.95", 8: "0.95", 32: "0.93"}  # Table 1; for compression 1 section 3.2
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
+STYLES = {0: ("#000000", "*"), 1: ("#0072B2", "o"), 8: ("#D55E00", "s"), 32: ("#009E73", "^")}
+Run = Mapping[str, Any]
+
+
+def results() -> list[Run]:
+    """All runs that are done."""
+    return [json.loads(path.read_text()) for path in sorted(OUTPUT.glob("*.json"))]
+
+
+def named(runs: Iterable[Run], setup: str, num_rounds: int, **others: Any) -> list[Run]:
+    """Runs of one setup; what is not said is as published."""
+    wanted = {"setup": setup, "num_rounds": num_rounds, "lr": 0.1, "server_lr": 1.0, "momentum": 0.0}
+    wanted |= {"local_epochs": 1, "decay": False} | others
+    return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and, of several values, their standard deviation, in per cent."""
+    return f"{100 * mean(values):.2f}" + (f" ± {100 * stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def table1(runs: Sequence[Run]) -> list[str]:
+    """Table 1: savings from the bytes that travelled, accuracy of the expected and of sampled networks."""
+    rows = [
+        "| m/n | seeds | uplink saved | downlink saved | expected network, % | sampled ones, % | the paper |",
+        "| --- " * 7 + "|",
+    ]
+    for compression in (1, 8, 32):
+        if found := named(runs, "published", 100, compression=compression):
+            saved = (f"{DENSE_BYTES / found[0][way]:.1f}" for way in ("up", "down"))
+            expected = spread([run["accuracy"][-1] for run in found])
+            sampled = spread([mean(run["sampled"]) for run in found])
+            cells = [str(compression), str(len(found)), *saved, expected, sampled, PAPER[compression]]
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows if len(rows) > 2 else []
+
+
+def others(runs: Sequence[Run]) -> list[str]:
+    """A row for each other run, best first."""
+    rows = [
+        "| setup | m/n | rounds | Adam's lr | server's lr | momentum | local epochs | cosine | expected, % | sampled, % |",
+        "| --- " * 10 + "|",
+    ]
+    known = [id(run) for compression in (1, 8, 32) for run in named(runs, "published", 100, compression=compression)]
+    left = [run for run in runs if id(run) not in known]
+    for run in sorted(left, key=lambda run: (-run["num_rounds"], run["compression"], -run["accuracy"][-1])):
+        names = ("setup", "compression", "num_rounds", "lr", "server_lr", "momentum", "local_epochs")
+        cells = [*(f"{run[name]}" for name in names), "yes" if run["decay"] else ""]
+        cells += [f"{100 * run['accuracy'][-1]:.2f}", f"{100 * mean(run['sampled']):.2f}" if run["sampled"] else ""]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows if left else []
+
+
+def figure4(runs: Sequence[Run], path: Path) -> None:
+    """Figure 4: test accuracy of the expected network against rounds, a band over seeds."""
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for compression, (colour, marker) in STYLES.items():
+        setup, lr = ("published", 0.1) if compression else ("FedAvg", 0.001)
+        if found := named(runs, setup, 100, compression=compression, lr=lr):
+            curves = list(zip(*(run["accuracy"] for run in found), strict=True))
+            rounds = [EVERY * (i + 1) for i in range(len(curves))]
+            label = f"Zampling, m/n = {compression}" if compression else "FedAvg"
+            axes.plot(rounds, [100 * mean(c) for c in curves], color=colour, marker=marker, markevery=4, label=label)
+            low, high = ([100 * pick(c) for c in curves] for pick in (min, max))
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.2)
+    axes.set(xlabel="round", ylabel="test accuracy of the expected network, %", ylim=(85, 100))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    runs = results()
+    parts = {
+        "As published (Table 1 of the paper), 100 rounds": table1(runs),
+        "Other choices": others(runs),
+    }
+    text = "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines)
+    (DOCS / "zampling_tables.md").write_text(text + "\n")
+    figure4(runs, DOCS / "zampling.png")
+
+
+if __name__ == "__main__":
+    main()

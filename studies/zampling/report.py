@@ -1,6 +1,8 @@
-"""Writes what the runs of `federated.py` say: ``docs/zampling_tables.md`` and ``docs/zampling.png``.
+"""Writes what the runs of `federated.py` say.
 
-python studies/zampling/report.py
+    python studies/zampling/report.py
+
+reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.png``.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def table1(runs: Sequence[Run]) -> list[str]:
 def others(runs: Sequence[Run]) -> list[str]:
     """A row for each other run, best first."""
     rows = [
-        "| setup | m/n | rounds | Adam's lr | server's lr | momentum | local epochs | cosine | expected, % | sampled, % |",
+        "| setup | m/n | rounds | Adam's lr | server's lr | momentum | local epochs | cosine | expected | sampled |",
         "| --- " * 10 + "|",
     ]
     known = [id(run) for compression in (1, 8, 32) for run in named(runs, "published", 100, compression=compression)]

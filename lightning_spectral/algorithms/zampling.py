@@ -66,8 +66,8 @@ class Zampling(Algorithm[ZamplingRound]):
         exclude: Shell-style patterns of parameter names that travel whole.
         include: Patterns of further parameters, of two dimensions or more, that are compressed.
         keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
-        memory: Bytes that a process may keep of Q, eight for each of its m d entries; what does not fit is drawn again
-            in every product.
+        memory: Bytes that a process may keep of Q, eight for each of its m d entries and four for each row; what does
+            not fit is drawn again in every product.
 
     Raises:
         ValueError: If a number is out of range.

@@ -56,8 +56,8 @@ class MeanBits:
         r"""The mean of the bits, or its posterior mean.
 
         Args:
-            prior: Pseudo-count :math:`\\lambda` of a symmetric Beta prior: of K clients the mean is
-                :math:`(K \\bar z + \\lambda) / (K + 2 \\lambda)`, which is never 0 or 1.
+            prior: Pseudo-count :math:`\lambda` of a symmetric Beta prior: of K clients the mean is
+                :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
 
         Returns:
             Shape ``(n,)``, float64.

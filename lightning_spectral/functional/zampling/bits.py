@@ -66,7 +66,8 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
         [[64], [64]]
     """
     uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator).to(probs.device)
-    levels = (probs.double() * (2**num_bits - 1) + uniforms).floor().long()
+    top = 2**num_bits - 1
+    levels = (probs.double() * top + uniforms).floor().clamp(max=top).long()  # the sum may round up to the next whole
     return torch.stack([pack_bits((levels >> k) & 1) for k in reversed(range(num_bits))])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_spectral.functional.zampling.influence import BLOCK_ROWS, Values, draw_rows
 
 BYTES_PER_ENTRY = 8  # a column index and a value
+BYTES_PER_ROW = 4  # where its entries end
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ class InfluenceMatrix:
             z: Bits or probabilities, shape ``(n,)``.
 
         Returns:
-            Shape ``(m,)``, of the type of ``z``.
+            Shape ``(m,)``, of the type of ``z``; float32 if that is not a floating-point one.
         """
+        z = z if z.is_floating_point() else z.float()
         if z.device.type != "cpu":
             return torch.mv(self._on_device(z.device)[0], z.float()).to(z.dtype)
         x = z.detach().numpy() if z.dtype in (torch.float32, torch.float64) else z.detach().float().numpy()
@@ -156,7 +159,7 @@ class InfluenceMatrix:
     @cached_property
     def _num_kept(self) -> int:
         """Number of leading blocks that fit into the memory."""
-        rows = max(0, self.memory) // (BYTES_PER_ENTRY * self.width)
+        rows = max(0, self.memory - BYTES_PER_ROW) // (BYTES_PER_ENTRY * self.width + BYTES_PER_ROW)
         return sum(block.first_row + block.num_rows <= rows for block in self._blocks())
 
     @cached_property
@@ -186,4 +189,6 @@ class InfluenceMatrix:
 
 def _torch_csr(matrix: csr_array, device: torch.device) -> Tensor:
     ends, columns, values = (torch.from_numpy(part) for part in (matrix.indptr, matrix.indices, matrix.data))
-    return torch.sparse_csr_tensor(ends, columns, values, matrix.shape, device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        return torch.sparse_csr_tensor(ends, columns, values, matrix.shape, device=device, check_invariants=False)

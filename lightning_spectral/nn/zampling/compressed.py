@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
@@ -134,15 +135,15 @@ class Compression:
 
     def _weights(self, module: nn.Module) -> Iterator[CompressedWeight]:
         first_name = {id(p): name for name, p in module.named_parameters()}
+        dense = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _matches(name, self.exclude)}
         for path, owner in module.named_modules():
             fan_in: int | None = None
-            known = is_affine(owner) or _is_plain_embedding(owner)
+            known = (is_affine(owner) and not _computes_weights(owner)) or _is_plain_embedding(owner)
             for own_name, parameter in owner.named_parameters(recurse=False):
                 name = f"{path}.{own_name}" if path else own_name
-                included = any(fnmatchcase(name, pattern) for pattern in self.include)
-                if not parameter.requires_grad or any(fnmatchcase(name, pattern) for pattern in self.exclude):
+                if not parameter.requires_grad or id(parameter) in dense:
                     continue
-                if parameter.ndim >= 2 and (known or included):
+                if parameter.ndim >= 2 and (known or _matches(name, self.include)):
                     fan_in = _fan_in(owner, parameter)
                 elif not (parameter.ndim == 1 and known and fan_in is not None):
                     continue
@@ -152,6 +153,15 @@ class Compression:
                         "Keep it dense with `exclude=`."
                     )
                 yield CompressedWeight(first_name[id(parameter)], tuple(parameter.shape), fan_in)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _computes_weights(layer: nn.Module) -> bool:
+    """Whether a hook of `torch.nn.utils`, such as that of its `weight_norm`, computes a weight from the parameters."""
+    return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in layer._forward_pre_hooks.values())
 
 
 def _is_plain_embedding(layer: nn.Module) -> bool:
@@ -164,4 +174,8 @@ def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
         return 2
     if f"{type(owner).__module__}.{type(owner).__qualname__}" in BY_NAME:  # stored the other way round
         return weight.shape[0]
+    if isinstance(owner, _ConvNd) and owner.transposed:
+        # An input reaches k outputs, s apart: an output has k / s inputs of each channel, on average.
+        taps = math.prod(max(1.0, k / s) for k, s in zip(owner.kernel_size, owner.stride, strict=True))
+        return math.ceil(weight.shape[0] / owner.groups * taps)
     return math.prod(weight.shape[1:])

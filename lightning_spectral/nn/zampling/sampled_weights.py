@@ -85,7 +85,7 @@ class SampledWeights(nn.Module):
 
         Draws are made on the CPU, so that they do not depend on the device.
         """
-        uniforms = torch.rand(len(self.scores), generator=generator)
+        uniforms = torch.rand(len(self.scores), dtype=torch.float32, generator=generator)
         return uniforms.to(self.scores.device) < self.probs
 
     def rest(self) -> None:

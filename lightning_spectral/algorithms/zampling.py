@@ -184,7 +184,8 @@ class Zampling(Algorithm[ZamplingRound]):
     def start(self, server: nn.Module, seed: int) -> ZamplingState:
         """Draw the first probabilities, uniform in [0, 1]."""
         weights = self.weights_of(server)
-        uniforms = torch.rand(self.how().num_probs(weights), generator=derived_generator(seed, "probabilities"))
+        generator = derived_generator(seed, "probabilities")
+        uniforms = torch.rand(self.how().num_probs(weights), generator=generator, dtype=torch.float32)
         return ZamplingState(uniforms, seed)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
@@ -258,7 +259,8 @@ class Zampling(Algorithm[ZamplingRound]):
         own, weights = own_state(state), self.weights_of(server)
         z = own.probs.detach()
         if generator is not None:
-            z = (torch.rand(len(z), generator=generator).to(z.device) < z).to(z.dtype)
+            uniforms = torch.rand(len(z), generator=generator, dtype=torch.float32)
+            z = (uniforms.to(z.device) < z).to(z.dtype)
         matrix = self._matrices.get(self.how().matrix(weights, own.seed))
         parts = split_weights(matrix.expand(z), [weight.shape for weight in weights])
         return {weight.name: values for weight, values in zip(weights, parts, strict=True)}

@@ -68,7 +68,8 @@ class ZamplingSide(ClientSide):
         """A copy of ``module`` that holds scores instead of the compressed weights."""
         # The weights are about to be replaced, so they are not copied.
         client: nn.Module = copy_module(module, [module.get_parameter(weight.name) for weight in self.weights])
-        SampledWeights(client, self.weights, self._matrix(seed=0), self.link, self.compression.sampled)
+        undrawn = self.compression.matrix(self.weights, seed=0)  # of another seed when `load` knows the run's
+        SampledWeights(client, self.weights, undrawn, self.link, self.compression.sampled)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:

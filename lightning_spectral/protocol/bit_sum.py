@@ -48,8 +48,10 @@ class MeanBits:
         """Add one client's bits, booleans of shape ``(n,)``, with its weight.
 
         Raises:
-            ValueError: If weights are negative or sum to more than their total.
+            ValueError: If they are of another length, or weights are negative or sum to more than their total.
         """
+        if bits.shape != self.ones.shape:
+            raise ValueError(f"Bits of shape {tuple(self.ones.shape)} are averaged, got {tuple(bits.shape)}.")
         self.ones.add_(bits, alpha=float(self.weights.add(weight)))
 
     def finish(self, prior: float = 0.0) -> Tensor:

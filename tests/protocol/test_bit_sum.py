@@ -112,3 +112,8 @@ def test_weights_out_of_range_and_too_many_clients_are_refused() -> None:
     full.weights.count(0, MOST_TERMS)
     with pytest.raises(OverflowError, match="room for 8192 terms; ask fewer clients"):
         merge(full, mean_of([(bits, 0.0)], 0.0))
+
+
+def test_one_bit_is_not_taken_for_all() -> None:
+    with pytest.raises(ValueError, match=r"Bits of shape \(3,\) are averaged, got \(1,\)"):
+        MeanBits(3, total_weight=1).add(torch.tensor([True]), weight=1)

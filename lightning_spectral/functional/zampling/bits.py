@@ -74,10 +74,15 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
 def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
     """Undo `pack_levels`, up to its rounding.
 
+    Raises:
+        ValueError: If there are not ``num_bits`` rows of that many bits.
+
     Example:
         >>> unpack_levels(pack_levels(torch.tensor([0.0, 1.0]), 3), num_probs=2, num_bits=3)
         tensor([0., 1.], dtype=torch.float64)
     """
+    if len(packed) != num_bits:
+        raise ValueError(f"{num_bits} digits travel as as many rows of bytes, got {len(packed)}.")
     digits = torch.stack([unpack_bits(row, num_probs) for row in packed])
     values = 2 ** torch.arange(num_bits - 1, -1, -1, dtype=torch.float64, device=packed.device)
     levels: Tensor = (digits * values[:, None]).sum(0) / (2**num_bits - 1)

@@ -135,17 +135,18 @@ class Compression:
 
     def _weights(self, module: nn.Module) -> Iterator[CompressedWeight]:
         first_name = {id(p): name for name, p in module.named_parameters()}
-        dense = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _matches(name, self.exclude)}
+        named = module.named_parameters(remove_duplicate=False)
+        dense = {id(p) for name, p in named if _matches(name, self.exclude)} | _of_special_embeddings(module)
         for path, owner in module.named_modules():
             fan_in: int | None = None
-            known = (is_affine(owner) and not _computes_weights(owner)) or _is_plain_embedding(owner)
+            known = (is_affine(owner) and not _computes_weights(owner)) or isinstance(owner, nn.Embedding)
             for own_name, parameter in owner.named_parameters(recurse=False):
                 name = f"{path}.{own_name}" if path else own_name
                 if not parameter.requires_grad or id(parameter) in dense:
                     continue
                 if parameter.ndim >= 2 and (known or _matches(name, self.include)):
                     fan_in = _fan_in(owner, parameter)
-                elif not (parameter.ndim == 1 and known and fan_in is not None):
+                elif not (parameter.ndim == 1 and known and fan_in is not None and "bias" in own_name):
                     continue
                 if not parameter.is_floating_point():
                     raise ValueError(
@@ -164,9 +165,10 @@ def _computes_weights(layer: nn.Module) -> bool:
     return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in layer._forward_pre_hooks.values())
 
 
-def _is_plain_embedding(layer: nn.Module) -> bool:
-    """Whether all rows of an embedding are trained alike; a padding row must stay zero, so it is left alone."""
-    return isinstance(layer, nn.Embedding) and layer.padding_idx is None and not layer.sparse
+def _of_special_embeddings(module: nn.Module) -> set[int]:
+    """Tables that stay dense wherever they are used: padding rows must stay zero, sparse gradients make no vector."""
+    special = (m for m in module.modules() if isinstance(m, nn.Embedding) and (m.padding_idx is not None or m.sparse))
+    return {id(embedding.weight) for embedding in special}
 
 
 def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:

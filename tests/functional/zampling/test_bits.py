@@ -94,3 +94,8 @@ def test_entropy_is_that_of_a_slow_loop() -> None:
     assert entropy.tolist() == pytest.approx(expected, rel=8 * torch.finfo(torch.float64).eps, abs=0)
     assert bit_entropy(probs[:4].view(2, 2)).shape == (2, 2)
     assert bit_entropy(torch.tensor([0.0, 0.5, 1.0])).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_another_number_of_digits_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 digits travel as as many rows of bytes, got 1"):
+        unpack_levels(torch.zeros(1, 1, dtype=torch.uint8), num_probs=8, num_bits=3)

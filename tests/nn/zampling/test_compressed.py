@@ -205,3 +205,18 @@ def test_options_out_of_range_are_refused() -> None:
     how = Compression(20, degree=4)
     with pytest.raises(ValueError, match=r"between 1 and the number of columns, 3, got 4: .* or the compression"):
         how.matrix(how.weights_of(mlp()), seed=0)
+
+
+def test_a_padded_table_stays_dense_where_a_linear_layer_shares_it() -> None:
+    model = nn.Sequential(nn.Embedding(11, 4, padding_idx=0), nn.Linear(4, 4), nn.Linear(4, 11))
+    model[2].weight = model[0].weight
+    assert list(fan_ins(model)) == ["1.weight", "1.bias"]
+
+
+def test_a_learned_scale_of_a_subclass_is_no_bias() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 4)
+            self.gain = nn.Parameter(torch.ones(4))
+
+    assert list(fan_ins(Scaled())) == ["weight", "bias"]

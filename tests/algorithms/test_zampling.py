@@ -272,6 +272,13 @@ class TestWhatIsRefused:
         with pytest.raises(ValueError, match=message):
             ls.Zampling(**options)
 
+    @pytest.mark.parametrize("compression", [{8: 0.5, 32: 0.5}, [8, 32]])
+    def test_a_compression_for_each_client(self, compression: Any) -> None:
+        with pytest.raises(
+            TypeError, match="one number for all clients, got .*bits of different matrices have no mean"
+        ):
+            ls.Zampling(compression)
+
     def test_a_link_of_another_type(self) -> None:
         with pytest.raises(TypeError, match="`link`"):
             ls.Zampling(link="sigmoid")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -54,6 +54,7 @@ class Compression:
         memory: Bytes that a process may keep of Q.
 
     Raises:
+        TypeError: If the factor is not one number.
         ValueError: If the factor is below 1, or not 1 for a diagonal Q, or the degree is not positive.
     """
 
@@ -67,6 +68,11 @@ class Compression:
     memory: int = 2**30
 
     def __post_init__(self) -> None:
+        if isinstance(self.factor, Mapping | Sequence):
+            raise TypeError(
+                f"`compression` is one number for all clients, got {self.factor!r}: bits of different matrices have no "
+                "mean."
+            )
         if not 1.0 <= self.factor < math.inf:
             raise ValueError(
                 f"`compression` is the number of weights for each probability, at least 1, got {self.factor!r}."

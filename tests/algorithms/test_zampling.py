@@ -275,7 +275,7 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize("compression", [{8: 0.5, 32: 0.5}, [8, 32]])
     def test_a_compression_for_each_client(self, compression: Any) -> None:
         with pytest.raises(
-            TypeError, match="one number for all clients, got .*bits of different matrices have no mean"
+            TypeError, match=r"one number for all clients, got .*bits of different matrices have no mean"
         ):
             ls.Zampling(compression)
 

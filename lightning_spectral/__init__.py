@@ -25,10 +25,13 @@ from lightning_spectral.nn import (
     SpectralShardedConv2d,
     SpectralShardedConv3d,
     SpectralShardedLinear,
+    ZamplingCostTable,
+    compression_for,
     cost_table,
     keep_ratio_for,
     replace_layers,
     validate,
+    zampling_cost_table,
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
@@ -38,6 +41,7 @@ from lightning_spectral.plugin.callbacks import (
     CommunicationLedger,
     RoundHistory,
     RoundProgressBar,
+    SampledNetworks,
     SpectralDiagnostics,
     SubmodelSampling,
     SVDRefresh,
@@ -112,6 +116,7 @@ __all__ = [
     "RoundProgressBar",
     "RunEstimate",
     "SVDRefresh",
+    "SampledNetworks",
     "Scaled",
     "Schatten",
     "Schedule",
@@ -133,6 +138,8 @@ __all__ = [
     "UpdateAlignment",
     "VirtualClock",
     "Zampling",
+    "ZamplingCostTable",
+    "compression_for",
     "cost_table",
     "estimate",
     "keep_ratio_for",
@@ -141,6 +148,7 @@ __all__ = [
     "spectral_start",
     "tune_allocator",
     "validate",
+    "zampling_cost_table",
 ]
 
 # The one thing that importing does: `Trainer(strategy="client_parallel")` finds the class by its name in this table.

@@ -124,6 +124,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "dropout": ls.ClientDropout([0.0, *[0.3] * 11]),  # client 0 is to fail
         "clock": ls.VirtualClock([ls.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
     },
+    "sampled networks": {
+        "algorithm": ls.Zampling(compression=3, degree=4),
+        "clients_per_round": 7,
+        "trainer": {"callbacks": [ls.SampledNetworks(3)]},
+    },
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
     "the server's step fails, dense": {"server_optimizer": breaking, "clients_per_round": 7},
     "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": breaking, "clients_per_round": 7},
@@ -137,6 +142,7 @@ ONLY_WITH_TWO = {
     "cut cohort",
     "clients left out",
     "a store of clients",
+    "sampled networks",
     "spectral",
     "the start alone",
     "Zampling",

@@ -4,6 +4,9 @@ from lightning_spectral.nn.batch_norm import use_batch_statistics
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.budgets import keep_ratio_for
 from lightning_spectral.nn.cost.table import CostTable, cost_table
+from lightning_spectral.nn.cost.zampling_budgets import compression_for
+from lightning_spectral.nn.cost.zampling_costs import ZamplingCost
+from lightning_spectral.nn.cost.zampling_table import ZamplingCostTable, zampling_cost_table
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
@@ -50,6 +53,9 @@ __all__ = [
     "SpectralShardedSplitTransposedLinear",
     "SpectralShardedTransposedLinear",
     "WeightBlock",
+    "ZamplingCost",
+    "ZamplingCostTable",
+    "compression_for",
     "cost_table",
     "keep_ratio_for",
     "plan_layers",
@@ -58,4 +64,5 @@ __all__ = [
     "sharded_layers",
     "use_batch_statistics",
     "validate",
+    "zampling_cost_table",
 ]

@@ -33,6 +33,8 @@ class Host(Protocol):
     """The interface of the fitted module for callbacks and the data module."""
 
     module: pl.LightningModule
+    algorithm: Algorithm[Any]
+    state: nn.Module | None
     seed: int
 
     @property

@@ -61,7 +61,7 @@ def keep_ratio_for(
         [0.1875, 0.375, 1.0]
     """
     given = {"budget_bytes": budget_bytes, "budget_macs": budget_macs, "budget_params": budget_params}
-    name, budget = _only(given)
+    name, budget = only_budget(given)
     costs = costs_of(module, example_input, layers)
     candidates = _candidates(costs)
     if isinstance(budget, Sequence):
@@ -69,7 +69,8 @@ def keep_ratio_for(
     return _largest(costs, candidates, name, budget)
 
 
-def _only(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
+def only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
+    """The name and the value of the one budget that is given; ``ValueError`` if it is not exactly one."""
     budgets = [(name, budget) for name, budget in given.items() if budget is not None]
     if len(budgets) != 1:
         got = ", ".join(name for name, _ in budgets) or "none"

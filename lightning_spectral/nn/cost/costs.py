@@ -64,13 +64,19 @@ def costs_of(
         >>> costs.full.macs, costs.at(0.25).macs  # 4 of 16 terms: 4 * (16 + 16) instead of 16 * 16
         (416, 288)
     """
+    example = required_example(module, example_input)
+    return _count(module, example, plan_of(module, layers, example))
+
+
+def required_example(module: nn.Module, example_input: Example) -> Example:
+    """The example that is given, or else the module's own; ``ValueError`` if there is none."""
     example = example_of(module) if example_input is None else example_input
     if example is None:
         raise ValueError(
             "The cost of a module is counted in a forward pass: give `example_input`, a batch as clients train on, or "
             "set the module's `example_input_array`."
         )
-    return _count(module, example, plan_of(module, layers, example))
+    return example
 
 
 def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
@@ -79,13 +85,13 @@ def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
     swap_layers(run, plan, lambda sharded, layer, num_terms: sharded.like(layer, num_terms), FEWEST_TERMS)
     smallest = count_pass(run, example, watched=plan.sharded)
     blocks = tuple(_uses(module, plan, smallest.calls))
-    full = _sent(module, (), plan.kept_buffers) + _passed(dense)
-    rest = _sent(module, plan.sharded_weights, plan.kept_buffers) + _passed(smallest)
+    full = sent_whole(module, (), plan.kept_buffers) + _passed(dense)
+    rest = sent_whole(module, plan.sharded_weights, plan.kept_buffers) + _passed(smallest)
     return Costs(full, rest - _passed(_cost_of_terms(blocks, FEWEST_TERMS, granularity)), blocks, granularity)
 
 
-def _sent(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
-    """Parameters and bytes of what is not sharded, computed by the functions that a round uses."""
+def sent_whole(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
+    """Parameters and bytes of all but some parameters, computed by the functions that a round uses."""
     return Cost(
         parameters=sum(p.numel() for name, p in module.named_parameters() if name not in without),
         downlink_bytes=num_bytes(travelling_tensors(module, without)),

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import costs_of
+from lightning_spectral.nn.cost.rows import Columns, CostRows, show_bytes, show_count
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.nn.plan.trace import Example
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class CostTable:
+COLUMNS: Columns = MappingProxyType(
+    {
+        "parameters": ("parameters", show_count),
+        "macs": ("MACs", show_count),
+        "kept_values": ("kept values", show_count),
+        "kept_bytes": ("kept bytes", show_bytes),
+        "downlink_bytes": ("down", show_bytes),
+        "uplink_bytes": ("up", show_bytes),
+    }
+)
+# Titles, and line styles that remain distinguishable where lines overlap.
+LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "kept_bytes": ("kept bytes", "-s"),
+        "parameters": ("parameters", "-o"),
+        "macs": ("MACs", "--x"),
+        "round_bytes": ("down and up", ":+"),
+    }
+)
+
+
+class CostTable(CostRows[Cost]):
     """The cost of a client's model, whole and at each keep ratio; ``print`` shows it as a table.
 
     Attributes:
@@ -29,36 +48,8 @@ class CostTable:
         at: From keep ratios to the cost of sub-models, in the order in which they were asked for.
     """
 
-    full: Cost
-    at: Mapping[float, Cost]
-
-    def __str__(self) -> str:
-        rows = [("full", *(show(getattr(self.full, name)) for name, (_, show) in COLUMNS.items()))]
-        rows += [(f"{keep_ratio:g}", *self._cells(cost)) for keep_ratio, cost in self.at.items()]
-        return "\n".join(aligned([("keep ratio", *(title for title, _ in COLUMNS.values())), *rows]))
-
-    def _cells(self, cost: Cost) -> list[str]:
-        return [f"{show(getattr(cost, name))} ({self._share(name, cost):.0%})" for name, (_, show) in COLUMNS.items()]
-
-    def _share(self, name: str, cost: Cost) -> float:
-        return float(getattr(cost, name) / max(1, getattr(self.full, name)))
-
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """From ``"full"`` and the keep ratios to the fields of their costs."""
-        named = {"full": self.full, **{f"{keep_ratio:g}": cost for keep_ratio, cost in self.at.items()}}
-        return {name: asdict(cost) for name, cost in named.items()}
-
-    def log(self, logger: Any) -> None:
-        """Log every number as a metric such as ``cost/0.2/macs``; a `WandbLogger` gets the table too.
-
-        Args:
-            logger: Any Lightning logger.
-        """
-        rows = self.as_dict()
-        logger.log_metrics({f"cost/{row}/{name}": n for row, costs in rows.items() for name, n in costs.items()})
-        if hasattr(logger, "log_table"):  # of Lightning's own loggers, only wandb's
-            data = [[row, *costs.values()] for row, costs in rows.items()]
-            logger.log_table("cost", columns=["keep ratio", *rows["full"]], data=data)
+    title = "keep ratio"
+    columns = COLUMNS
 
     def plot(self) -> Figure:
         """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
@@ -69,7 +60,7 @@ class CostTable:
         axes.axhline(1.0, color="grey", linewidth=0.8)
         ratios = sorted(self.at)
         for name, (title, look) in LINES.items():
-            axes.plot(ratios, [self._share(name, self.at[ratio]) for ratio in ratios], look, label=title)
+            axes.plot(ratios, [self.share(name, self.at[ratio]) for ratio in ratios], look, label=title)
         axes.set_ylim(bottom=0.0)
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right upper")
@@ -119,41 +110,3 @@ def cost_table(
     """
     costs = costs_of(module, example_input, layers)
     return CostTable(costs.full, {keep_ratio: costs.at(keep_ratio) for keep_ratio in keep_ratios})
-
-
-def _count(number: float) -> str:
-    return _with_unit(number, 1000, ("", " k", " M", " G", " T", " P"))
-
-
-def _bytes(number: float) -> str:
-    return _with_unit(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
-    """Three digits, and the largest unit below them."""
-    power = 0
-    while number >= base and power < len(units) - 1:
-        number, power = number / base, power + 1
-    digits = 0 if power == 0 or number >= 100 else 1 if number >= 10 else 2
-    return f"{number:.{digits}f}{units[power]}"
-
-
-COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
-    {
-        "parameters": ("parameters", _count),
-        "macs": ("MACs", _count),
-        "kept_values": ("kept values", _count),
-        "kept_bytes": ("kept bytes", _bytes),
-        "downlink_bytes": ("down", _bytes),
-        "uplink_bytes": ("up", _bytes),
-    }
-)
-# Titles, and line styles that remain distinguishable where lines overlap.
-LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "kept_bytes": ("kept bytes", "-s"),
-        "parameters": ("parameters", "-o"),
-        "macs": ("MACs", "--x"),
-        "round_bytes": ("down and up", ":+"),
-    }
-)

@@ -6,6 +6,7 @@ from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
 from lightning_spectral.plugin.callbacks.progress import RoundProgressBar
+from lightning_spectral.plugin.callbacks.sampled_networks import SampledNetworks
 from lightning_spectral.plugin.callbacks.wandb import WandbRounds
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "RoundHistory",
     "RoundProgressBar",
     "SVDRefresh",
+    "SampledNetworks",
     "SpectralDiagnostics",
     "SubmodelSampling",
     "UpdateAlignment",

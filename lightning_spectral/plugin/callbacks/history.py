@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.protocol.records import RoundSummary
@@ -24,6 +25,7 @@ class RoundHistory(RoundCallback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self._from_clients: set[str] = set()
+        self._before: dict[str, Tensor] = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Add the row of the round."""
@@ -31,12 +33,16 @@ class RoundHistory(RoundCallback):
         self.rows.append({**round_metrics(summary), **logged})
         self._from_clients |= self.rows[-1].keys()
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
+        self._before = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the validation metrics of the aggregated model."""
         if self.rows and not trainer.sanity_checking:
-            # Lightning keeps the last value of every metric: what clients log is the last round's by now
-            validated = {n: float(v) for n, v in trainer.callback_metrics.items() if n not in self._from_clients}
-            self.rows[-1].update(validated)
+            new = {n: v for n, v in trainer.callback_metrics.items() if v is not self._before.get(n)}
+            self.rows[-1].update({n: float(v) for n, v in new.items() if n not in self._from_clients})
+        self._before = {}
 
     def column(self, name: str) -> list[float]:
         """One metric over the rounds that have it."""

@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.nn import Cost, cost_table, keep_ratio_for
-from lightning_spectral.nn.cost.table import _bytes, _count
+from lightning_spectral.nn.cost.rows import show_bytes, show_count
 
 
 def mlp() -> nn.Sequential:
@@ -32,11 +32,16 @@ EXAMPLE = torch.zeros(5, 6)
     ],
 )
 def test_counts_have_three_digits_and_a_unit(number: float, shown: str) -> None:
-    assert _count(number) == shown
+    assert show_count(number) == shown
 
 
 def test_bytes_have_binary_units() -> None:
-    assert [_bytes(n) for n in (1023, 1024, 5 * 2**20, 300 * 2**30)] == ["1023 B", "1.00 KiB", "5.00 MiB", "300 GiB"]
+    assert [show_bytes(n) for n in (1023, 1024, 5 * 2**20, 300 * 2**30)] == [
+        "1023 B",
+        "1.00 KiB",
+        "5.00 MiB",
+        "300 GiB",
+    ]
 
 
 def test_the_table_reads_as_rows_of_keep_ratios_with_shares_of_the_whole_model() -> None:

@@ -1,0 +1,89 @@
+"""The cost of each compression of Zampling, as a table to print and log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import nn
+
+from lightning_spectral.nn.cost.costs import required_example
+from lightning_spectral.nn.cost.counted_pass import count_pass
+from lightning_spectral.nn.cost.rows import CostRows, show_bytes, show_count
+from lightning_spectral.nn.cost.zampling_costs import ZamplingCost, zampling_costs_of
+from lightning_spectral.nn.plan.trace import Example
+from lightning_spectral.nn.zampling.compressed import Compression
+from lightning_spectral.protocol.exchange import copy_module
+
+
+class ZamplingCostTable(CostRows[ZamplingCost]):
+    """The cost of a client of `Zampling`, whole and at each compression; ``print`` shows it as a table.
+
+    Attributes:
+        full: The whole model, as `FedAvg` trains it.
+        at: From compressions to costs, in the order in which they were asked for.
+    """
+
+    title = "compression"
+    columns = MappingProxyType(
+        {
+            "parameters": ("parameters", show_count),
+            "macs": ("MACs", show_count),
+            "matrix_macs": ("MACs with Q", show_count),
+            "matrix_bytes": ("bytes of Q", show_bytes),
+            "downlink_bytes": ("down", show_bytes),
+            "uplink_bytes": ("up", show_bytes),
+        }
+    )
+
+
+def zampling_cost_table(
+    module: nn.Module,
+    compressions: Sequence[float] = (8, 32, 128),
+    example_input: Example = None,
+    *,
+    degree: int | None = 10,
+    downlink_bits: int | None = None,
+    exclude: Sequence[str] = (),
+    include: Sequence[str] = (),
+    keep_buffers: Sequence[str] = (),
+) -> ZamplingCostTable:
+    """What each compression of `Zampling` costs a client, before any training.
+
+    The forward pass is that of the whole model, since sampled weights have its shapes: it is counted once, on a copy.
+    What comes on top in each local step is a product with Q and one with its transpose. The rest is formulas.
+
+    Args:
+        module: Any module; it is not changed.
+        compressions: Numbers of weights for each probability, at least 1.
+        example_input: As in `cost_table`.
+        degree: This and what follows: as for `Zampling`.
+        downlink_bits: Bits of a probability on its way down; ``None`` for 32, a float.
+        exclude: Patterns of parameter names that travel whole.
+        include: Patterns of further parameters that are compressed.
+        keep_buffers: Patterns of buffers that are sent down but not up; so are all that cannot be averaged.
+
+    Raises:
+        ValueError: If a number is out of range, there is no example, nothing to compress, or more entries in a row of
+            Q than probabilities.
+
+    Note:
+        ``matrix_bytes`` is all of Q; what exceeds the ``memory`` of `Zampling` is not kept but drawn again. An
+        accelerator keeps the transpose as well.
+
+    Example:
+        >>> import torch
+        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        >>> print(zampling_cost_table(mlp, [8, 64], torch.zeros(32, 64)))
+        compression  parameters    MACs           MACs with Q  bytes of Q  down            up
+        full         85.0 k        2.70 M         0            0 B         332 KiB         332 KiB
+        8            10.6 k (13%)  2.70 M (100%)  1.70 M       6.49 MiB    41.5 KiB (13%)  1.30 KiB (0.4%)
+        64           1.33 k (2%)   2.70 M (100%)  1.70 M       6.49 MiB    5.19 KiB (2%)   167 B (0.05%)
+    """
+    whole = Compression(1, degree, exclude=tuple(exclude), include=tuple(include))
+    weights = whole.weights_of(module)
+    probs = {factor: replace(whole, factor=factor).matrix(weights, seed=0).num_columns for factor in compressions}
+    macs = count_pass(copy_module(module), required_example(module, example_input)).macs
+    costs = zampling_costs_of(module, whole, downlink_bits=downlink_bits, keep_buffers=keep_buffers, macs=macs)
+    return ZamplingCostTable(costs.full, {factor: costs.at(num_probs) for factor, num_probs in probs.items()})

@@ -1,0 +1,159 @@
+"""Validates sampled networks of Zampling beside the expected one, which the server's module holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spectral.algorithms.zampling import Zampling
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.plugin.callbacks.validated_copy import SUFFIX, ValidatedCopy
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.host import Host, is_host
+from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
+
+
+class SampledNetworks(pl.Callback):
+    """Logs how well sampled networks Qz do where Lightning validates the expected network Qp.
+
+    For every metric M that ``validation_step`` logs, and that Lightning averages over examples or computes:
+
+    - ``M/sampled_mean``, ``M/sampled_std``: mean and sample standard deviation over the sampled networks.
+    - ``M/sampled_max``, ``M/sampled_min``: of the best and the worst of them, or the other way round.
+    - ``M/sampling_gap``: M of the expected network minus the mean over the sampled ones.
+
+    With several dataloaders their index stands at the end, as in Lightning's own names. One network has no standard
+    deviation. Each network is a copy of your module with its metrics and buffers, which runs ``validation_step``, and
+    no other hook, on the batches that Lightning validates on. So there are ``num_samples`` copies in memory, which
+    are gone when validation ends. Bits are drawn from the run's seed, the round and the number of the network, and
+    the global random generators stay as they are: the run is the same with and without this callback.
+
+    In ``Trainer.validate`` it acts too, and every time. With ``strategy="client_parallel"`` each process validates all
+    networks on all of the data, as it does the server's module.
+
+    Args:
+        num_samples: Number of networks, at least 1.
+        every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check is none.
+
+    Raises:
+        ValueError: If a number is below 1; when it is set up, if several processes share the data for validation.
+        TypeError: When it is set up, if the algorithm is not `Zampling`.
+
+    Example:
+        >>> callback = SampledNetworks(num_samples=20)  # Trainer(callbacks=[callback])
+    """
+
+    def __init__(self, num_samples: int = 10, every_n_validations: int = 1) -> None:
+        for name, number in {"num_samples": num_samples, "every_n_validations": every_n_validations}.items():
+            if number < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+        self.num_samples = num_samples
+        self.every_n_validations = every_n_validations
+        self._num_validations = 0
+        self._is_due = False
+        self._networks: list[ValidatedCopy] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that there are networks to sample, and that every process sees all of the data."""
+        if stage not in ("fit", "validate"):
+            return
+        trained_by = type(pl_module.algorithm).__name__ if is_host(pl_module) else type(pl_module).__name__
+        if not (is_host(pl_module) and isinstance(pl_module.algorithm, Zampling)):
+            raise TypeError(
+                "SampledNetworks draws the bits of FederatedModule(..., algorithm=Zampling(...)), and there are none "
+                f"in {trained_by}; leave the callback out."
+            )
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
+            raise ValueError(
+                f"{type(trainer.strategy).__name__} shares the data for validation out to {trainer.world_size} "
+                "processes, and SampledNetworks needs all of it in each; use strategy='client_parallel', or devices=1."
+            )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Decide whether this validation is one of the n-th."""
+        self._networks = []
+        self._is_due = not trainer.sanity_checking
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._is_due = self._num_validations % self.every_n_validations == 0
+            self._num_validations += 1
+
+    def on_validation_batch_start(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Host, batch: Any, batch_idx: int, dataloader_idx: int | None = None
+    ) -> None:
+        """Validate all networks on the batch; before the first one, draw them."""
+        if not self._is_due:
+            return
+        if not self._networks:  # only now, when the user's hooks have prepared the module for its validation
+            self._networks = list(self._draw(trainer, pl_module))
+        seed = derived_seed(
+            pl_module.seed, "validation of sampled networks", trainer.current_epoch, dataloader_idx or 0, batch_idx
+        )
+        for network in self._networks:
+            with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw: all networks the same
+                network.step(batch, batch_idx, dataloader_idx)
+
+    def _draw(self, trainer: pl.Trainer, host: Host) -> Iterator[ValidatedCopy]:
+        assert isinstance(host.algorithm, Zampling)
+        for k in range(self.num_samples):
+            generator = derived_generator(host.seed, "sampled networks", trainer.current_epoch, k)
+            weights = host.algorithm.network(host.module, host.state, generator)
+            yield ValidatedCopy(host.module, weights, trainer)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Host) -> None:  # type: ignore[override]
+        """Log the figures of this validation."""
+        networks, self._networks = self._networks, []
+        if not networks:
+            return
+        expected = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        figures = sampling_figures([network.logged() for network in networks], expected)
+        if not figures and trainer.is_global_zero:
+            warnings.warn(
+                f"`{type(pl_module.module).__name__}.validation_step` logs no mean and no metric with `self.log`, so "
+                "SampledNetworks has nothing to compare; log there, and not in `on_validation_epoch_end`.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+        for name, value in figures.items():
+            tensor = torch.tensor(value, dtype=torch.float64)
+            pl_module.log(name, tensor, on_step=False, on_epoch=True, add_dataloader_idx=False, batch_size=1)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give up the networks of a validation that failed."""
+        self._networks = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of validations so far, for the checkpoint."""
+        return {"num_validations": self._num_validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting validations."""
+        self._num_validations = state_dict["num_validations"]
+
+
+def sampling_figures(logged: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> dict[str, float]:
+    """The figures of each metric, by the names under which they are logged.
+
+    Args:
+        logged: The metrics of each sampled network.
+        expected: Metrics of the expected network.
+
+    Example:
+        >>> sampling_figures([{"acc": 0.5}, {"acc": 0.75}], {"acc": 1.0})["acc/sampling_gap"]
+        0.375
+    """
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in logged for name in metrics):
+        values = torch.tensor([metrics[name] for metrics in logged if name in metrics], dtype=torch.float64)
+        mean = float(values.mean())
+        own = {"sampled_mean": mean, "sampled_max": float(values.max()), "sampled_min": float(values.min())}
+        if len(values) > 1:
+            own["sampled_std"] = float(values.std())
+        if name in expected:
+            own["sampling_gap"] = expected[name] - mean
+        metric, suffix, dataloader = name.partition(SUFFIX)
+        figures.update({f"{metric}/{figure}{suffix}{dataloader}": value for figure, value in own.items()})
+    return figures

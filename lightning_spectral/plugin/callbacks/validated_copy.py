@@ -1,0 +1,94 @@
+"""A copy of the user's module that is validated beside the server's, and what it logs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.user_step import call_with_accepted
+from lightning_spectral.protocol.exchange import copy_module, load_tensors
+
+SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders
+_LOG = inspect.signature(pl.LightningModule.log)
+_MEANS = ("mean", "avg", torch.mean)
+
+
+class ValidatedCopy:
+    """Runs ``validation_step`` on a copy of a module with other weights, and keeps what it logs to itself.
+
+    Values are averaged over examples as Lightning does, ``torchmetrics`` objects are computed, and names are those
+    that Lightning uses. What is logged for single batches alone, or is reduced otherwise than to its mean, is ignored.
+
+    Args:
+        module: The user's module within a validation; it is only read.
+        tensors: Weights of the copy where they differ from the module's, by name.
+        trainer: The Trainer that validates.
+    """
+
+    def __init__(self, module: pl.LightningModule, tensors: Mapping[str, Tensor], trainer: pl.Trainer) -> None:
+        self.module: Any = copy_module(module)
+        load_tensors(self.module, tensors)
+        isolate_metrics(self.module)
+        self.module.trainer = trainer
+        self.module.log, self.module.log_dict = self._log, self._log_dict
+        self._recorder = Recorder()
+        self._trainer = trainer
+        self._batch: Any = None
+        self._dataloader_idx: int | None = None
+        self._ended: dict[str, float] = {}
+
+    def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        """Validate on one batch, which stays as it is.
+
+        Args:
+            batch: As ``validation_step`` gets it, on its device.
+            batch_idx: Its index in its dataloader.
+            dataloader_idx: Which dataloader; ``None`` if there is only one.
+        """
+        if dataloader_idx != self._dataloader_idx:
+            self._end_dataloader(dataloader_idx)
+        self._batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
+        indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        with self._trainer.precision_plugin.val_step_context():
+            call_with_accepted(self.module.validation_step, self._batch, *indices)
+        self._batch = None
+
+    def logged(self) -> dict[str, float]:
+        """What it has logged over all batches, by name."""
+        return {**self._so_far(), **self._ended}
+
+    def _so_far(self) -> dict[str, float]:
+        return {name: entry.value for name, entry in self._recorder.finish_client().items()}
+
+    def _end_dataloader(self, following: int | None) -> None:
+        """Settle the values of a dataloader, since metrics that are logged for several of them go on accumulating."""
+        suffix = f"{SUFFIX}{self._dataloader_idx}"
+        self._ended.update({name: value for name, value in self._so_far().items() if name.endswith(suffix)})
+        self._dataloader_idx = following
+
+    def _log(self, *args: Any, **options: Any) -> None:
+        """Stand in for ``LightningModule.log``, with its arguments."""
+        call = _LOG.bind(self.module, *args, **options)
+        call.apply_defaults()
+        name, value, batch_size = (call.arguments[key] for key in ("name", "value", "batch_size"))
+        is_metric = isinstance(value, Metric)
+        if call.arguments["on_epoch"] is False or not (is_metric or call.arguments["reduce_fx"] in _MEANS):
+            return
+        if call.arguments["add_dataloader_idx"] and self._dataloader_idx is not None:
+            name = f"{name}{SUFFIX}{self._dataloader_idx}"
+        if batch_size is None and not is_metric:
+            batch_size = extract_batch_size(self._batch)
+        self._recorder.log(name, value, batch_size=batch_size)
+
+    def _log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            self._log(name, value, *args, **options)

@@ -31,6 +31,7 @@ from lightning_spectral.nn import (
     validate,
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.zampling.zample import unzample, zample
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
@@ -140,7 +141,9 @@ __all__ = [
     "replace_layers",
     "spectral_start",
     "tune_allocator",
+    "unzample",
     "validate",
+    "zample",
 ]
 
 # The one thing that importing does: `Trainer(strategy="client_parallel")` finds the class by its name in this table.

@@ -34,6 +34,7 @@ from lightning_spectral.nn import (
     zampling_cost_table,
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.zampling.zample import unzample, zample
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
@@ -147,7 +148,9 @@ __all__ = [
     "replace_layers",
     "spectral_start",
     "tune_allocator",
+    "unzample",
     "validate",
+    "zample",
     "zampling_cost_table",
 ]
 

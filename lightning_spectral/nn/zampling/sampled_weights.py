@@ -77,8 +77,13 @@ class SampledWeights(nn.Module):
         Args:
             generator: Draws the bits, on the CPU; not needed without sampling.
         """
-        z = self.draw_bits(generator).to(self.scores.dtype) if self.sampled else self.probs
-        self.put(_Expand.apply(self.scores, z, self))  # type: ignore[no-untyped-call]
+        z = self.draw_bits(generator) if self.sampled else self.probs
+        self.put(self.combine(z))
+
+    def combine(self, z: Tensor) -> tuple[Tensor, ...]:
+        """Weights Qz, through which gradients reach the scores."""
+        weights: tuple[Tensor, ...] = _Expand.apply(self.scores, z.to(self.scores.dtype), self)  # type: ignore[no-untyped-call]
+        return weights
 
     def draw_bits(self, generator: torch.Generator | None) -> Tensor:
         """One bit for each score, 1 with its probability, shape ``(n,)``.

@@ -1,0 +1,138 @@
+"""Local Zampling, with no federation: any trainer trains the scores of a module, as it would train its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lightning_spectral.functional.zampling.influence import Values
+from lightning_spectral.functional.zampling.links import Clip, Link
+from lightning_spectral.nn.zampling.compressed import Compression, Init
+from lightning_spectral.nn.zampling.local_weights import LocalWeights
+from lightning_spectral.nn.zampling.sampled_weights import NAME
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def zample(
+    module: Module,
+    compression: float = 32,
+    degree: int | None = 10,
+    *,
+    init: Init = "he",
+    sampled: bool = True,
+    link: Link | None = None,
+    values: Values = "normal",
+    seed: int = 0,
+    exclude: Sequence[str] = (),
+    include: Sequence[str] = (),
+    memory: int = 2**30,
+) -> Module:
+    """Train scores in place of a module's weights, with any trainer: ``module.parameters()`` then holds the scores.
+
+    It behaves as dropout does. In training mode each forward and backward pass uses one new sample Qz in all layers,
+    in evaluation mode the expected network Qp. Draws follow from ``seed`` and a counter in the ``state_dict``, so a
+    resumed run repeats an uninterrupted one.
+
+    Args:
+        module: Changed in place: its weights and biases of affine layers, and embeddings, become combinations of
+            scores. The values they had are not used.
+        compression: Number of weights for each probability, m / n, at least 1.
+        degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
+        init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed variance of Q.
+        sampled: Whether training uses bits; ``False`` for probabilities, the paper's ContinuousModel.
+        link: From scores to probabilities; ``None`` for `Clip()`.
+        values: Distribution of the entries of Q, ``"normal"`` or ``"sign"``.
+        seed: Of Q, the first probabilities and every draw.
+        exclude: Shell-style patterns of parameter names that stay dense.
+        include: Patterns of further parameters, of two dimensions or more, that are compressed.
+        memory: Bytes that may be kept of Q.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: If the module was changed before, there is nothing to compress, or a number is out of range.
+
+    Note:
+        Weight decay pulls scores to 0; AdamW has some unless told otherwise. A sample is used until a backward pass
+        has reached the scores: with frozen scores it stays, and losses of several forward passes are added before one
+        backward pass. Weights are renewed when ``module`` or a part of it that
+        contains some is called, so code that reads a weight before any such call sees the last ones.
+
+    Reference:
+        Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning, section
+        1.3.
+
+    Example:
+        >>> net = zample(nn.Sequential(nn.Linear(30, 10), nn.ReLU(), nn.Linear(10, 2)), compression=4)
+        >>> [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
+        [('_zampling.scores', (83,))]
+    """
+    if hasattr(module, NAME):
+        raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
+    how = Compression(compression, degree, init, sampled, values, tuple(exclude), tuple(include), memory)
+    LocalWeights(module, how.weights_of(module), how, link or Clip(), seed)
+    return module
+
+
+def unzample(module: Module, generator: torch.Generator | None = None) -> Module:
+    """Undo `zample`: plain parameters take the place of scores, under their own names.
+
+    Args:
+        module: Changed in place.
+        generator: Draws bits z, for the weights Qz of one sampled network; ``None`` for Qp, the expected network.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: If the module holds no scores.
+
+    Example:
+        >>> net = unzample(zample(nn.Linear(30, 10), compression=4))
+        >>> list(net.state_dict())
+        ['weight', 'bias']
+    """
+    local_weights(module).restore(generator)
+    delattr(module, NAME)
+    return module
+
+
+def sampled_networks(module: Module, num_samples: int, generator: torch.Generator) -> Iterator[Module]:
+    """Iterate over sampled networks: ``module`` itself, in evaluation mode, with one sample Qz after another.
+
+    Afterwards, and when the loop is left early, the mode is as it was, and weights are again those of `zample`.
+
+    Example:
+        >>> net = zample(nn.Linear(30, 1), compression=2)
+        >>> outputs = [net(torch.ones(30)) for net in sampled_networks(net, 3, torch.Generator().manual_seed(0))]
+        >>> len(set(outputs))
+        3
+    """
+    weights = local_weights(module)
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        for _ in range(num_samples):
+            weights.hold(weights.draw_bits(generator))
+            yield module
+    finally:
+        weights.release()
+        for part, flag in training.items():
+            part.training = flag
+
+
+def local_weights(module: nn.Module) -> LocalWeights:
+    """What makes the weights of a module that `zample` changed.
+
+    Raises:
+        ValueError: If it did not.
+    """
+    found = getattr(module, NAME, None)
+    if not isinstance(found, LocalWeights):
+        raise ValueError(f"{type(module).__name__} holds no scores; `zample` it first.")
+    return found

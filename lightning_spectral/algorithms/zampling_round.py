@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -26,6 +26,12 @@ class ZamplingState(nn.Module):
         super().__init__()
         self.probs = nn.Parameter(on_grid(probs))
         self.seed = seed
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:
+        """Follow to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
+        device = fn(self.probs.detach()).device
+        self.probs.data = self.probs.detach().to(device)
+        return self
 
 
 @dataclass(frozen=True, eq=False)

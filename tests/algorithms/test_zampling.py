@@ -209,6 +209,20 @@ def test_a_trainer_for_each_client_does_the_same_as_the_loop(data: Any, fit: Fit
     assert same_state(*(fitted.model.state_dict() for fitted in fits))
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_probabilities_stay_in_float32_in_any_precision(precision: Any, data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, trainer={"precision": precision})
+    probs = fitted.model.state.probs.detach()
+    quarters = torch.tensor([k / 4 for k in range(5)])
+    assert probs.dtype == torch.float32
+    assert bool(torch.isin(probs, quarters).all())
+    assert fitted.ledger.rows[0].downlink_bytes == 4 * len(probs)
+    # Qp, rounded to the weights' type, whose eps is the largest relative error of a rounding
+    expected = dense_matrix(SMALL, fitted.module, 0) @ probs.double()
+    eps = max(torch.finfo(fitted.weights.dtype).eps, 1e-6)
+    torch.testing.assert_close(fitted.weights.double(), expected, rtol=eps, atol=1e-6)
+
+
 def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: Any, fit: Fit) -> None:
     fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.FedAvgM(2.0, momentum=0.9))
     probs = fitted.model.state.probs.detach()

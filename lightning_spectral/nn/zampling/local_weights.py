@@ -108,7 +108,7 @@ class LocalWeights(SampledWeights):
 
     def _apply(self, fn: Any, recurse: bool = True) -> LocalWeights:
         self._made = None  # the weights that were made stay where they were, and of their type
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

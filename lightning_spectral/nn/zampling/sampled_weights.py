@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -54,7 +54,10 @@ class SampledWeights(nn.Module):
         self.shapes = tuple(weight.shape for weight in weights)
         self.matrix, self.link, self.sampled = matrix, link, sampled
         self._sites = tuple(_take_out(module, [weight.name for weight in weights]))
-        self.scores = nn.Parameter(torch.zeros(matrix.num_columns, dtype=first.dtype, device=first.device))
+        self.dtype = first.dtype  # of the weights; scores have at least 32 bits, or bits would be drawn with a bias
+        self.scores = nn.Parameter(
+            torch.zeros(matrix.num_columns, dtype=_at_least_float32(first.dtype), device=first.device)
+        )
         module.add_module(NAME, self)
 
     @property
@@ -104,8 +107,18 @@ class SampledWeights(nn.Module):
             setattr(owner, name, weights[i])
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """All entries of the weights, shape ``(m,)``, as one tensor for each weight."""
-        return split_weights(flat, self.shapes)
+        """All entries of the weights, shape ``(m,)``, as one tensor for each weight, of the weights' type."""
+        return split_weights(flat.to(self.dtype), self.shapes)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SampledWeights:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype, device=self.scores.device)).dtype
+        self.scores.data = self.scores.detach().to(_at_least_float32(self.dtype))
+        return self
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
@@ -133,7 +146,7 @@ class _Expand(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (scores,) = ctx.saved_tensors
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(scores.dtype)
         with torch.autocast(scores.device.type, enabled=False):
             of_bits = ctx.weights.matrix.pull_back(flat)
         return ctx.weights.link.gradient(scores, of_bits), None, None

@@ -96,3 +96,15 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
     with pytest.warns(ls.SpectralWarning, match="mostly noise"):
         run = study.run.train(spec)
     assert study.plans.final(run, "test") < 0.5
+
+
+@pytest.mark.slow
+def test_the_default_learns_from_clients_with_one_or_two_labels_and_with_fast_steps_it_does_not(study):
+    """A step that outruns the dense network's is what ruins this run: the bound of 10 is the negative control."""
+    accuracy = {}
+    for setup, keep_ratio in {study.report.DEFAULT: 0.1, "FedAvg": 1.0, "start, Collective, bound 10": 0.1}.items():
+        spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, keep_ratio, 0.1, seed=0)
+        accuracy[setup] = study.plans.final(study.run.train(spec), "test")
+    print(accuracy)
+    assert accuracy[study.report.DEFAULT] >= 0.75 * accuracy["FedAvg"]
+    assert accuracy["start, Collective, bound 10"] < 0.5 * accuracy["FedAvg"]

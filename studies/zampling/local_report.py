@@ -1,0 +1,228 @@
+"""Writes what the local runs say, beside the paper's numbers.
+
+    python studies/zampling/local_report.py
+
+reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.png``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from local import NUM_PERTURBATIONS, OUTPUT, TAUS
+from matplotlib.figure import Figure
+
+DOCS = Path("docs")
+Run = Mapping[str, Any]
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
+STYLES = {1: ("#000000", "*"), 5: ("#E69F00", "s"), 10: ("#0072B2", "o"), 50: ("#009E73", "^"), 100: ("#CC79A7", "D")}
+TABLE_2 = {  # mean and standard deviation of sampled accuracy, for compressions of 1, 2, 4, 8, 16 and 32
+    100: ("85.60±2.16", "82.63±2.43", "76.83±2.93", "70.33±2.98", "62.78±3.29", "49.43±3.32"),
+    50: ("86.77±1.76", "81.83±2.30", "79.28±2.76", "71.75±2.94", "59.12±3.71", "48.76±3.59"),
+    10: ("85.29±2.20", "81.99±2.50", "78.70±2.56", "72.31±2.90", "64.43±2.65", "49.99±2.99"),
+    5: ("83.37±2.42", "78.52±3.40", "78.73±2.81", "71.80±3.17", "62.85±3.02", "47.90±3.33"),
+    1: ("76.35±3.21", "71.37±4.25", "70.05±3.55", "60.60±3.49", "55.56±3.54", "47.48±3.00"),
+}
+TABLE_4 = {  # tau: accuracy and sensitivity after perturbation, of regular and of sampled training
+    0.01: ("82.85, 0.13", "90.29, 0.0035"),
+    0.1: ("81.43, 0.14", "89.67, 0.0030"),
+    0.2: ("82.42, 0.13", "89.64, 0.0022"),
+    0.5: ("20.07, 0.78", "78.80, 0.17"),
+}
+
+
+def results(experiment: str, **wanted: Any) -> list[Run]:
+    """Runs of an experiment that have all the given values."""
+    runs = [json.loads(path.read_text()) for path in sorted(OUTPUT.glob(f"{experiment}_*.json"))]
+    return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
+
+
+def levels(runs: Sequence[Run], name: str) -> list[Any]:
+    """The values of a field, ascending."""
+    return sorted({run[name] for run in runs})
+
+
+def per_cent(values: Sequence[float], digits: int = 1) -> str:
+    """Mean and, of two or more, standard deviation."""
+    spread = f" ± {100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{100 * mean(values):.{digits}f}{spread}"
+
+
+def mean_sampled(runs: Sequence[Run]) -> list[float]:
+    return [mean(run["sampled"]) for run in runs]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown."""
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def figure3_table() -> list[str]:
+    """Mean sampled accuracy and that of the expected network, beside Table 2."""
+    runs = results("figure3")
+    rows = []
+    for degree in levels(runs, "degree"):
+        for compression in levels(runs, "compression"):
+            chosen = [run for run in runs if (run["degree"], run["compression"]) == (degree, compression)]
+            if not chosen:
+                continue
+            printed = dict(zip((1, 2, 4, 8, 16, 32), TABLE_2[degree], strict=True)).get(compression, "")
+            within = mean(stdev(run["sampled"]) for run in chosen)
+            rows.append(
+                [
+                    str(degree),
+                    str(compression),
+                    per_cent(mean_sampled(chosen)),
+                    f"{100 * within:.1f}",
+                    per_cent([run["expected"] for run in chosen]),
+                    printed,
+                ]
+            )
+    head = ["d", "m/n", "mean of sampled", "spread of one run's samples", "expected network", "Table 2, sampled"]
+    return table(head, rows)
+
+
+def figure3_png() -> None:
+    """Accuracy against compression, a line for each degree; dashed for the expected network."""
+    runs = results("figure3")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for degree in levels(runs, "degree"):
+        chosen = [run for run in runs if run["degree"] == degree]
+        compressions, (colour, marker) = levels(chosen, "compression"), STYLES[degree]
+        groups = [[run for run in chosen if run["compression"] == c] for c in compressions]
+        means = [[100 * value for value in mean_sampled(group)] for group in groups]
+        spread = [stdev(values) if len(values) > 1 else 0.0 for values in means]
+        style = {"color": colour, "marker": marker, "markersize": 5}
+        axes.errorbar(compressions, [mean(v) for v in means], spread, label=f"d = {degree}", capsize=2, **style)
+        expected = [100 * mean(run["expected"] for run in group) for group in groups]
+        axes.plot(compressions, expected, linestyle="--", linewidth=0.8, alpha=0.7, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("compression m/n")
+    axes.set_ylabel("test accuracy, %")
+    axes.set_title("784-20-20-10 on MNIST: mean of sampled networks; dashed, the expected network", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(DOCS / "zampling_figure3.png", dpi=150)
+
+
+def zhou_table() -> list[str]:
+    """The best of the sampled networks, against supermasks."""
+    runs = results("zhou")
+    rows = []
+    for method, degree, lr in sorted({(r["method"], r["degree"] or 0, r["lr"]) for r in runs}):
+        chosen = [r for r in runs if (r["method"], r["degree"] or 0, r["lr"]) == (method, degree, lr)]
+        name = "supermask" if method == "supermask" else f"Zampling, d = {degree}"
+        best = per_cent([max(run["sampled"]) for run in chosen])
+        rows.append(
+            [name, f"{lr:g}", best, per_cent(mean_sampled(chosen)), per_cent([run["expected"] for run in chosen])]
+        )
+    return table(["", "learning rate", "best of the sampled", "mean of the sampled", "expected network"], rows)
+
+
+def sensitivity_table() -> list[str]:
+    """Accuracy after perturbation, and the average change of it, relative, and for each unit of the noise's norm."""
+    runs = results("sensitivity")
+    rows = []
+    for where in ("inside", "outside"):
+        for tau in TAUS:
+            for method in ("continuous", "sampled"):
+                found = [
+                    row
+                    for run in runs
+                    if run["method"] == method
+                    for row in run["perturbed"]
+                    if (row["where"], row["tau"]) == (where, tau)
+                ]
+                after = [value for row in found for value in row["after"]]
+                change = mean(abs(row["before"] - value) / row["before"] for row in found for value in row["after"])
+                deviations = [
+                    abs(row["before"] - value) / norm
+                    for row in found
+                    for value, norm in zip(row["after"], row["norms"], strict=True)
+                    if norm
+                ]
+                printed = TABLE_4[tau][("continuous", "sampled").index(method)] if tau in TABLE_4 else ""
+                rows.append(
+                    [
+                        where,
+                        f"{tau:g}",
+                        "regular" if method == "continuous" else "by sampling",
+                        per_cent([row["share"] for row in found][:1]),
+                        per_cent([row["before"] for row in found]),
+                        per_cent(after),
+                        f"{change:.2g}",
+                        f"{mean(deviations):.1g}" if deviations else "",
+                        printed,
+                    ]
+                )
+    head = ["perturbed", "τ", "training", "share of p, %", "accuracy before", "accuracy after", "sensitivity"]
+    return table([*head, "deviation", "Table 4: accuracy, sensitivity"], rows)
+
+
+def integrality_table() -> list[str]:
+    """Expected, rounded and sampled networks for each start."""
+    runs = results("integrality")
+    rows = []
+    for method, beta in sorted({(run["method"], run["beta"]) for run in runs}):
+        chosen = [run for run in runs if (run["method"], run["beta"]) == (method, beta)]
+        gaps = [run["expected"] - mean(run["sampled"]) for run in chosen]
+        rows.append(
+            [
+                "by sampling" if method == "sampled" else "regular",
+                f"{beta:g}",
+                per_cent([run["expected"] for run in chosen]),
+                per_cent(mean_sampled(chosen)),
+                per_cent([run["rounded"] for run in chosen]),
+                per_cent(gaps),
+                f"{mean(run['uncertainty'] for run in chosen):.3f}",
+            ]
+        )
+    head = ["training", "Beta(a, a), a", "expected network", "mean of sampled", "rounded", "integrality gap"]
+    return table([*head, "mean p(1 - p) at the end"], rows)
+
+
+def scale_of(experiment: str) -> str:
+    """What a caption says of the scale."""
+    runs = results(experiment)
+    first = runs[0]
+    epochs = max(len(run["losses"]) for run in runs)
+    rates = " or ".join(f"{lr:g}" for lr in levels(runs, "lr"))
+    return (
+        f"{first['num_images']:,} images, {epochs} epochs, Adam with a learning rate of {rates}, "
+        f"{len(levels(runs, 'seed'))} seeds, {first['num_samples']} sampled networks in each run. Test accuracy in per "
+        "cent, ± its standard deviation over seeds."
+    )
+
+
+def main() -> None:
+    figure3_png()
+    parts = {
+        "Compression and degree (section 3.1)": ("figure3", figure3_table()),
+        "Supermasks (appendix B.1)": ("zhou", zhou_table()),
+        "Perturbed probabilities (section 3.3)": ("sensitivity", sensitivity_table()),
+        "The integrality gap (appendix A)": ("integrality", integrality_table()),
+    }
+    notes = {
+        "figure3": " Whether the ± of Table 2 is over seeds or samples the paper does not say. A row of Q has d "
+        "different columns, so d is at most n: with m = 16,330 that leaves out d = 100 from m/n = 256 on, and d = 50 "
+        "from 512 on.",
+        "sensitivity": f" {NUM_PERTURBATIONS} perturbations in each run, clipped to [0, 1]; ± is over these, too. "
+        "*Inside* are probabilities between τ and 1 - τ, as printed; *outside* are the others. With τ = 0.5 the first "
+        "are none and the second all, and the paper says that it perturbs all. Its deviation is 0.7 times its "
+        "sensitivity in every row, so its perturbations had a norm of about 1.3 for every τ, which neither reading "
+        "gives: the norm of N(0, 1) on half of the probabilities is 90.",
+        "integrality": " *Rounded* has each probability at its nearer end.",
+    }
+    lines = ["<!-- written by studies/zampling/local_report.py -->"]
+    for title, (experiment, rows) in parts.items():
+        lines += ["", f"### {title}", "", scale_of(experiment) + notes.get(experiment, ""), "", *rows]
+    (DOCS / "zampling_local.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

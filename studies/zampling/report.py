@@ -48,7 +48,7 @@ def table1(runs: Sequence[Run]) -> list[str]:
         "| --- " * 7 + "|",
     ]
     for compression in (1, 8, 32):
-        if found := named(runs, "published", 100, compression=compression):
+        if found := named(runs, "published", 40, compression=compression):
             saved = (f"{DENSE_BYTES / found[0][way]:.1f}" for way in ("up", "down"))
             expected = spread([run["accuracy"][-1] for run in found])
             sampled = spread([mean(run["sampled"]) for run in found])
@@ -63,7 +63,7 @@ def others(runs: Sequence[Run]) -> list[str]:
         "| setup | m/n | rounds | Adam's lr | server's lr | momentum | local epochs | cosine | expected | sampled |",
         "| --- " * 10 + "|",
     ]
-    known = [id(run) for compression in (1, 8, 32) for run in named(runs, "published", 100, compression=compression)]
+    known = [id(run) for compression in (1, 8, 32) for run in named(runs, "published", 40, compression=compression)]
     left = [run for run in runs if id(run) not in known]
     for run in sorted(left, key=lambda run: (-run["num_rounds"], run["compression"], -run["accuracy"][-1])):
         names = ("setup", "compression", "num_rounds", "lr", "server_lr", "momentum", "local_epochs")
@@ -79,7 +79,7 @@ def figure4(runs: Sequence[Run], path: Path) -> None:
     axes = figure.subplots()
     for compression, (colour, marker) in STYLES.items():
         setup, lr = ("published", 0.1) if compression else ("FedAvg", 0.001)
-        if found := named(runs, setup, 100, compression=compression, lr=lr):
+        if found := named(runs, setup, 40, compression=compression, lr=lr):
             curves = list(zip(*(run["accuracy"] for run in found), strict=True))
             rounds = [EVERY * (i + 1) for i in range(len(curves))]
             label = f"Zampling, m/n = {compression}" if compression else "FedAvg"
@@ -95,7 +95,7 @@ def figure4(runs: Sequence[Run], path: Path) -> None:
 def main() -> None:
     runs = results()
     parts = {
-        "As published (Table 1 of the paper), 100 rounds": table1(runs),
+        "As published (Table 1 of the paper), 40 rounds": table1(runs),
         "Other choices": others(runs),
     }
     text = "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines)

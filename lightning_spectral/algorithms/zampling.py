@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.score_groups import check_score_groups
 from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
 from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide, uploaded
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
@@ -151,23 +151,7 @@ class Zampling(Algorithm[ZamplingRound]):
         Raises:
             ValueError: If compressed weights are in parameter groups of different options, or some are in none.
         """
-        parameters = {id(server.get_parameter(weight.name)) for weight in self.weights_of(server)}
-        groups = [g for g in template.param_groups if any(id(p) in parameters for p in g["params"])]
-        held = {id(p) for group in groups for p in group["params"]} & parameters
-        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        if groups and (held != parameters or any(other != options[0] for other in options)):
-            raise ValueError(
-                "Zampling has one vector of scores for all compressed weights, so one optimizer steps them, with the "
-                f"same options; your {type(template).__name__} has them in groups that differ, or only some of them. "
-                "Put them into one group, or keep the others dense with `exclude=`."
-            )
-        if groups and options[0].get("weight_decay"):
-            warnings.warn(
-                f"weight_decay={options[0]['weight_decay']:g} of {type(template).__name__} does not act on the scores "
-                "of Zampling, whose probabilities it would pull to 0; it acts on what is dense.",
-                SpectralWarning,
-                stacklevel=2,
-            )
+        check_score_groups(template, [server.get_parameter(weight.name) for weight in self.weights_of(server)])
 
     def weights_of(self, server: nn.Module) -> tuple[CompressedWeight, ...]:
         """The weights that are compressed."""

@@ -79,3 +79,28 @@ def expected_hypercube_dimension(num_columns: int, tau: float) -> float:
     if not 0.0 <= tau <= 0.5:
         raise ValueError(f"`tau` must be between 0 and 1/2, got {tau!r}.")
     return num_columns * (1 - 2 * tau)
+
+
+def expected_heterozygosity(prob: float, num_clients: int, num_rounds: int, server_lr: float = 1.0) -> float:
+    r"""Expected 2 p (1 - p) of an entry after rounds in which nobody trains.
+
+    A mean of K bits is one generation of the Wright-Fisher model of genetic drift: p has the mean that it had, and
+    2 p (1 - p), how often two draws differ, shrinks by :math:`1 - \eta^2 / K` in each round, with the server's learning
+    rate :math:`\eta`. So probabilities settle at 0 or 1 within some K / eta^2 rounds, trained or not.
+
+    Args:
+        prob: p before the first round.
+        num_clients: K, in each round.
+        num_rounds: Number of rounds.
+        server_lr: How far p moves towards the mean of the bits, in (0, 1].
+
+    Raises:
+        ValueError: If ``server_lr`` is out of range.
+
+    Example:
+        >>> round(expected_heterozygosity(0.5, num_clients=10, num_rounds=20), 3)
+        0.061
+    """
+    if not 0.0 < server_lr <= 1.0:
+        raise ValueError(f"`server_lr` must be in (0, 1], got {server_lr!r}.")
+    return 2 * prob * (1 - prob) * (1 - server_lr**2 / num_clients) ** num_rounds

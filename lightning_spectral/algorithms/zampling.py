@@ -53,6 +53,8 @@ class Zampling(Algorithm[ZamplingRound]):
         degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
         init: ``"he"`` for weights with He's variance, 2 / fan-in, in the forward pass; ``"paper"`` for the printed
             variance of Q, with which weights of the forward pass have 3 / fan-in.
+        gain: Factor on the standard deviation of the entries of Q. As p lies in [0, 1], this also bounds how large a
+            weight can become.
         sampled: Whether local steps use bits; ``False`` for probabilities, the paper's ContinuousModel. Bits are sent
             either way.
         smoothing: Pseudo-count of a symmetric Beta prior of each mean of bits. With 0, as published, a probability on
@@ -94,6 +96,7 @@ class Zampling(Algorithm[ZamplingRound]):
     include: Sequence[str] = ()
     keep_buffers: Sequence[str] = ()
     memory: int = 2**30
+    gain: float = 1.0
     _matrices: MatrixCache = field(default_factory=MatrixCache, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +136,7 @@ class Zampling(Algorithm[ZamplingRound]):
             tuple(self.exclude),
             tuple(self.include),
             self.memory,
+            self.gain,
         )
 
     def check(self, server: nn.Module) -> None:

@@ -40,8 +40,12 @@ SETUPS: dict[str, dict[str, Any]] = {
     "He, not absorbing": {"link": ls.Clip(absorbing=False)},
     "sigmoid": {"link": ls.Sigmoid()},
     "continuous": {"sampled": False},
+    "gain 2": {"gain": 2.0},
+    "gain 3": {"gain": 3.0},
+    "continuous, gain 2": {"sampled": False, "gain": 2.0},
     "8 bits down": {"downlink_bits": 8},
     "4 bits down": {"downlink_bits": 4},
+    "gain 2, 4 bits down": {"gain": 2.0, "downlink_bits": 4},
 }
 
 

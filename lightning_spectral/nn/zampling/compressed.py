@@ -52,10 +52,11 @@ class Compression:
         exclude: Patterns of parameter names that stay dense.
         include: Patterns of further parameters, of two dimensions or more, that are compressed.
         memory: Bytes that a process may keep of Q.
+        gain: Factor on the standard deviation of the entries of Q.
 
     Raises:
         TypeError: If the factor is not one number.
-        ValueError: If the factor is below 1, or not 1 for a diagonal Q, or the degree is not positive.
+        ValueError: If the gain or the degree is not positive, or the factor is below 1, or not 1 for a diagonal Q.
     """
 
     factor: float
@@ -66,6 +67,7 @@ class Compression:
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     memory: int = 2**30
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.factor, Mapping | Sequence):
@@ -84,6 +86,8 @@ class Compression:
             )
         if self.degree is not None and not (isinstance(self.degree, int) and self.degree >= 1):
             raise ValueError(f"`degree` must be a positive whole number, or None, got {self.degree!r}.")
+        if not 0.0 < self.gain < math.inf:
+            raise ValueError(f"`gain` must be positive and finite, got {self.gain!r}.")
         for name, value, allowed in [("init", self.init, ("he", "paper")), ("values", self.values, ("normal", "sign"))]:
             if value not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
@@ -91,15 +95,15 @@ class Compression:
     def variance(self, fan_in: int) -> float:
         """Variance of the entries of Q in the rows of a layer.
 
-        The forward pass then has weights of variance 2 / fan_in, because d entries are multiplied by values of mean
-        square 1/2 (bits) or 1/3 (uniform probabilities). The paper prints the second for both (Lemma 2.1).
+        With a gain of 1 the forward pass has weights of variance 2 / fan_in, because d entries are multiplied by values
+        of mean square 1/2 (bits) or 1/3 (uniform probabilities). The paper prints the second for both (Lemma 2.1).
 
         Example:
             >>> Compression(32, degree=10).variance(fan_in=100), Compression(32, init="paper").variance(100)
             (0.004, 0.006)
         """
         mean_square_inverse = 2 if self.sampled and self.init == "he" else 3
-        return 2 * mean_square_inverse / ((self.degree or 1) * fan_in)
+        return self.gain**2 * 2 * mean_square_inverse / ((self.degree or 1) * fan_in)
 
     def num_probs(self, weights: Sequence[CompressedWeight]) -> int:
         """Number n of probabilities, the ceiling of m / factor."""

@@ -30,6 +30,7 @@ def zample(
     exclude: Sequence[str] = (),
     include: Sequence[str] = (),
     memory: int = 2**30,
+    gain: float = 1.0,
 ) -> Module:
     """Train scores in place of a module's weights, with any trainer: ``module.parameters()`` then holds the scores.
 
@@ -50,6 +51,7 @@ def zample(
         exclude: Shell-style patterns of parameter names that stay dense.
         include: Patterns of further parameters, of two dimensions or more, that are compressed.
         memory: Bytes that may be kept of Q.
+        gain: Factor on the standard deviation of the entries of Q.
 
     Returns:
         The same module.
@@ -74,7 +76,7 @@ def zample(
     """
     if hasattr(module, NAME):
         raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
-    how = Compression(compression, degree, init, sampled, values, tuple(exclude), tuple(include), memory)
+    how = Compression(compression, degree, init, sampled, values, tuple(exclude), tuple(include), memory, gain)
     LocalWeights(module, how.weights_of(module), how, link or Clip(), seed)
     return module
 

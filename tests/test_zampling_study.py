@@ -6,36 +6,25 @@ import math
 import os
 import pickle
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from study_files import study_files
 
 import lightning_spectral as ls
 
 pytest.importorskip("matplotlib", reason="the report draws")
-FOLDER = Path(__file__).parents[1] / "studies" / "zampling"
-MODULES = ("digits", "federated", "report", "coding")
+MODULES = ("digits", "tables", "federated", "report", "coding")
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The study's files as modules, in a folder of their own."""
-    before, folder = os.getcwd(), tmp_path_factory.mktemp("zampling")
-    (folder / "docs").mkdir()
-    os.chdir(folder)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(FOLDER))
-        os.chdir(before)
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    with study_files("zampling", MODULES, tmp_path_factory.mktemp("zampling")) as files:
+        yield files
 
 
 def test_every_run_has_a_file_of_its_own_and_an_algorithm(study: Any) -> None:

@@ -128,7 +128,9 @@ class Algorithm(ABC, Generic[RoundT]):
         """Finish the average: pseudo-gradients into ``server``'s or ``state``'s parameters, buffers in place."""
 
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Update ``server`` from the state, after the server optimizer's step. By default nothing.
+        """Update ``server`` from the state, before the first round and after each step of the server optimizer.
+
+        By default nothing.
 
         Evaluation and checkpoints see the weights that are in ``server`` afterwards.
         """

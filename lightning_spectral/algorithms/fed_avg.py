@@ -13,11 +13,10 @@ from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerR
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
-    AVERAGED,
     apply_mean_change,
     averaged_tensors,
-    buffer_policies,
     copy_module,
+    kept_buffers,
     load_tensors,
     select_tensors,
     travelling_tensors,
@@ -91,8 +90,7 @@ class FedAvg(Algorithm[DenseRound]):
 
     def prepare(self, server: nn.Module) -> FedAvg:
         """Decide which buffers keep the server's value, once for all rounds."""
-        kept = [name for name, _, policy in buffer_policies(server, self.keep_buffers) if policy != AVERAGED]
-        return replace(self, keep_buffers=tuple(kept))
+        return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: trainable parameters and averaged buffers travel back."""

@@ -15,7 +15,7 @@ from lightning_spectral.algorithms.zampling_round import ZamplingRound, Zampling
 from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide, uploaded
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits, unpack_levels
+from lightning_spectral.functional.zampling.bits import bit_entropy, draw_bits, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
@@ -23,10 +23,9 @@ from lightning_spectral.nn.zampling.sampled_weights import split_weights
 from lightning_spectral.protocol.bit_sum import MeanBits
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
-    AVERAGED,
     apply_mean_change,
     averaged_tensors,
-    buffer_policies,
+    kept_buffers,
     load_tensors,
     travelling_tensors,
 )
@@ -146,8 +145,7 @@ class Zampling(Algorithm[ZamplingRound]):
 
     def prepare(self, server: nn.Module) -> Zampling:
         """Decide which buffers keep the server's value, once for all rounds."""
-        kept = [name for name, _, policy in buffer_policies(server, self.keep_buffers) if policy != AVERAGED]
-        return replace(self, keep_buffers=tuple(kept))
+        return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Check that one optimizer steps all scores with the same options, and say what weight decay does not do.
@@ -171,10 +169,7 @@ class Zampling(Algorithm[ZamplingRound]):
 
     def start(self, server: nn.Module, seed: int) -> ZamplingState:
         """Draw the first probabilities, uniform in [0, 1]."""
-        weights = self.weights_of(server)
-        generator = derived_generator(seed, "probabilities")
-        uniforms = torch.rand(self.how().num_probs(weights), generator=generator, dtype=torch.float32)
-        return ZamplingState(uniforms, seed)
+        return ZamplingState(self.how().first_probs(self.weights_of(server), seed), seed)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Say what becomes of the module's own weights, which `settle` overwrites."""
@@ -245,10 +240,8 @@ class Zampling(Algorithm[ZamplingRound]):
             generator: Draws bits z for the weights Qz of a sampled network; ``None`` for Qp, the expected one.
         """
         own, weights = own_state(state), self.weights_of(server)
-        z = own.probs.detach()
-        if generator is not None:
-            uniforms = torch.rand(len(z), generator=generator, dtype=torch.float32)
-            z = (uniforms.to(z.device) < z).to(z.dtype)
+        probs = own.probs.detach()
+        z = probs if generator is None else draw_bits(probs, generator).to(probs.dtype)
         matrix = self._matrices.get(self.how().matrix(weights, own.seed))
         parts = split_weights(matrix.expand(z), [weight.shape for weight in weights])
         return {weight.name: values for weight, values in zip(weights, parts, strict=True)}

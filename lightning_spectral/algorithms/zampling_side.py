@@ -33,9 +33,8 @@ class MatrixCache:
 
     def get(self, wanted: InfluenceMatrix) -> InfluenceMatrix:
         """The matrix of the same description that is kept; a new one takes its place."""
-        if self._last != wanted:
+        if self._last is None or self._last != wanted:
             self._last = wanted
-        assert self._last is not None
         return self._last
 
     def __reduce__(self) -> tuple[type[MatrixCache], tuple[()]]:

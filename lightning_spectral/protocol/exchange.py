@@ -96,6 +96,16 @@ def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iter
         yield name, tuple(buffer.shape), "the server's: as asked" if kept else _policy(buffer, name in persistent)
 
 
+def kept_buffers(module: nn.Module, keep_buffers: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the buffers that keep the server's value.
+
+    Example:
+        >>> kept_buffers(nn.BatchNorm1d(2), ["running_mean"])
+        ('running_mean', 'num_batches_tracked')
+    """
+    return tuple(name for name, _, policy in buffer_policies(module, keep_buffers) if policy != AVERAGED)
+
+
 def _policy(buffer: Tensor, persistent: bool) -> str:
     if not buffer.is_floating_point():
         return "the server's: not a floating-point number"

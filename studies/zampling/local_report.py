@@ -8,16 +8,16 @@ reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``doc
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from local import NUM_PERTURBATIONS, OUTPUT, TAUS
 from matplotlib.figure import Figure
+from tables import Run, per_cent, table
 
 DOCS = Path("docs")
-Run = Mapping[str, Any]
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
 STYLES = {1: ("#000000", "*"), 5: ("#E69F00", "s"), 10: ("#0072B2", "o"), 50: ("#009E73", "^"), 100: ("#CC79A7", "D")}
 TABLE_2 = {  # mean and standard deviation of sampled accuracy, for compressions of 1, 2, 4, 8, 16 and 32
@@ -46,19 +46,8 @@ def levels(runs: Sequence[Run], name: str) -> list[Any]:
     return sorted({run[name] for run in runs})
 
 
-def per_cent(values: Sequence[float], digits: int = 1) -> str:
-    """Mean and, of two or more, standard deviation."""
-    spread = f" ± {100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{100 * mean(values):.{digits}f}{spread}"
-
-
 def mean_sampled(runs: Sequence[Run]) -> list[float]:
     return [mean(run["sampled"]) for run in runs]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in Markdown."""
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def figure3_table() -> list[str]:

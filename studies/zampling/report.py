@@ -8,14 +8,15 @@ reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from federated import EVERY, OUTPUT
 from matplotlib.figure import Figure
+from tables import Run, per_cent, table
 
 DOCS = Path("docs")
 DENSE_BYTES = 4 * 266_610
@@ -23,7 +24,6 @@ ROUNDS = (40, 100)  # of the runs that are as published
 PAPER = {1: "0.95", 8: "0.95", 32: "0.93"}  # Table 1; for compression 1 section 3.2
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
 STYLES = {0: ("#000000", "*"), 1: ("#0072B2", "o"), 8: ("#D55E00", "s"), 32: ("#009E73", "^")}
-Run = Mapping[str, Any]
 
 
 def results() -> list[Run]:
@@ -38,41 +38,33 @@ def named(runs: Iterable[Run], setup: str, num_rounds: int, **others: Any) -> li
     return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean and, of several values, their standard deviation, in per cent."""
-    return f"{100 * mean(values):.2f}" + (f" ± {100 * stdev(values):.2f}" if len(values) > 1 else "")
-
-
 def table1(runs: Sequence[Run]) -> list[str]:
     """Table 1: savings from the bytes that travelled, accuracy of the expected and of sampled networks."""
-    rows = [
-        "| m/n | rounds | seeds | uplink saved | downlink saved | expected network, % | sampled ones, % | the paper |",
-        "| --- " * 8 + "|",
-    ]
+    head = ["m/n", "rounds", "seeds", "uplink saved", "downlink saved", "expected network, %", "sampled ones, %"]
+    rows = []
     for compression, num_rounds in product((1, 8, 32), ROUNDS):
         if found := named(runs, "published", num_rounds, compression=compression):
             saved = (f"{DENSE_BYTES / found[0][way]:.1f}" for way in ("up", "down"))
-            expected = spread([run["accuracy"][-1] for run in found])
-            sampled = spread([mean(run["sampled"]) for run in found])
-            cells = [str(compression), str(num_rounds), str(len(found)), *saved, expected, sampled, PAPER[compression]]
-            rows.append(f"| {' | '.join(cells)} |")
-    return rows if len(rows) > 2 else []
+            expected = per_cent([run["accuracy"][-1] for run in found], 2)
+            sampled = per_cent([mean(run["sampled"]) for run in found], 2)
+            rows.append(
+                [str(compression), str(num_rounds), str(len(found)), *saved, expected, sampled, PAPER[compression]]
+            )
+    return table([*head, "the paper"], rows) if rows else []
 
 
 def others(runs: Sequence[Run]) -> list[str]:
     """A row for each other run, best first."""
-    rows = [
-        "| setup | m/n | rounds | Adam's lr | server's lr | momentum | local epochs | cosine | expected | sampled |",
-        "| --- " * 10 + "|",
-    ]
+    head = ["setup", "m/n", "rounds", "Adam's lr", "server's lr", "momentum", "local epochs", "cosine"]
+    rows = []
     known = [id(run) for num_rounds in ROUNDS for run in named(runs, "published", num_rounds)]
     left = [run for run in runs if id(run) not in known]
     for run in sorted(left, key=lambda run: (-run["num_rounds"], run["compression"], -run["accuracy"][-1])):
         names = ("setup", "compression", "num_rounds", "lr", "server_lr", "momentum", "local_epochs")
         cells = [*(f"{run[name]}" for name in names), "yes" if run["decay"] else ""]
-        cells += [f"{100 * run['accuracy'][-1]:.2f}", f"{100 * mean(run['sampled']):.2f}" if run["sampled"] else ""]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows if left else []
+        sampled = per_cent([mean(run["sampled"])], 2) if run["sampled"] else ""
+        rows.append([*cells, per_cent([run["accuracy"][-1]], 2), sampled])
+    return table([*head, "expected", "sampled"], rows) if rows else []
 
 
 def figure4(runs: Sequence[Run], path: Path) -> None:

@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 
+def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw one bit for each probability, on the CPU and in float32, so that the bits do not depend on the device.
+
+    Args:
+        probs: Shape ``(n,)``, in [0, 1].
+        generator: Draws the bits.
+
+    Returns:
+        Booleans, shape ``(n,)``, on the device of ``probs``.
+
+    Example:
+        >>> draw_bits(torch.tensor([0.0, 1.0]))
+        tensor([False,  True])
+    """
+    uniforms = torch.rand(len(probs), dtype=torch.float32, generator=generator)
+    return uniforms.to(probs.device) < probs
+
+
 def pack_bits(bits: Tensor) -> Tensor:
     """Pack bits into bytes, the first one highest, as ``numpy.packbits`` does.
 

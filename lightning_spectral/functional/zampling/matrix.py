@@ -104,7 +104,7 @@ class InfluenceMatrix:
         z = z if z.is_floating_point() else z.float()
         if z.device.type != "cpu":
             return torch.mv(self._on_device(z.device)[0], z.float()).to(z.dtype)
-        x = z.detach().numpy() if z.dtype in (torch.float32, torch.float64) else z.detach().float().numpy()
+        x = _as_array(z)
         pieces = [self._kept @ x, *(rows @ x for _, rows in self._drawn_again())]
         return torch.from_numpy(np.concatenate(pieces)).to(z.dtype)
 
@@ -119,8 +119,7 @@ class InfluenceMatrix:
         """
         if gradient.device.type != "cpu":
             return torch.mv(self._on_device(gradient.device)[1], gradient.float()).to(gradient.dtype)
-        wide = gradient.dtype in (torch.float32, torch.float64)
-        g = gradient.detach().numpy() if wide else gradient.detach().float().numpy()
+        g = _as_array(gradient)
         total = self._kept.T @ g[: self._kept.shape[0]]
         for first_row, rows in self._drawn_again():
             total += rows.T @ g[first_row : first_row + rows.shape[0]]
@@ -185,6 +184,11 @@ class InfluenceMatrix:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _as_array(vector: Tensor) -> Any:
+    """The values as scipy can multiply them: in at least 32 bits."""
+    return vector.detach().to(torch.promote_types(vector.dtype, torch.float32)).numpy()
 
 
 def _torch_csr(matrix: csr_array, device: torch.device) -> Tensor:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
-from lightning_spectral.protocol.rng import derived_seed
+from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
 Init = Literal["he", "paper"]
 
@@ -108,6 +109,11 @@ class Compression:
     def num_probs(self, weights: Sequence[CompressedWeight]) -> int:
         """Number n of probabilities, the ceiling of m / factor."""
         return math.ceil(sum(weight.num_values for weight in weights) / self.factor)
+
+    def first_probs(self, weights: Sequence[CompressedWeight], seed: int) -> Tensor:
+        """The probabilities that training starts from, uniform in [0, 1], shape ``(n,)``, float32."""
+        generator = derived_generator(seed, "probabilities")
+        return torch.rand(self.num_probs(weights), dtype=torch.float32, generator=generator)
 
     def matrix(self, weights: Sequence[CompressedWeight], seed: int) -> InfluenceMatrix:
         """Q, which depends on the seed and each weight's name alone, and on n.

@@ -39,7 +39,7 @@ class LocalWeights(SampledWeights):
         matrix = how.matrix(weights, seed)
         names = {owner: tuple(owner._parameters) for owner in module.modules()}
         super().__init__(module, weights, matrix, link, how.sampled)
-        self.set_probs(torch.rand(matrix.num_columns, generator=derived_generator(seed, "probabilities")))
+        self.set_probs(how.first_probs(weights, seed))
         described = repr((matrix.layers, matrix.num_columns, matrix.degree, matrix.values))
         device = self.scores.device
         self.register_buffer("num_draws", torch.zeros((), dtype=torch.int64, device=device))

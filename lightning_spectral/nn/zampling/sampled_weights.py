@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_spectral.functional.zampling.bits import draw_bits
 from lightning_spectral.functional.zampling.links import Link
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
@@ -89,12 +90,8 @@ class SampledWeights(nn.Module):
         return weights
 
     def draw_bits(self, generator: torch.Generator | None) -> Tensor:
-        """One bit for each score, 1 with its probability, shape ``(n,)``.
-
-        Draws are made on the CPU, so that they do not depend on the device.
-        """
-        uniforms = torch.rand(len(self.scores), dtype=torch.float32, generator=generator)
-        return uniforms.to(self.scores.device) < self.probs
+        """One bit for each score, 1 with its probability, shape ``(n,)``."""
+        return draw_bits(self.probs, generator)
 
     def rest(self) -> None:
         """Give up the last sample, and the graph that leads from it to the scores."""

@@ -62,8 +62,8 @@ def zample(
     Note:
         Weight decay pulls scores to 0; AdamW has some unless told otherwise. A sample is used until a backward pass
         has reached the scores: with frozen scores it stays, and losses of several forward passes are added before one
-        backward pass. Weights are renewed when ``module`` or a part of it that
-        contains some is called, so code that reads a weight before any such call sees the last ones.
+        backward pass. Weights are renewed when ``module`` or a part of it that contains some is called, so code that
+        reads a weight before any such call sees the last ones.
 
     Reference:
         Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning, section

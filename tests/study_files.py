@@ -1,0 +1,33 @@
+"""The files of a study as modules: they are scripts, which import each other from their own folder."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+STUDIES = Path(__file__).parents[1] / "studies"
+
+
+@contextmanager
+def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]:
+    """Import some files of a study, in an empty working folder that has a ``docs``.
+
+    Args:
+        study: Name of its folder.
+        names: The files, without ``.py``.
+        folder: Becomes the working folder until the block ends.
+    """
+    before, own = os.getcwd(), str(STUDIES / study)
+    (folder / "docs").mkdir()
+    os.chdir(folder)
+    sys.path.insert(0, own)
+    try:
+        yield SimpleNamespace(**{name: __import__(name) for name in names})
+    finally:
+        sys.path.remove(own)
+        os.chdir(before)
+        for name in names:
+            sys.modules.pop(name, None)

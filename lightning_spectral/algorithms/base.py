@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.side import ClientSide
@@ -111,6 +111,10 @@ class Algorithm(ABC, Generic[RoundT]):
     @abstractmethod
     def add(self, opened: RoundT, receipt: Receipt, upload: Upload) -> None:
         """Add one unit's update to the round's running sums."""
+
+    def expected_update(self, opened: RoundT, unit: WorkUnit) -> Mapping[str, Tensor]:
+        """The change that the server reckons with before a unit trains, by name, e.g. its last one. By default none."""
+        return {}
 
     def running_means(self, opened: RoundT) -> Sequence[RunningMean]:
         """The round's running sums, which several processes add up before `close`.

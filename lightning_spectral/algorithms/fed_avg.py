@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort
@@ -99,7 +100,7 @@ class FedAvg(Algorithm[DenseRound]):
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> DenseRound:
         """Collect the tensors that every client starts from."""
         before = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return DenseRound(cohort, travelling_tensors(server), MeanChange(before, cohort.total, cohort.absolute))
+        return DenseRound(cohort, travelling_tensors(server), dense_mean(server, before, cohort))
 
     def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Send the whole model; nothing is drawn."""

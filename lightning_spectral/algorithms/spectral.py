@@ -18,6 +18,7 @@ from lightning_spectral.algorithms.decomposition import (
     naming_layer,
     sharded_matrices,
 )
+from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
@@ -43,7 +44,7 @@ from lightning_spectral.protocol.per_client import (
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.schedule import Schedule, value_at, values_of
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
@@ -214,7 +215,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
         named_terms = zip(plan.blocks, terms, strict=True)
         layers = {name: self._open(name, found, cohort, granularity) for name, found in named_terms}
         averaged = averaged_tensors(server, plan.sharded_weights, plan.kept_buffers)
-        mean = MeanChange(averaged, cohort.total, cohort.absolute)
+        mean = dense_mean(server, averaged, cohort)
         return SpectralRound(cohort, plan, layers, travelling_tensors(server, plan.sharded_weights), mean)
 
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int) -> LayerRound:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.score_groups import check_score_groups
 from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
 from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide, uploaded
@@ -31,7 +32,7 @@ from lightning_spectral.protocol.exchange import (
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 
@@ -195,7 +196,7 @@ class Zampling(Algorithm[ZamplingRound]):
             {PROBS: sent, **travelling_tensors(server, without)},
             arrived,
             MeanBits(len(probs), cohort.total if self.weigh_clients else float(units), probs.device),
-            MeanChange(averaged_tensors(server, without, self.keep_buffers), cohort.total, cohort.absolute),
+            dense_mean(server, averaged_tensors(server, without, self.keep_buffers), cohort),
         )
 
     def send(self, opened: ZamplingRound, unit: WorkUnit) -> tuple[Download, Receipt]:

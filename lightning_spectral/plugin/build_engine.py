@@ -89,6 +89,7 @@ def build_engine(
         algorithm.keep_ratios(owner.data.num_clients, owner.seed),
         seed=owner.seed,
         local_epochs=owner.local_epochs,
+        num_examples=int(owner.data.partition.sizes.sum()),
         options=partial(_options, owner),
         faults=owner.faults,
         conditions=Conditions() if conditions is None else conditions,

@@ -52,6 +52,7 @@ class Cohort:
         workers: The processes that share costly preparation.
         store: State of single clients that the server keeps from round to round.
         absolute: Whether coefficients are used as they are, as for an unbiased sampler, and not divided by their sum.
+        shares: For each unit its client's share d of all examples of the model, whoever takes part.
     """
 
     seed: int
@@ -60,6 +61,7 @@ class Cohort:
     workers: SharesWork = field(default_factory=Alone)
     store: ClientStore = field(default_factory=ClientStore)
     absolute: bool = False
+    shares: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
     @cached_property
     def total(self) -> float:

@@ -148,6 +148,7 @@ class ClientOutcome:
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
+        update_norm: Norm of its update, if the sampler goes by it; else NaN.
     """
 
     round_idx: int
@@ -161,6 +162,7 @@ class ClientOutcome:
     left_out: ExclusionReason | None = None
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
+    update_norm: float = math.nan
 
     @property
     def client_id(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class MeanChange:
         total_weight: Sum of the weights of all clients that were asked.
         absolute: Whether weights are used as they are, the coefficients of an unbiased estimate, and not divided by
             their sum.
+        always_divided: Names of tensors whose weights are divided by their sum all the same.
 
     Raises:
         ValueError: If the total is negative or not finite.
@@ -51,11 +52,13 @@ class MeanChange:
         {'b': tensor([3.2500], dtype=torch.float64)}
     """
 
-    def __init__(self, before: Tensors, total_weight: float, absolute: bool = False) -> None:
+    def __init__(
+        self, before: Tensors, total_weight: float, absolute: bool = False, always_divided: Collection[str] = ()
+    ) -> None:
         self.before = dict(before)
         self.names = tuple(before)
         self.weights = Weights(total_weight)
-        self._absolute = absolute
+        self._divided = frozenset(always_divided if absolute else before)
         magnitudes = largest_magnitudes(before)
         self._blocks = ChangeBlocks(before, {name: unit_for(magnitude) for name, magnitude in magnitudes.items()})
         device = next((tensor.device for tensor in before.values()), None)
@@ -111,8 +114,9 @@ class MeanChange:
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor's name and mean change, float64, computed one after another; zero if no client contributed."""
-        divisor = self.weights.one if self._absolute else float(max(self.weights.sum, 1))
+        mean, sum_ = float(max(self.weights.sum, 1)), self.weights.one
         for name, total in self._sums.items():
+            divisor = mean if name in self._divided else sum_
             yield name, total.total().div_(total.factor(divisor)).view(self.before[name].shape)
 
 

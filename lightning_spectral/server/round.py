@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary
+from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
 from lightning_spectral.protocol.statistics import add_up
+from lightning_spectral.protocol.update_norm import update_norm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
 from lightning_spectral.server.executor import Executor
@@ -63,7 +65,9 @@ class OpenRound:
             groups[self.run.keep_ratio_of(unit)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
         run = self.run
-        return Cohort(run.seed, self.round_idx, units, run.processes, run.store, run.absolute)
+        whole = run.num_examples or max(sum(self.num_examples.values()), 1)
+        shares = {key: size / whole for key, size in self.num_examples.items()}
+        return Cohort(run.seed, self.round_idx, units, run.processes, run.store, run.absolute, shares)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
@@ -81,6 +85,14 @@ class OpenRound:
             download, round_idx=round_idx, local_epochs=run.local_epochs, options=self._options, seed=run.seed
         )
         return common, receipt
+
+    def update_norm(self, download: Download | None, upload: Upload) -> float:
+        """Norm of one unit's update, if this run's sampler goes by it; else NaN."""
+        if download is None or self.run.figure not in ("update", "stale update"):
+            return math.nan
+        stale = self.run.figure == "stale update"
+        expected = self.run.algorithm.expected_update(self.opened, upload.unit) if stale else None
+        return update_norm(download.tensors, upload.tensors, expected)
 
     @contextmanager
     def containing_failures(self, unit: WorkUnit) -> Iterator[None]:

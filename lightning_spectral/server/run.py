@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -20,6 +20,8 @@ from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.sub_model_sizes import SubModelSizes
 from lightning_spectral.simulation import Conditions, Simulation
+
+Figure = Literal["", "loss", "update", "stale update"]
 
 
 def _no_options() -> tuple[tuple[Options, ...], ...]:
@@ -38,7 +40,9 @@ class Run:
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
         absolute: Whether units' coefficients are weights as they are; see `Cohort`.
+        num_examples: Training examples of all clients together.
         options: Called once a round: for each of the user's optimizers, the options of its parameter groups.
+        figure: Which norm of each update to measure, for a sampler that goes by it; "" for none.
         faults: What to do about clients that do not report back.
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own `Run`, with the same weights.
@@ -54,7 +58,9 @@ class Run:
     seed: int
     local_epochs: int = 1
     absolute: bool = False
+    num_examples: int = 0
     options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
+    figure: Figure = ""
     faults: Faults = field(default_factory=Faults)
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)

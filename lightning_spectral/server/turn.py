@@ -120,6 +120,7 @@ class Turn:
             left_out=left_out,
             logged=upload.logged if left_out is None else {},
             virtual_seconds=self.simulated.seconds,
+            update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
         )
 
     def _leave_out(self, reason: ExclusionReason, message: str) -> None:

@@ -8,6 +8,12 @@ from lightning_spectral.functional.figures.discrepancy import (
 )
 from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.functional.figures.participation import (
+    sampled_update_variance,
+    sampled_variance,
+    step_size_variance,
+)
+from lightning_spectral.functional.sampling.assignment import assignment_probs, model_joint_probs
 from lightning_spectral.functional.sampling.brewer import draw_brewer
 from lightning_spectral.functional.sampling.conditional_poisson import (
     draw_conditional_poisson,
@@ -36,6 +42,7 @@ from lightning_spectral.functional.sampling.support import draw_from_support, su
 from lightning_spectral.functional.sampling.systematic import draw_systematic, systematic_support
 
 __all__ = [
+    "assignment_probs",
     "cohort_discrepancy",
     "collective_inclusion_probs",
     "collective_multipliers",
@@ -59,12 +66,16 @@ __all__ = [
     "manly_inclusion_probs",
     "marginal_entropy",
     "minimum_support",
+    "model_joint_probs",
     "participation_rank",
     "poisson_conditional_inclusion_probs",
     "proportional_inclusion_probs",
+    "sampled_update_variance",
+    "sampled_variance",
     "schatten_inclusion_probs",
     "selection_table",
     "stable_rank",
+    "step_size_variance",
     "successive_inclusion_probs",
     "successive_joint_probs",
     "support_joint_probs",

@@ -15,20 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size, check_num_terms
+from lightning_spectral.functional.sampling.capped_proportional import SMALLEST, TINY, capped_proportional, relative
 
 # Below this distance from one client, Collective is top-n to within the same relative error of its objective.
 ONE_CLIENT_TOLERANCE = 1e-6
-# Values below this share of the largest count as zero; quotients would overflow.
-SMALLEST = 1e-250
-TINY = float(np.finfo(np.float64).tiny)
 
 Floats = NDArray[np.float64]
-
-
-def _relative(values: Tensor) -> Tensor:
-    """Values in units of the largest, with zero for those so small that quotients would overflow."""
-    scaled = values / values.max().clamp_min(TINY)
-    return torch.where(scaled >= SMALLEST, scaled, 0.0)
 
 
 def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
@@ -87,18 +79,11 @@ def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
         >>> proportional_inclusion_probs(torch.tensor([6.0, 2.0, 1.0, 1.0]), num_terms=2)
         tensor([1.0000, 0.5000, 0.2500, 0.2500])
     """
-    values = _relative(as_magnitudes(sizes, "sizes"))
+    values = relative(as_magnitudes(sizes, "sizes"))
     check_num_terms(num_terms, len(values))
     if int((values > 0).sum()) <= num_terms:
         return _top(values, num_terms).to(sizes.dtype)
-    ordered = values.sort(descending=True).values
-    # Sums of the tails, small values first: a difference of prefix sums loses the tail of a steep spectrum.
-    tails = ordered.flip(0).cumsum(0).flip(0)
-    left = num_terms - torch.arange(num_terms, device=values.device)
-    certain = int((ordered[:num_terms] * left <= tails[:num_terms]).nonzero()[0])
-    probs = (num_terms - certain) * values / tails[certain]
-    # Certain terms are at least as large as the cap by definition: make them exactly one despite rounding.
-    return torch.where(values > ordered[certain], 1.0, probs.clamp(max=1.0)).to(sizes.dtype)
+    return capped_proportional(values, num_terms).to(sizes.dtype)
 
 
 def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_size: float) -> Tensor:
@@ -145,7 +130,7 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
     ordered = np.sort(array)
     ordered = ordered[ordered.searchsorted(SMALLEST) :]
     if len(ordered) <= num_terms or cohort_size - 1 < ONE_CLIENT_TOLERANCE:
-        return _top(_relative(values), num_terms).to(singular_values.dtype)
+        return _top(relative(values), num_terms).to(singular_values.dtype)
     probs = _water_filling(array, ordered, num_terms, cohort_size)
     return torch.from_numpy(probs).to(singular_values)
 

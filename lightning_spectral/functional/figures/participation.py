@@ -1,0 +1,138 @@
+r"""How much an average over the active processors varies, exactly and without simulation.
+
+The average of one model is the Horvitz-Thompson sum :math:`\sum_p 1_p x_p / p_p` over its active processors, where
+:math:`1_p` says whether processor p trains the model and :math:`p_p` how likely that is. The three figures put
+different x into it: weights, weighted losses, and weighted updates.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.checks import as_probabilities
+
+
+def step_size_variance(weights: Tensor, probs: Tensor, joint: Tensor | None = None) -> float:
+    r"""How much the length of a global step varies from round to round: :math:`E(|H|_1 - 1)^2`.
+
+    :math:`|H|_1 = \sum_p 1_p w_p / p_p` is the sum of the coefficients of a round, on average one. Independent
+    draws have the variance :math:`\sum_p w_p^2 (1/p_p - 1)`; for others see :func:`sampled_variance`.
+
+    Args:
+        weights: Weights w of the processors in the average of one model, non-negative, summing to one, shape ``(P,)``.
+        probs: Probability of each to train the model, shape ``(P,)``.
+        joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal, for example from
+            :func:`~lightning_spectral.functional.model_joint_probs`. By default processors draw independently.
+
+    Returns:
+        The mean squared distance of the sum from one, dimensionless. Processors with a weight that are never drawn
+        are missing in every round: the mean of the sum is below one by their weight, and the square of that is
+        included.
+
+    Raises:
+        ValueError: If the weights do not sum to one within 1e-6, or an argument is invalid.
+
+    Reference:
+        Zhang et al. (2024), the participation heterogeneity :math:`Z_p` in the proof of Theorem 4.
+
+    Example:
+        >>> step_size_variance(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 1.0]))
+        0.25
+        >>> step_size_variance(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0]))
+        0.25
+    """
+    total = float(weights.double().sum())
+    if bool((weights < 0).any()) or not abs(total - 1) <= 1e-6:
+        raise ValueError(f"`weights` must be non-negative and sum to one, got the sum {total:.9g}; divide by it.")
+    return sampled_variance(weights, probs, joint)
+
+
+def sampled_variance(values: Tensor, probs: Tensor, joint: Tensor | None = None) -> float:
+    r"""Mean squared error of :math:`\sum_p 1_p x_p / p_p` as an estimate of :math:`\sum_p x_p`.
+
+    .. math:: \sum_{pq} \frac{x_p x_q}{p_p p_q} (\pi_{pq} - p_p p_q) + \Big(\sum_{p_p = 0} x_p\Big)^2
+
+    Args:
+        values: What is averaged, with its weight, shape ``(P,)``, any sign and unit, e.g. weight times loss.
+        probs: Probability of each processor to train the model, shape ``(P,)``.
+        joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal; by default
+            independent.
+
+    Returns:
+        The error in the unit of ``values``, squared. It includes the squared bias of values that are never drawn.
+
+    Raises:
+        ValueError: If a shape does not match, a value is not finite, a probability is not in ``[0, 1]``, or the
+            diagonal of ``joint`` is not ``probs``.
+
+    Reference:
+        Horvitz & Thompson (1952), Journal of the American Statistical Association 47, 663-685.
+
+    Example:
+        >>> sampled_variance(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]))
+        5.0
+        >>> never_together = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
+        >>> sampled_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.5]), never_together)
+        0.0
+    """
+    x, p = _checked(values, probs)
+    never = p == 0
+    bias = float(x[never].sum())
+    if joint is None:
+        return float((x**2 * (1 / p - 1))[~never].sum()) + bias**2
+    covariance = _checked_joint(joint, p) - torch.outer(p, p)
+    expanded = torch.where(never, 0.0, x / torch.where(never, 1.0, p))
+    return float(expanded @ covariance @ expanded) + bias**2
+
+
+def sampled_update_variance(norms: Tensor, probs: Tensor) -> float:
+    r"""Mean squared error of the average update when processors draw independently, from norms alone.
+
+    .. math:: E \Big\| \sum_p \frac{1_p}{p_p} w_p U_p - \sum_p w_p U_p \Big\|^2 = \sum_p \|w_p U_p\|^2 (1/p_p - 1)
+
+    Args:
+        norms: Norms of the weighted updates, non-negative, shape ``(P,)``, in the unit of the weights.
+        probs: Probability of each processor to train the model, shape ``(P,)``.
+
+    Returns:
+        The error in the unit of ``norms``, squared. Updates that are never drawn are left out: how much their bias
+        adds depends on their directions too.
+
+    Raises:
+        ValueError: If a norm is negative or not finite, a shape does not match, or a probability is not in
+            ``[0, 1]``.
+
+    Reference:
+        Zhang et al. (2024), Eq. (13).
+
+    Example:
+        >>> sampled_update_variance(torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0.5, 1.0, 0.0]))
+        9.0
+    """
+    x, p = _checked(norms, probs)
+    if (x < 0).any():
+        raise ValueError(f"`norms` must be non-negative, got {x.min().item()}.")
+    drawn = p > 0
+    return float((x**2 * (1 / p - 1))[drawn].sum())
+
+
+def _checked(values: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and probabilities of the same processors, in float64."""
+    if values.shape != probs.shape:
+        raise ValueError(
+            f"each processor needs a value and a probability, got {tuple(values.shape)} and {tuple(probs.shape)}."
+        )
+    p = as_probabilities(probs.double(), "probs")
+    x = values.detach().double().cpu()
+    if not torch.isfinite(x).all():
+        raise ValueError(f"values must be finite, got {x[~torch.isfinite(x)][0].item()}.")
+    return x, p
+
+
+def _checked_joint(joint: Tensor, probs: Tensor) -> Tensor:
+    """Joint probabilities whose diagonal is that of the same processors and the same model."""
+    if joint.shape != (len(probs), len(probs)):
+        raise ValueError(f"`joint` must have shape ({len(probs)}, {len(probs)}), got {tuple(joint.shape)}.")
+    pi = joint.detach().double().cpu()
+    if not torch.allclose(pi.diagonal(), probs, rtol=0, atol=1e-6):
+        raise ValueError("the diagonal of `joint` must be `probs`; combine them with model_joint_probs.")
+    return pi

@@ -35,6 +35,15 @@ from lightning_spectral.nn import (
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.nn.zampling.zample import unzample, zample
+from lightning_spectral.participation import (
+    FullParticipation,
+    LossVarianceReduced,
+    RoundRobin,
+    Sampler,
+    StaleUpdateVarianceReduced,
+    Uniform,
+    UpdateVarianceReduced,
+)
 from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
@@ -97,6 +106,7 @@ __all__ = [
     "FederatedDataModule",
     "FederatedModule",
     "FrobeniusDecay",
+    "FullParticipation",
     "GradientClip",
     "IIDPartitioner",
     "JointDesign",
@@ -104,6 +114,7 @@ __all__ = [
     "LeaveOut",
     "Link",
     "LocalHook",
+    "LossVarianceReduced",
     "MinimumSupport",
     "NaturalPartitioner",
     "Partitioner",
@@ -115,9 +126,11 @@ __all__ = [
     "RoundError",
     "RoundHistory",
     "RoundProgressBar",
+    "RoundRobin",
     "RunEstimate",
     "SVDRefresh",
     "SampledNetworks",
+    "Sampler",
     "Scaled",
     "Schatten",
     "Schedule",
@@ -131,12 +144,15 @@ __all__ = [
     "SpectralSharding",
     "SpectralStart",
     "SpectralWarning",
+    "StaleUpdateVarianceReduced",
     "SubmodelSampling",
     "SuccessiveSampling",
     "Systematic",
     "TopN",
     "Unbiased",
+    "Uniform",
     "UpdateAlignment",
+    "UpdateVarianceReduced",
     "VirtualClock",
     "Zampling",
     "ZamplingCostTable",

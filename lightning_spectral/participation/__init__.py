@@ -1,6 +1,31 @@
-"""Which clients take part in a round."""
+"""Which clients take part in a round, and which of several models they train."""
 
+from lightning_spectral.participation.assignment import Assignment, outcome_to_assignment
 from lightning_spectral.participation.base import Participation
+from lightning_spectral.participation.full_participation import FullParticipation
+from lightning_spectral.participation.population import Population
+from lightning_spectral.participation.round_robin import RoundRobin
+from lightning_spectral.participation.sampler import Figure, Sampler
 from lightning_spectral.participation.uniform import UniformParticipation
+from lightning_spectral.participation.uniform_sampler import Uniform
+from lightning_spectral.participation.variance_reduced import (
+    LossVarianceReduced,
+    StaleUpdateVarianceReduced,
+    UpdateVarianceReduced,
+)
 
-__all__ = ["Participation", "UniformParticipation"]
+__all__ = [
+    "Assignment",
+    "Figure",
+    "FullParticipation",
+    "LossVarianceReduced",
+    "Participation",
+    "Population",
+    "RoundRobin",
+    "Sampler",
+    "StaleUpdateVarianceReduced",
+    "Uniform",
+    "UniformParticipation",
+    "UpdateVarianceReduced",
+    "outcome_to_assignment",
+]

@@ -1,0 +1,160 @@
+"""The contract of client samplers: who trains which of several models in a round, with which coefficient."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.designs.base import Design
+from lightning_spectral.errors import check_is
+from lightning_spectral.functional.sampling.assignment import model_joint_probs
+from lightning_spectral.participation.assignment import Assignment, outcome_to_assignment
+from lightning_spectral.participation.draws import draw_choices, processor_joint_probs
+from lightning_spectral.participation.population import Population
+from lightning_spectral.participation.scores import sampling_scores
+
+__all__ = ["Figure", "Sampler"]
+
+Figure = Literal["", "loss", "update", "stale update"]
+
+
+@dataclass(frozen=True)
+class Sampler(ABC):
+    """A way to sample clients for several models: a frozen dataclass that implements :meth:`probs`.
+
+    The unit is a processor: a client with B of them can train B models at once. A processor trains one model or
+    nothing.
+
+    Args:
+        active: Expected number m of active processors in a round, above zero.
+        design: Fixed-size design by which exactly m processors are drawn; m must then be whole. By default each
+            processor draws on its own, as published, and the number varies around m.
+        normalize: Whether the average is divided by the sum of its coefficients: biased, but with less variance. By
+            default coefficients are used as they are, which is unbiased.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
+
+    Attributes:
+        figure: What the sampler goes by: nothing, the clients' losses, the norms of their updates, or the norms of
+            what is new in their updates.
+
+    Example:
+        >>> class First(Sampler):
+        ...     def probs(self, scores, round_idx=0):
+        ...         return torch.eye(len(scores), dtype=torch.float64)[:, :1] * scores
+        >>> population = Population(torch.tensor([[30], [10]]), processors=torch.tensor([1, 1]))
+        >>> First(active=1).assign(population, None, 0, torch.Generator()).clients
+        [0]
+    """
+
+    figure: ClassVar[Figure] = ""
+    active: float
+    design: Design | None = None
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_is("normalize", self.normalize, bool)
+        if self.design is not None:
+            check_is("design", self.design, Design)
+        if isinstance(self.active, bool) or not isinstance(self.active, (int, float)):
+            raise TypeError(f"`active` must be a number, got {self.active!r}.")
+        if not 0 < self.active < math.inf:
+            raise ValueError(f"`active` must be a finite number above zero, got {self.active}.")
+        if self.design is not None and self.active != round(self.active):
+            raise ValueError(f"`active` must be whole with a design, got {self.active}; round it or drop the design.")
+
+    @abstractmethod
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        """Probabilities by which a round is drawn.
+
+        Args:
+            scores: Score of each processor for each model, float64, shape ``(P, S)``, zero where it cannot train
+                the model: its weighted figure, or one if the sampler has no figure.
+            round_idx: Communication round, from 0.
+
+        Returns:
+            Probability of each processor to train each model, float64, shape ``(P, S)``. Rows sum to at most one, all
+            together to ``active``, or to the number of processors with a score, if that is less.
+        """
+
+    def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
+        """Probabilities by which coefficients are divided; other than ``probs`` only where rounds differ by plan."""
+        return probs
+
+    def scores(self, population: Population, figures: Tensor | None) -> Tensor:
+        """Scores as :meth:`probs` takes them, float64, shape ``(P, S)``; ``figures`` as for :meth:`assign`."""
+        return sampling_scores(population, figures) if self.figure else population.can.double()
+
+    def assign(
+        self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
+    ) -> Assignment:
+        """Draw who trains what in a round: a pure function of its arguments.
+
+        Args:
+            population: Clients, models and processors. If fewer than ``active`` processors can train something,
+                all of those are active.
+            figures: Figures of the clients, shape ``(N, S)``, NaN where not known, None if nothing is known. Samplers
+                without a figure ignore them.
+            round_idx: Communication round, from 0.
+            generator: CPU generator of this round, the only source of randomness.
+
+        Returns:
+            The assignment, possibly of nobody if processors draw on their own.
+
+        Raises:
+            ValueError: If ``figures`` are invalid, or the method ``probs`` of a subclass breaks its contract.
+        """
+        scores = self.scores(population, figures)
+        probs = _checked(self.probs(scores, round_idx), population.can, self)
+        choice, order = draw_choices(probs, self.design, generator)
+        coefficient_probs = self.long_run_probs(scores, probs)
+        return outcome_to_assignment(population, coefficient_probs, choice, order, normalize=self.normalize)
+
+    def joint_probs(self, probs: Tensor, model: int) -> Tensor | None:
+        """Joint probabilities that two processors train a model, as the variance figures take them.
+
+        Args:
+            probs: Those of an assignment, shape ``(P, S)``.
+            model: Index of the model.
+
+        Returns:
+            Shape ``(P, P)``, or None if processors draw on their own.
+
+        Raises:
+            TypeError: If the design does not know its joint probabilities.
+        """
+        if self.design is None:
+            return None
+        return model_joint_probs(processor_joint_probs(probs, self.design), probs, model)
+
+    def check(self, population: Population) -> None:
+        """Refuse a population that this sampler cannot serve; called at set-up, before any round.
+
+        Args:
+            population: Clients, models and processors.
+
+        Raises:
+            ValueError: If ``active`` exceeds the number of processors that can train something.
+        """
+        able = int(population.can.any(1).sum())
+        if self.active > able:
+            raise ValueError(
+                f"`active` must be at most {able}, the number of processors that can train something, "
+                f"got {self.active}; lower it or add clients."
+            )
+
+
+def _checked(probs: Tensor, can: Tensor, sampler: Sampler) -> Tensor:
+    """Probabilities that a sampler returned, which may be somebody else's."""
+    valid = probs.shape == can.shape and bool((probs >= 0).all() and (probs.sum(1) <= 1 + 1e-9).all())
+    if not valid or bool((probs[~can] > 0).any()):
+        raise ValueError(
+            f"{sampler}.probs must return non-negative numbers of shape {tuple(can.shape)}, with rows that sum to at "
+            f"most one and zeros where a processor cannot train a model, got {probs}."
+        )
+    return probs

@@ -1,0 +1,122 @@
+"""Samplers that prefer the clients and models of which an average varies most."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from lightning_spectral.functional.sampling.assignment import assignment_probs
+from lightning_spectral.participation.sampler import Figure, Sampler
+
+__all__ = [
+    "LossVarianceReduced",
+    "StaleUpdateVarianceReduced",
+    "UpdateVarianceReduced",
+    "VarianceReduced",
+]
+
+
+@dataclass(frozen=True)
+class VarianceReduced(Sampler):
+    """What the three samplers share: probabilities with the least total variance of their weighted figures.
+
+    Args:
+        active: Expected number m of active processors in a round, above zero.
+        design: Fixed-size design by which exactly m processors are drawn, or as many as have a positive score, if that
+            is less; by default each processor draws on its own. See :class:`Sampler`.
+        normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
+        measure: Whose figures are measured before a round: everybody's (``"all"``, as published), nobody's (``"last"``:
+            the last known values do), or those of a random sample of this many clients, at least 1.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``active`` is not a finite number above zero, or not whole with a design, or ``measure`` is none
+            of these.
+    """
+
+    measure: Literal["all", "last"] | int = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.measure, bool) or not isinstance(self.measure, (int, str)):
+            raise TypeError(f'`measure` must be "all", "last" or a number of clients, got {self.measure!r}.')
+        if self.measure not in ("all", "last") and (isinstance(self.measure, str) or self.measure < 1):
+            raise ValueError(
+                f'`measure` must be "all", "last" or a number of clients, at least 1, got {self.measure!r}.'
+            )
+
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        """Solve for the probabilities; see :func:`~lightning_spectral.functional.assignment_probs`."""
+        return assignment_probs(scores, min(self.active, len(scores)))
+
+
+@dataclass(frozen=True)
+class LossVarianceReduced(VarianceReduced):
+    """MMFL-LVR: sampling by the clients' losses, which cost no more than one pass over their data.
+
+    A client whose loss is zero is not drawn.
+
+    Args:
+        active: See :class:`VarianceReduced`.
+        design: See :class:`VarianceReduced`.
+        normalize: See :class:`VarianceReduced`.
+        measure: See :class:`VarianceReduced`.
+
+    Reference:
+        Zhang et al. (2024), "Towards Optimal Heterogeneous Client Sampling in Multi-Model Federated Learning".
+
+    Example:
+        >>> import torch
+        >>> LossVarianceReduced(active=1).probs(torch.tensor([[0.5, 0.5], [0.0, 1.0]]))
+        tensor([[0.2500, 0.2500],
+                [0.0000, 0.5000]], dtype=torch.float64)
+    """
+
+    figure: ClassVar[Figure] = "loss"
+
+
+@dataclass(frozen=True)
+class UpdateVarianceReduced(VarianceReduced):
+    """MMFL-GVR: sampling by the norms of the clients' updates, which has the least variance of the average update.
+
+    To measure an update is to train: with ``measure="all"`` everybody trains every model in every round, and only the
+    communication is saved.
+
+    Args:
+        active: See :class:`VarianceReduced`.
+        design: See :class:`VarianceReduced`.
+        normalize: See :class:`VarianceReduced`.
+        measure: See :class:`VarianceReduced`.
+
+    Reference:
+        Zhang et al. (2024), Eq. (5).
+
+    Example:
+        >>> UpdateVarianceReduced(active=1, measure="last")
+        UpdateVarianceReduced(active=1, design=None, normalize=False, measure='last')
+    """
+
+    figure: ClassVar[Figure] = "update"
+
+
+@dataclass(frozen=True)
+class StaleUpdateVarianceReduced(VarianceReduced):
+    """MMFL-GVR*: sampling by how far the clients' updates are from the last ones that the server has of them.
+
+    It suits an algorithm that keeps those stale updates and averages only the differences.
+
+    Args:
+        active: See :class:`VarianceReduced`.
+        design: See :class:`VarianceReduced`.
+        normalize: See :class:`VarianceReduced`.
+        measure: See :class:`VarianceReduced`.
+
+    Reference:
+        Zhang et al. (2024); Jhunjhunwala et al. (2022), FedVARP.
+
+    Example:
+        >>> StaleUpdateVarianceReduced(active=1).figure
+        'stale update'
+    """
+
+    figure: ClassVar[Figure] = "stale update"

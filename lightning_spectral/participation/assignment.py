@@ -53,6 +53,7 @@ def outcome_to_assignment(
         The assignment.
 
     Example:
+        >>> import torch
         >>> population = Population(torch.tensor([[30], [10]]), processors=torch.tensor([2, 1]))
         >>> assignment = outcome_to_assignment(population, torch.full((3, 1), 0.5), torch.tensor([0, 0, -1]))
         >>> assignment.clients, assignment.models, assignment.coefficients

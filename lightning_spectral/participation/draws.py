@@ -86,11 +86,11 @@ def processor_joint_probs(probs: Tensor, design: Design) -> Tensor:
         tensor([0.5000, 0.1667, 0.1667, 0.1667], dtype=torch.float64)
     """
     rows = probs.double().sum(1).clamp(max=1.0)
-    able = rows > 0
-    if _all_equal(rows[able]):
-        size, number = round(float(rows.sum())), int(able.sum())
+    able = (rows > 0).double()
+    if _all_equal(rows[rows > 0]):
+        size, number = round(float(rows.sum())), round(float(able.sum()))
         both = size * (size - 1) / max(number * (number - 1), 1)
-        return (torch.outer(able, able) * both).double().fill_diagonal_(0.0) + rows.diag()
+        return (torch.outer(able, able) * both).fill_diagonal_(0.0) + rows.diag()
     if not isinstance(design, JointDesign):
         raise TypeError(
             f"{design} does not know its joint probabilities; use a JointDesign, e.g. ConditionalPoisson()."

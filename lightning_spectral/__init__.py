@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding, StaleUpdates, Zampling
+from lightning_spectral.algorithms import Algorithm, FedAvg, Scaffold, SpectralSharding, StaleUpdates, Zampling
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
@@ -118,6 +118,7 @@ __all__ = [
     "RunEstimate",
     "SVDRefresh",
     "SampledNetworks",
+    "Scaffold",
     "Scaled",
     "Schatten",
     "Schedule",

@@ -2,6 +2,7 @@
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.scaffold import Scaffold
 from lightning_spectral.algorithms.spectral import SpectralSharding
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.stale_updates import StaleUpdates
@@ -12,6 +13,7 @@ __all__ = [
     "DenseRound",
     "DenseSide",
     "FedAvg",
+    "Scaffold",
     "SpectralSharding",
     "SpectralSide",
     "StaleUpdates",

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_spectral.algorithms import Algorithm, FedAvg, SpectralSharding, Zampling
+from lightning_spectral.algorithms import Algorithm, FedAvg, Scaffold, SpectralSharding, StaleUpdates, Zampling
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
@@ -131,6 +131,7 @@ __all__ = [
     "SVDRefresh",
     "SampledNetworks",
     "Sampler",
+    "Scaffold",
     "Scaled",
     "Schatten",
     "Schedule",
@@ -145,6 +146,7 @@ __all__ = [
     "SpectralStart",
     "SpectralWarning",
     "StaleUpdateVarianceReduced",
+    "StaleUpdates",
     "SubmodelSampling",
     "SuccessiveSampling",
     "Systematic",

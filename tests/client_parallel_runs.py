@@ -46,6 +46,11 @@ class WithBatchNorm(LitMLP):
         return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
 
 
+class WithPlainSGD(LitMLP):
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0)
+
+
 class FailsForClient(LitMLP):
     """Fails in round 1 on example 0, which client 0 has."""
 
@@ -117,6 +122,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
     "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
     "a store of clients": {"algorithm": Remembering(), "clients_per_round": 9, "rounds": 3},
+    "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
+    "truncated stale updates, clients left out": {
+        "algorithm": ls.StaleUpdates(beta=0.5, num_terms=1),
+        "module": DivergesForSome,
+        "clients_per_round": 9,
+        "rounds": 3,
+    },
+    "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "clients_per_round": 7, "rounds": 3},
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
@@ -143,8 +156,11 @@ ONLY_WITH_TWO = {
     "clients left out",
     "a store of clients",
     "sampled networks",
+    "SCAFFOLD",
     "spectral",
+    "stale updates",
     "the start alone",
+    "truncated stale updates, clients left out",
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"

@@ -89,6 +89,13 @@ def data_of_clients() -> Callable[[Download], ClientData]:
     return toy_data().client_data
 
 
+class LitPlain(LitMLP):
+    """With plain SGD, which SCAFFOLD needs."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0)
+
+
 class Unpicklable(RuntimeError):
     """An error that cannot travel."""
 

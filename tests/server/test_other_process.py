@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import LitMLP
 from federation import Fit, Fitted, same_state, seeded
-from other_process import LitFails, OtherProcess, data_of_clients, toy_data
+from other_process import LitFails, LitPlain, OtherProcess, data_of_clients, toy_data
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of
@@ -25,6 +25,8 @@ ALGORITHMS = {
         layers=ls.LayerChoices(keep_first_and_last_dense=False),
     ),
     "Zampling": ls.Zampling(4, degree=3),
+    "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
+    "SCAFFOLD": ls.Scaffold(),
 }
 
 
@@ -64,8 +66,9 @@ def fit_as(fit: Fit) -> FitAs:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_device_in_another_process_gives_the_same_bits(name: str, fit_as: FitAs) -> None:
-    ours = fit_as(Elsewhere, ALGORITHMS[name])
-    theirs = fit_as(ls.FederatedModule, ALGORITHMS[name])
+    lit = LitPlain if name == "SCAFFOLD" else LitMLP
+    ours = fit_as(Elsewhere, ALGORITHMS[name], lit)
+    theirs = fit_as(ls.FederatedModule, ALGORITHMS[name], lit)
     assert same_state(ours.model.state_dict(), theirs.model.state_dict())
     assert ours.ledger.rows == theirs.ledger.rows
     assert all(row["train_loss"] > 0 and row["train_acc"] > 0 for row in ours.rows)

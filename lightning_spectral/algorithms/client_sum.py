@@ -1,0 +1,99 @@
+"""The sum over all clients of what the server remembers of each, kept up to date without reading them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.statistics import MeanChange
+
+Tensors = Mapping[str, Tensor]
+
+
+class ClientSum(nn.Module):
+    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of the tensors v that the server's store holds of each.
+
+    Here d is a client's share of all examples, which must be the same in every round. Clients without an entry count
+    as zeros. A round replaces the entries of its clients alone, so V changes by :math:`\sum_i d_i (v_i' - v_i)` over
+    these, and nobody reads the entries of the others. Each round's change is an exact sum (`MeanChange`); adding it
+    rounds V to float64.
+
+    Args:
+        shapes: Shape of each tensor, by name.
+
+    Attributes:
+        values: All tensors of V in one vector, float64 whatever the Trainer's precision.
+
+    Example:
+        >>> total = ClientSum({"weight": (2, 3), "bias": (2,)})
+        >>> total.values.shape, total.pieces()["bias"]
+        (torch.Size([8]), tensor([0., 0.], dtype=torch.float64))
+    """
+
+    values: Tensor
+
+    def __init__(self, shapes: Mapping[str, Iterable[int]]) -> None:
+        super().__init__()
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        size = sum(map(prod, self._shapes.values()))
+        self.register_buffer("values", torch.zeros(size, dtype=torch.float64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClientSum:
+        """Follow to another device, but stay in float64."""
+        self.values = self.values.to(fn(self.values).device)
+        return self
+
+    def pieces(self) -> dict[str, Tensor]:
+        """Each tensor of V by name: views."""
+        parts = torch.split(self.values, [prod(shape) for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+    def change(self, names: Collection[str], cohort: Cohort) -> MeanChange:
+        """The running sum, over the clients of one round, of how much some of the tensors change."""
+        pieces = self.pieces()
+        return sum_of({name: pieces[name] for name in names}, by_share(cohort))
+
+    @torch.no_grad()
+    def add(self, change: MeanChange) -> None:
+        """Add a round's change."""
+        pieces = self.pieces()
+        for name, piece in change.finish():
+            pieces[name].add_(piece)
+
+
+def own_sum(state: nn.Module | None) -> ClientSum:
+    """The state of an algorithm that starts with a `ClientSum`."""
+    assert isinstance(state, ClientSum)
+    return state
+
+
+def sum_of(like: Tensors, cohort: Cohort) -> MeanChange:
+    """A running sum, or mean, of float64 tensors that are given for each client, in place of changes of the server's.
+
+    Args:
+        like: Tensors of the same names, shapes and device.
+        cohort: Who takes part; its coefficients are the weights.
+    """
+    zeros = {name: tensor.new_zeros((), dtype=torch.float64).expand(tensor.shape) for name, tensor in like.items()}
+    return MeanChange(zeros, cohort.total, cohort.absolute)
+
+
+def by_share(cohort: Cohort) -> Cohort:
+    """The same cohort, with each client's share of all examples as its coefficient.
+
+    Example:
+        >>> from lightning_spectral.protocol.work_unit import WorkUnit
+        >>> cohort = Cohort(0, 0, {1.0: (WorkUnit(3, coefficient=80),)}, shares={(3, ""): 0.2})
+        >>> by_share(cohort).groups, by_share(cohort).absolute
+        ({1.0: (WorkUnit(client_id=3, model='', coefficient=0.2),)}, True)
+    """
+    groups = {
+        keep_ratio: tuple(unit._replace(coefficient=cohort.shares[unit.key]) for unit in units)
+        for keep_ratio, units in cohort.groups.items()
+    }
+    return replace(cohort, groups=groups, absolute=True)

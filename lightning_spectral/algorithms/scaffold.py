@@ -1,0 +1,136 @@
+"""SCAFFOLD: control variates correct the drift of clients in every local step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.client_sum import ClientSum, own_sum
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.plain_sgd import check_plain_sgd
+from lightning_spectral.algorithms.scaffold_side import CORRECTION, LEARNING_RATE, ScaffoldSide, corrections
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+
+@dataclass(frozen=True, eq=False)
+class ScaffoldRound(DenseRound):
+    """One open round of SCAFFOLD.
+
+    Attributes:
+        control: The server's control c, as it was when the round opened.
+        change: Running sum of its change.
+    """
+
+    control: ClientSum
+    change: MeanChange
+
+    def controls(self, unit: WorkUnit) -> dict[str, Tensor]:
+        """The control of one client, float64; zeros if it has none yet."""
+        store = self.cohort.store
+        return {name: t.double() for name, t in store[unit].items()} if unit in store else dict(self.change.before)
+
+
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    r"""Federated averaging whose clients add :math:`c - c_i` to their gradients, so that they do not drift apart.
+
+    The control :math:`c_i` of a client is the mean of the gradients of its last local steps, before correction; that
+    of the server is :math:`c = \sum_i d_i c_i` over all clients, with their shares d of all examples, the same in
+    every round. All are zeros in the beginning. After K local steps with learning rate :math:`\eta`, from x to y,
+
+    .. math:: c_i \leftarrow c_i - c + \frac{x - y}{K \eta}, \qquad c \leftarrow c + \sum_{i \in A} d_i \, \delta c_i,
+
+    with the sum over the changes of the round's clients A. The server's weights move as in `FedAvg`. Clients need plain
+    SGD. Weight decay may be used: it counts as a part of the gradient. So does what local hooks make of gradients,
+    as the correction is added after them; a parameter that is not in a step's loss has the gradient zero. A client
+    that takes no step, or has learning rate 0, keeps its control, as does one that is left out.
+
+    A download holds the correction besides the model and so has twice the bytes of a model whose parameters are all
+    trained. The server computes the new controls itself, so an upload is that of `FedAvg` and the learning rate, 8
+    bytes. The memory for N clients is N times the trainable parameters, logged as ``fl/store_bytes``.
+
+    Note:
+        The new control is option II of the paper's. K counts steps, where some implementations count epochs. With
+        gradient scaling (``precision="16-mixed"``) it includes the steps that are skipped because a gradient
+        overflowed, so the controls of such rounds are too small.
+
+    Reference:
+        Karimireddy et al. (2020), SCAFFOLD, Algorithm 1 and equation (4); there all shares are 1/N.
+
+    Example:
+        >>> line = nn.Linear(2, 1)
+        >>> Scaffold().check_optimizer(torch.optim.SGD(line.parameters(), lr=0.1, momentum=0.9), line)
+        Traceback (most recent call last):
+        ValueError: SCAFFOLD needs plain SGD, got momentum=0.9; leave it out. A server may have momentum: FedAvgM.
+    """
+
+    side: ClassVar[type[DenseSide]] = ScaffoldSide
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Check that clients step by the learning rate times the gradient.
+
+        Raises:
+            ValueError: If the optimizer is not plain SGD with one learning rate, over all trainable parameters.
+        """
+        check_plain_sgd(template, server)
+
+    def start(self, server: nn.Module, seed: int) -> ClientSum:
+        """The server's control: zeros."""
+        return ClientSum({name: p.shape for name, p in server.named_parameters()})
+
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ScaffoldRound:
+        """Collect the tensors that every client starts from."""
+        dense, control = super().open(server, state, cohort), own_sum(state)
+        trained = [name for name in dense.mean.names if name in control.pieces()]
+        return ScaffoldRound(cohort, dense.tensors, dense.mean, control, control.change(trained, cohort))
+
+    def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Send the whole model and the client's correction, which the receipt holds, too."""
+        own = own_round(opened)
+        server = own.control.pieces()
+        correction = {
+            f"{CORRECTION}{name}": (server[name] - control).to(own.tensors[name].dtype)
+            for name, control in own.controls(unit).items()
+        }
+        return Download(unit, 1.0, {**own.tensors, **correction}), Receipt(unit, 1.0, correction)
+
+    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change, and that of its control."""
+        super().add(opened, receipt, upload)
+        own, unit = own_round(opened), receipt.unit
+        distance = upload.num_steps * float(upload.tensors[LEARNING_RATE])
+        if distance == 0.0:
+            return  # nothing to learn from: the control stays
+        before, after = own.controls(unit), {}
+        for name, correction in corrections(receipt.drawn).items():
+            moved = upload.tensors[name].double() - own.tensors[name].double()
+            after[name] = (-moved / distance - correction).to(torch.promote_types(correction.dtype, torch.float32))
+        own.change.add({name: after[name].double() - before[name] for name in after}, own.cohort.shares[unit.key])
+        own.cohort.store[unit] = after
+
+    def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
+        """The sum of the model's changes, and that of the control's."""
+        return [opened.mean, own_round(opened).change]
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
+        """Set the pseudo-gradients, and bring the server's control up to date."""
+        super().close(server, state, opened)
+        own_sum(state).add(own_round(opened).change)
+
+    def diagnostics(self, opened: DenseRound) -> Mapping[str, float]:
+        """The norm of the server's control."""
+        return {"control_norm": float(own_round(opened).control.values.norm())}
+
+
+def own_round(opened: DenseRound) -> ScaffoldRound:
+    """The round as `Scaffold` opened it."""
+    assert isinstance(opened, ScaffoldRound)
+    return opened

@@ -1,0 +1,74 @@
+"""What the server keeps of one client's update: all of it, or its leading singular terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.factors import singular_terms, weight_to_matrix
+
+Tensors = Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def update_of(before: Tensors, after: Tensors) -> dict[str, Tensor]:
+    """The change of each tensor of ``before``, in its own type but in single precision at least.
+
+    Example:
+        >>> before, after = torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
+        >>> update_of({"bias": before}, {"bias": after, "steps": torch.tensor(3)})
+        {'bias': tensor([-1., -1.])}
+    """
+    wide = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in before.items()}
+    return {name: after[name].to(wide[name]) - tensor.to(wide[name]) for name, tensor in before.items()}
+
+
+@torch.no_grad()
+def compress(update: Tensors, num_terms: int | None) -> dict[str, Tensor]:
+    """An update as the server's store keeps it.
+
+    Args:
+        update: A client's changes by name, finite.
+        num_terms: Number of leading singular terms to keep of each tensor of two dimensions or more, seen as the
+            matrix of shape ``(c_out, c_in k_1 ...)``; ``None`` to keep tensors whole. A tensor that its terms would
+            not make smaller is kept whole.
+
+    Returns:
+        Tensors under their own names; of a tensor in terms, the factors u, shape ``(c_out, num_terms)``, and v, shape
+        ``(num_terms, c_in k_1 ...)``.
+
+    Example:
+        >>> entry = compress({"weight": torch.ones(4, 3), "bias": torch.ones(4)}, num_terms=1)
+        >>> {name: tuple(tensor.shape) for name, tensor in entry.items()}
+        {'weight:u': (4, 1), 'weight:v': (1, 3), 'bias': (4,)}
+    """
+    entry: dict[str, Tensor] = {}
+    for name, change in update.items():
+        if num_terms is None or not _saves(change, num_terms):
+            entry[name] = change
+        else:
+            _, u, v = singular_terms(change)
+            entry[f"{name}:u"], entry[f"{name}:v"] = u[:, :num_terms], v[:num_terms]
+    return entry
+
+
+@torch.no_grad()
+def restore(entry: Tensors, like: Tensors) -> dict[str, Tensor]:
+    """The update that an entry stands for, float64, the same bits whenever it is restored.
+
+    Args:
+        entry: What `compress` returned.
+        like: Tensors of the names and shapes to restore.
+    """
+    return {
+        name: entry[name].double()
+        if name in entry
+        else (entry[f"{name}:u"].double() @ entry[f"{name}:v"].double()).view(tensor.shape)
+        for name, tensor in like.items()
+    }
+
+
+def _saves(tensor: Tensor, num_terms: int) -> bool:
+    return tensor.ndim >= 2 and num_terms * sum(weight_to_matrix(tensor).shape) < tensor.numel()

@@ -1,0 +1,212 @@
+"""Aggregation with stale updates: clients that do not take part in a round count with their last update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.client_sum import ClientSum, by_share, own_sum, sum_of
+from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
+from lightning_spectral.algorithms.stale_entry import compress, restore, update_of
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import apply_mean_change
+from lightning_spectral.protocol.records import Receipt, Upload
+from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Coefficients = Literal["sampled", "data"]
+Unseen = Literal["zero", "mean"]
+Tensors = Mapping[str, Tensor]
+SEEN = "share:seen"  # beside the parameters in the server's sum: 1 for each client in the table, weighted by its share
+
+
+@dataclass(frozen=True, eq=False)
+class StaleRound(DenseRound):
+    """One open round with stale updates.
+
+    Attributes:
+        unseen: What a client counts with that has never taken part.
+        total: The sum H of all clients' stale updates, as it was when the round opened.
+        entries: What the table held of the round's clients when it opened.
+        drawn: Running mean of their stale updates, with the weights of their new ones.
+        table: Running sum of the changes of H.
+    """
+
+    unseen: Unseen
+    total: ClientSum
+    entries: Mapping[tuple[int, str], Tensors]
+    drawn: MeanChange
+    table: MeanChange
+
+    @property
+    def trained(self) -> Tensors:
+        """The trainable parameters before the round."""
+        return {name: self.mean.before[name] for name in self.drawn.names}
+
+    @property
+    def zero(self) -> Tensors:
+        """The entry of a client that the table does not hold."""
+        return self.drawn.before
+
+    @cached_property
+    def over_all(self) -> Tensors:
+        """The sum over all clients, shares times stale updates; those that were never seen as `unseen` says."""
+        pieces = self.total.pieces()
+        seen = float(pieces[SEEN])
+        divisor = seen if self.unseen == "mean" and seen > 0.0 else 1.0
+        return {name: pieces[name] / divisor for name in self.drawn.names}
+
+    def entry(self, unit: WorkUnit) -> Tensors:
+        """What the table held of a client when the round opened, float64; zeros if nothing."""
+        return restore(self.entries[unit.key], self.trained) if unit.key in self.entries else self.zero
+
+    def stale_update(self, unit: WorkUnit) -> Tensors:
+        """What a client counts with unless it takes part, float64."""
+        if unit.key in self.entries or self.unseen == "zero":
+            return self.entry(unit)
+        return self.over_all
+
+
+@dataclass(frozen=True)
+class StaleUpdates(FedAvg):
+    r"""Federated averaging in which the server reckons with the last update of every client.
+
+    The server keeps a table with the last update :math:`h_i` of each client, the change of its trainable parameters.
+    With the updates :math:`\Delta_i` of a round's clients A it steps by
+
+    .. math:: w \leftarrow w + \beta \sum_i d_i h_i + \sum_{i \in A} c_i (\Delta_i - \beta h_i),
+
+    and only then sets :math:`h_i \leftarrow \Delta_i` for those clients. Here d is a client's share of all examples,
+    the same in every round, and c its coefficient. With the coefficients d/p of an unbiased sampler the step is
+    unbiased whatever the table holds, and it varies the less, the closer the table comes to the updates. Under uniform
+    participation p is not known here: the second sum is divided by the sum of the coefficients of those who
+    reported, as in the published FedVARP. That is unbiased for clients of equal size.
+
+    ``StaleUpdates()`` is FedVARP and the rule of GVR*, ``StaleUpdates(beta=0.5)`` is FedStale, ``beta=0`` moves the
+    server as `FedAvg` does, and `mifa` is MIFA. A client that is left out of a round changes nothing in the table.
+    Buffers are averaged, and tensors travel, as in `FedAvg`.
+
+    Args:
+        beta: How much of the stale updates to count on, in [0, 1].
+        coefficients: ``"sampled"`` for the cohort's c; ``"data"`` for d in its place, however likely it was that the
+            client takes part. With beta 1 the step is then the mean of all clients' latest updates, which is biased,
+            because those of clients that rarely take part are old.
+        unseen: What a client counts with that has never taken part: ``"zero"``, or the ``"mean"`` of those that have,
+            weighted by their shares. Both are known before the round's clients are drawn, so neither adds a bias.
+        num_terms: Of tensors of two dimensions or more, the number of leading singular terms to keep in the table, a
+            fraction of the memory; ``None`` for all. The same truncated update stands in both sums.
+
+    Raises:
+        ValueError: If ``beta`` is outside [0, 1], a choice is unknown or ``num_terms`` is below 1.
+
+    Note:
+        The memory for N clients is N times the trainable parameters, logged as ``fl/store_bytes``, besides three
+        float64 numbers for each parameter. A round in which no client is left moves nothing, not even by the stale
+        updates, and leaves the table as it is; a sampler that may draw nobody is unbiased but for such rounds.
+
+        The slides of GVR* print the same condition, i in A, for both cases of h; the second should be i not in A. The
+        official code of MIFA waits until each client was seen once, and fills the table with a full round. This
+        server trains from the first round; with ``unseen="mean"`` its steps are as long as later ones from the second.
+
+    Reference:
+        Jhunjhunwala et al. (2022), FedVARP; Rodio & Neglia (2024), FedStale; Gu et al. (2021), MIFA.
+
+    Example:
+        >>> StaleUpdates.mifa()
+        StaleUpdates(keep_buffers=(), beta=1.0, coefficients='data', unseen='zero', num_terms=None)
+    """
+
+    beta: float = 1.0
+    coefficients: Coefficients = "sampled"
+    unseen: Unseen = "zero"
+    num_terms: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta <= 1.0:
+            raise ValueError(f"`beta` must be in [0, 1], got {self.beta!r}: it is the weight of stale updates.")
+        for name, choice in (("coefficients", Coefficients), ("unseen", Unseen)):
+            if getattr(self, name) not in get_args(choice):
+                allowed = " or ".join(map(repr, get_args(choice)))
+                raise ValueError(f"`{name}` must be {allowed}, got {getattr(self, name)!r}.")
+        if self.num_terms is not None and self.num_terms < 1:
+            raise ValueError(f"`num_terms` must be at least 1, or None for whole updates, got {self.num_terms!r}.")
+
+    @classmethod
+    def mifa(cls) -> StaleUpdates:
+        """MIFA: the mean over all clients of their latest updates, with a table of zeros in the beginning."""
+        return cls(coefficients="data")
+
+    def start(self, server: nn.Module, seed: int) -> ClientSum:
+        """The sum over all clients: zeros."""
+        return ClientSum({**{name: p.shape for name, p in server.named_parameters()}, SEEN: ()})
+
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> StaleRound:
+        """Look up what the table holds of the round's clients; `add` replaces it."""
+        weighted = by_share(cohort) if self.coefficients == "data" else cohort
+        dense, total = super().open(server, state, cohort), own_sum(state)
+        mean = dense_mean(server, dense.mean.before, weighted)
+        trained = {name: tensor for name, tensor in mean.before.items() if name in total.pieces()}
+        units = [unit for units in cohort.groups.values() for unit in units]
+        return StaleRound(
+            cohort,
+            dense.tensors,
+            mean,
+            self.unseen,
+            total,
+            {unit.key: cohort.store[unit] for unit in units if unit in cohort.store},
+            sum_of(trained, weighted),
+            total.change([*trained, SEEN], cohort),
+        )
+
+    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's update and its stale one, and put the former into the table."""
+        own, unit = own_round(opened), receipt.unit
+        share = own.cohort.shares[unit.key]
+        weight = share if self.coefficients == "data" else unit.coefficient
+        entry = compress(update_of(own.trained, upload.tensors), self.num_terms)
+        new, old = restore(entry, own.trained), own.entry(unit)
+        is_new = torch.tensor(float(unit.key not in own.entries), dtype=torch.float64, device=own.total.values.device)
+        own.mean.add(upload.tensors, weight, upload.largest)
+        own.drawn.add(own.stale_update(unit), weight)
+        own.table.add({**{name: new[name] - old[name] for name in new}, SEEN: is_new}, share)
+        own.cohort.store[unit] = entry
+
+    def expected_update(self, opened: DenseRound, unit: WorkUnit) -> Tensors:
+        """The client's stale update times beta, as it was when the round opened, even if it has trained since."""
+        return {name: self.beta * stale for name, stale in own_round(opened).stale_update(unit).items()}
+
+    def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
+        """The sums of updates, of stale updates, and of the changes of the table."""
+        own = own_round(opened)
+        return [own.mean, own.drawn, own.table]
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
+        """Set the corrected pseudo-gradients, then bring the sum over all clients up to date."""
+        own = own_round(opened)
+        apply_mean_change(server, self._corrected(own))
+        own_sum(state).add(own.table)
+
+    def _corrected(self, own: StaleRound) -> Iterator[tuple[str, Tensor]]:
+        drawn = dict(own.drawn.finish()) if self.beta else {}
+        for name, change in own.mean.finish():
+            if name in drawn:
+                change.add_(own.over_all[name] - drawn[name], alpha=self.beta)
+            yield name, change
+
+    def diagnostics(self, opened: DenseRound) -> Mapping[str, float]:
+        """The share of all examples whose clients are in the table, and the norm of the sum over all clients."""
+        pieces = own_round(opened).total.pieces()
+        share = float(pieces.pop(SEEN))
+        return {"stale_share": share, "stale_norm": float(nn.utils.parameters_to_vector(pieces.values()).norm())}
+
+
+def own_round(opened: DenseRound) -> StaleRound:
+    """The round as `StaleUpdates` opened it."""
+    assert isinstance(opened, StaleRound)
+    return opened

@@ -1,0 +1,86 @@
+"""Rounds of an algorithm without Lightning: the server, its state and its store, and clients that are functions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import averaged_tensors
+from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Tensors = Mapping[str, Tensor]
+Train = Callable[[Download], Upload]
+
+
+@dataclass
+class DirectRounds:
+    """A federation of one algorithm.
+
+    Attributes:
+        algorithm: The algorithm.
+        server: The server's module, which steps by plain SGD with learning rate 1.
+        shares: Each client's share of all examples.
+        absolute: Whether coefficients are those of an unbiased sampler.
+    """
+
+    algorithm: ls.Algorithm[Any]
+    server: nn.Module
+    shares: Mapping[int, float]
+    absolute: bool = True
+    round_idx: int = 0
+    store: ClientStore = field(default_factory=ClientStore)
+
+    def __post_init__(self) -> None:
+        self.algorithm = self.algorithm.prepare(self.server)
+        self.state = self.algorithm.start(self.server, 0)
+
+    def copy(self) -> DirectRounds:
+        """The same federation, whose rounds do not touch this one."""
+        return copy.deepcopy(self)
+
+    def open(self, coefficients: Mapping[int, float]) -> tuple[Any, list[WorkUnit]]:
+        """Open a round for clients with some coefficients."""
+        units = [WorkUnit(client, coefficient=c) for client, c in sorted(coefficients.items())]
+        shares = {(client, ""): share for client, share in self.shares.items()}
+        cohort = Cohort(0, self.round_idx, {1.0: tuple(units)}, store=self.store, absolute=self.absolute, shares=shares)
+        return self.algorithm.open(self.server, self.state, cohort), units
+
+    def gradients(self, coefficients: Mapping[int, float], train: Train, left_out: tuple[int, ...] = ()) -> Tensors:
+        """Play a round up to its pseudo-gradients."""
+        opened, units = self.open(coefficients)
+        for unit in units:
+            download, receipt = self.algorithm.send(opened, unit)
+            if unit.client_id not in left_out:
+                self.algorithm.add(opened, receipt, train(replace(download, round_idx=self.round_idx)))
+        self.algorithm.close(self.server, self.state, opened)
+        self.store.commit()
+        self.round_idx += 1
+        return {name: p.grad.clone() for name, p in self.server.named_parameters() if p.grad is not None}
+
+    def play(self, coefficients: Mapping[int, float], train: Train, left_out: tuple[int, ...] = ()) -> None:
+        """Play a round, and step the server."""
+        gradients = self.gradients(coefficients, train, left_out)
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                self.server.get_parameter(name).sub_(gradient)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the averaged tensors."""
+        return {name: tensor.clone() for name, tensor in averaged_tensors(self.server).items()}
+
+
+def assert_close(ours: Tensors, theirs: Tensors, tolerance: float = 1e-13) -> None:
+    """The same names, and values within a tolerance in units of the largest, at least 1."""
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        scale = max(1.0, float(value.abs().max()))
+        assert float((ours[name] - value).abs().max()) <= tolerance * scale, name

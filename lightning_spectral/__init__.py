@@ -62,6 +62,8 @@ from lightning_spectral.plugin.checkpoint_files import AtomicCheckpointIO, lates
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.multi_model import MultiModelModule
+from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
 from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
@@ -116,6 +118,8 @@ __all__ = [
     "LocalHook",
     "LossVarianceReduced",
     "MinimumSupport",
+    "MultiModelDataModule",
+    "MultiModelModule",
     "NaturalPartitioner",
     "Partitioner",
     "PriSM",

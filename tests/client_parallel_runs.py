@@ -142,6 +142,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
         "trainer": {"callbacks": [ls.SampledNetworks(3)]},
     },
+    "several models": {"models": {"dense": ls.FedAvg(), "spectral": SPECTRAL, "bits": ls.Zampling(4, degree=3)}},
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
     "the server's step fails, dense": {"server_optimizer": breaking, "clients_per_round": 7},
     "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": breaking, "clients_per_round": 7},
@@ -157,6 +158,7 @@ ONLY_WITH_TWO = {
     "a store of clients",
     "sampled networks",
     "SCAFFOLD",
+    "several models",
     "spectral",
     "stale updates",
     "the start alone",
@@ -164,6 +166,14 @@ ONLY_WITH_TWO = {
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"
+
+
+def several_models(algorithms: dict[str, ls.Algorithm[Any]], seed: int) -> tuple[Any, Any]:
+    """A model for each algorithm, drawn by losses that all processes must measure alike."""
+    models = {name: ls.FederatedModule(LitMLP(), algorithm=algorithm) for name, algorithm in algorithms.items()}
+    sampler = ls.LossVarianceReduced(active=5, measure=7)
+    model = ls.MultiModelModule(models, participation=sampler, processors={2: 0.5, 1: 0.5}, seed=seed)
+    return model, ls.MultiModelDataModule({name: uneven_data() for name in algorithms})
 
 
 def run(
@@ -177,11 +187,12 @@ def run(
     loader: bool = False,
     trainer: dict[str, Any] | None = None,
     num_processes: int = 1,
+    models: dict[str, ls.Algorithm[Any]] | None = None,
     **federation: Any,
 ) -> dict[str, Any]:
     """The outcome of a run, in plain tensors and numbers."""
     torch.manual_seed(0)
-    lit = module()
+    lit: Any = module()
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     watchers = [ls.SpectralDiagnostics(), ls.UpdateAlignment(every_n_rounds=2)] if watched else []
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
@@ -203,7 +214,11 @@ def run(
         data = uneven_data()
         if loader:
             data.val = torch.utils.data.DataLoader(data.train, batch_size=7)
-        model = ls.FederatedModule(lit, seed=seed, **federation)
+        if models is not None:
+            model, data = several_models(models, seed)
+            lit = model
+        else:
+            model = ls.FederatedModule(lit, seed=seed, **federation)
         runner.fit(model, data, ckpt_path=ckpt)
         if loader:
             tested = runner.test(model, data.val, verbose=False)

@@ -187,7 +187,7 @@ class TestSetup:
         trainer: Any = SimpleNamespace(world_size=2, strategy=DDPStrategy(), datamodule=data)
         message = r"Trainer\(strategy='client_parallel'\), got 2 processes of DDPStrategy; use that, or devices=1"
         with pytest.raises(ValueError, match=message):
-            check_trainer(trainer, lit)
+            check_trainer(trainer)
 
     def test_a_cohort_cut_to_nobody_or_larger_than_can_be_summed(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match=r"limit_train_batches=0.2 of 3 clients trains none; raise it"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +27,14 @@ class Algorithm(ABC, Generic[RoundT]):
 
     An algorithm is immutable, so several runs can use it at once. The state of one round belongs to the value that
     `open` returns and other methods receive; state that lasts from round to round, to the module that `start` returns.
+
+    Attributes:
+        updates_have_norms: Whether a device sends back new values of tensors that it was sent.
+        acts_alone: Whether the server moves even in a round without clients, e.g. by what it remembers of them.
     """
+
+    updates_have_norms: ClassVar[bool] = True
+    acts_alone: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Refuse a class whose device half would never be called.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +107,8 @@ class StaleUpdates(FedAvg):
 
     Note:
         The memory for N clients is N times the trainable parameters, logged as ``fl/store_bytes``, besides three
-        float64 numbers for each parameter. A round in which no client is left moves nothing, not even by the stale
-        updates, and leaves the table as it is; a sampler that may draw nobody is unbiased but for such rounds.
+        float64 numbers for each parameter. In a round without clients the server moves by the stale updates alone;
+        otherwise the average over rounds would be biased.
 
         The slides of GVR* print the same condition, i in A, for both cases of h; the second should be i not in A. The
         official code of MIFA waits until each client was seen once, and fills the table with a full round. This
@@ -121,6 +121,8 @@ class StaleUpdates(FedAvg):
         >>> StaleUpdates.mifa()
         StaleUpdates(keep_buffers=(), beta=1.0, coefficients='data', unseen='zero', num_terms=None)
     """
+
+    acts_alone: ClassVar[bool] = True
 
     beta: float = 1.0
     coefficients: Coefficients = "sampled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,8 @@ class Zampling(Algorithm[ZamplingRound]):
         >>> Zampling(compression=8).start(nn.Linear(30, 10), seed=0).probs.shape
         torch.Size([39])
     """
+
+    updates_have_norms: ClassVar[bool] = False
 
     compression: float = 32
     degree: int | None = 10

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_spectral.client.local_hooks import BeforeStep
-from lightning_spectral.client.local_task import LocalResult, LocalSettings, LocalTask
+from lightning_spectral.client.local_task import LocalResult, LocalSettings, LocalTask, Placement
 from lightning_spectral.client.user_step import UserStep, batch_outputs, loss_of
 
 
@@ -42,7 +42,7 @@ class LocalLoop:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
                 recorder.num_examples = size
-                batch = self._to_device(batch)
+                batch = to_device(user, self.module, self.placement, batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
                 if task.before_forward is not None:
@@ -57,13 +57,7 @@ class LocalLoop:
                 if user.takes_outputs:
                     user.on_train_batch_end(batch_outputs(output, loss), batch, batch_idx)
             user.on_train_epoch_end()
-        return LocalResult(len(sizes), _mean_per_example(losses, sizes))
-
-    def _to_device(self, batch: Any) -> Any:
-        batch = self.user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
-        if self.placement.moves_batches:
-            batch = self.module.transfer_batch_to_device(batch, self.placement.device, 0)
-        return self.user.on_after_batch_transfer(batch, 0)
+        return LocalResult(len(sizes), mean_per_example(losses, sizes))
 
     def _step(self, loss: Tensor, scaler: GradScaler | None, before_step: Sequence[BeforeStep]) -> None:
         """Take one step, with hooks in the order of Lightning's automatic optimisation."""
@@ -86,7 +80,15 @@ class LocalLoop:
             scaler.update()
 
 
-def _mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
+def to_device(user: UserStep, module: Any, placement: Placement, batch: Any) -> Any:
+    """A client's batch as its ``training_step`` gets it."""
+    batch = user.on_before_batch_transfer(placement.convert_batch(batch), 0)
+    if placement.moves_batches:
+        batch = module.transfer_batch_to_device(batch, placement.device, 0)
+    return user.on_after_batch_transfer(batch, 0)
+
+
+def mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
     """Mean of the steps' losses, weighted by their numbers of examples; one read from the device for all of them."""
     if not losses:
         return math.nan

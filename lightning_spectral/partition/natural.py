@@ -25,14 +25,17 @@ class NaturalPartitioner(Partitioner):
 
     Args:
         keys: Key of each example, shape ``(num_examples,)``: hashable objects, a tensor or an array.
+        names: Keys of all clients, in the order of their ids, where several data sets have the same clients: one that
+            no example names has none. By default those that occur.
 
     Attributes:
-        num_clients: Number of distinct keys.
+        num_clients: Number of clients.
         client_names: Key of each client, by client id.
         client_of_example: Client id of each example, int64, shape ``(num_examples,)``.
 
     Raises:
-        ValueError: If there are no keys, they are not one-dimensional, or one is a tensor or NaN.
+        ValueError: If there are no keys, they are not one-dimensional, or one is a tensor, NaN or not among the names;
+            if a name occurs twice.
         TypeError: If a key is not hashable.
 
     Example:
@@ -41,16 +44,22 @@ class NaturalPartitioner(Partitioner):
         ('romeo', 'juliet', 'nurse')
         >>> list(partitioner(4, None, torch.Generator()))
         [tensor([0, 2]), tensor([1]), tensor([3])]
+        >>> list(NaturalPartitioner(["nurse", "romeo"], names=["romeo", "juliet", "nurse"]).client_of_example)
+        [tensor(2), tensor(0)]
     """
 
     keys: InitVar[Keys]
+    names: InitVar[Sequence[Hashable] | None] = None
     num_clients: int = field(init=False)
     client_names: tuple[Hashable, ...] = field(init=False, repr=False)
     client_of_example: Tensor = field(init=False, repr=False)
 
-    def __post_init__(self, keys: Keys) -> None:
-        client_of_key: dict[Hashable, int] = {}
-        clients = [client_of_key.setdefault(key, len(client_of_key)) for key in _as_objects(keys)]
+    def __post_init__(self, keys: Keys, names: Sequence[Hashable] | None) -> None:
+        found = _as_objects(keys)
+        client_of_key = {key: client for client, key in enumerate(dict.fromkeys(found if names is None else names))}
+        if names is not None:
+            _check_names(names, found)
+        clients = [client_of_key[key] for key in found]
         # how a frozen dataclass sets its own fields
         object.__setattr__(self, "num_clients", len(client_of_key))
         object.__setattr__(self, "client_names", tuple(client_of_key))
@@ -63,6 +72,14 @@ class NaturalPartitioner(Partitioner):
                 f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."
             )
         return Partition.from_assignment(self.client_of_example, self.num_clients)
+
+
+def _check_names(names: Sequence[Hashable], keys: Sequence[Hashable]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ValueError(f"`names` must be distinct, got {twice!r} twice.")
+    if unknown := set(keys) - set(names):
+        raise ValueError(f"{len(unknown)} keys are not among `names`, e.g. {next(iter(unknown))!r}; add them.")
 
 
 def _as_objects(keys: Keys) -> Sequence[Hashable]:

@@ -18,9 +18,10 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
+from lightning_spectral.client.loss_loop import LossLoop
 from lightning_spectral.plugin.client_trainer import ClientTrainer
 from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.schedules import RoundScheduler
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.plugin.user_hooks import defines, is_overridden
@@ -30,11 +31,11 @@ from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.run import Figure, Run
 from lightning_spectral.simulation import Conditions
 
 
-class Owner(Host, Protocol):
+class Owner(Trained, Protocol):
     """What building an engine needs from a `FederatedModule`."""
 
     local_epochs: int
@@ -58,6 +59,18 @@ class Owner(Host, Protocol):
     @property
     def processes(self) -> Processes:
         """The processes that train the clients of a round."""
+
+    @property
+    def absolute(self) -> bool:
+        """Whether coefficients of units are used as they are."""
+
+    @property
+    def total_examples(self) -> int:
+        """Training examples of all clients that can train this model."""
+
+    @property
+    def figure(self) -> Figure:
+        """Which norm of updates the sampler goes by."""
 
     def make_executor(self, run: Run) -> Executor:
         """Create what runs the device half of a run's rounds."""
@@ -89,7 +102,10 @@ def build_engine(
         algorithm.keep_ratios(owner.data.num_clients, owner.seed),
         seed=owner.seed,
         local_epochs=owner.local_epochs,
-        num_examples=int(owner.data.partition.sizes.sum()),
+        absolute=owner.absolute,
+        num_examples=owner.total_examples,
+        model=owner.name,
+        figure=owner.figure,
         options=partial(_options, owner),
         faults=owner.faults,
         conditions=Conditions() if conditions is None else conditions,
@@ -97,19 +113,21 @@ def build_engine(
         store=ClientStore() if store is None else store,
         profile=partial(stage_profile, owner.trainer),
     )
-    return Engine(run, partial(owner.make_executor, run))
+    losses = partial(sequential_executor, owner, run, LossLoop) if owner.figure == "loss" else None
+    return Engine(run, partial(owner.make_executor, run), losses)
 
 
 def _options(owner: Owner) -> tuple[tuple[Options, ...], ...]:
     return tuple(options_of(template) for template in owner.templates())
 
 
-def sequential_executor(owner: Owner, run: Run) -> SequentialExecutor:
+def sequential_executor(owner: Owner, run: Run, local_trainer: LocalTrainer | None = None) -> SequentialExecutor:
     """Clients one after another, on a device in this process.
 
     Args:
         owner: The module that a Trainer fits.
         run: Settings and state shared by its rounds.
+        local_trainer: Runs a client's local epochs; ``None`` for the client engine that the owner asks for.
     """
     device = Device(
         run.server,
@@ -118,7 +136,7 @@ def sequential_executor(owner: Owner, run: Run) -> SequentialExecutor:
         [recipe_of(template, owner.module) for template in owner.templates()],
         owner.data.client_data,
         LocalSettings(_placement(owner), owner.local_hooks, defines),
-        _local_trainer(owner),
+        local_trainer or _local_trainer(owner),
         attach=partial(_attach, owner.trainer),
         profile=run.profile,
     )

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
+from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
 from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.weights import MOST_TERMS
+from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
+
+DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
 
 def check_module(module: Any) -> None:
@@ -49,10 +54,11 @@ def check_settings(
     if client_engine not in ("loop", "trainer"):
         raise ValueError(f'`client_engine` must be "loop" or "trainer", got {client_engine!r}.')
     check_is("local_epochs", local_epochs, int)
-    check_is("clients_per_round", clients_per_round, int)
+    if clients_per_round is not None:
+        check_is("clients_per_round", clients_per_round, int)
     if local_epochs < 0:
         raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
-    if clients_per_round > MOST_TERMS:
+    if clients_per_round is not None and clients_per_round > MOST_TERMS:
         raise ValueError(f"`clients_per_round` must be at most {MOST_TERMS}, got {clients_per_round}.")
     if server_optimizer is not None and not callable(server_optimizer):
         raise TypeError(
@@ -95,13 +101,43 @@ def check_clipping(trainer: pl.Trainer) -> None:
         )
 
 
-def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Check that the Trainer, its data and the module can be fitted federatedly.
+def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
+    """A Trainer's data module.
 
     Raises:
-        TypeError: If the data does not come from a `FederatedDataModule`.
-        ValueError: If there are several processes of another strategy than ``"client_parallel"``, complex parameters,
-            or validation data without a ``validation_step``.
+        TypeError: If the data does not come from one of the right kind.
+    """
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(datamodule, kind):
+        return datamodule
+    calls = {
+        "FederatedDataModule": ("FederatedModule", "FederatedDataModule(train, partitioner)"),
+        "MultiModelDataModule": ("MultiModelModule", "MultiModelDataModule({name: FederatedDataModule(...), ...})"),
+    }
+    owner, call = calls[kind.__name__]
+    raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {type(datamodule).__name__}.")
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if there are several processes of another strategy than ``"client_parallel"``."""
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
+        raise ValueError(
+            f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
+            f"processes of {type(trainer.strategy).__name__}; use that, or devices=1."
+        )
+
+
+def check_member(
+    module: pl.LightningModule,
+    data: FederatedDataModule,
+    participation: UniformParticipation | Sampler | None,
+    faults: Faults,
+) -> None:
+    """Check that a module can be trained on the clients of its data.
+
+    Raises:
+        ValueError: If it has complex parameters, or validation data without a ``validation_step``, or if a client has
+            no examples and `Faults` says `Raise`; a sampler never draws such a client.
     """
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:
@@ -109,19 +145,39 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"Complex parameters are not averaged: {', '.join(complex_valued)}; hold real and imaginary parts apart "
             "(torch.view_as_real)."
         )
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if not isinstance(datamodule, FederatedDataModule):
-        raise TypeError(
-            f"FederatedModule needs clients: call trainer.fit(model, FederatedDataModule(train, partitioner)), "
-            f"got {type(datamodule).__name__}."
-        )
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
-        raise ValueError(
-            f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
-            f"processes of {type(trainer.strategy).__name__}; use that, or devices=1."
-        )
-    if datamodule.val is not None and not is_overridden(module, "validation_step"):
+    if data.val is not None and not is_overridden(module, "validation_step"):
         raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
+    if isinstance(participation, UniformParticipation):
+        participation.check(data.num_clients)
+        if faults.ends_run("no_data"):
+            check_no_client_is_empty(data.partition)
+
+
+def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) -> None:
+    """Check that what a sampler goes by is there.
+
+    Args:
+        sampler: The sampler.
+        algorithms: Those of the models, by name.
+
+    Raises:
+        ValueError: If it goes by norms of updates, and an algorithm's uploads are no updates of tensors; or by what is
+            new in them, and an algorithm expects nothing.
+    """
+    for name, algorithm in algorithms.items():
+        of_model = f" of {name!r}" if name else ""
+        if "update" in sampler.figure and not algorithm.updates_have_norms:
+            raise ValueError(
+                f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} uploads "
+                "none; use LossVarianceReduced."
+            )
+        expects = type(algorithm).expected_update is not Algorithm.expected_update
+        if sampler.figure == "stale update" and not expects:
+            raise ValueError(
+                f"{type(sampler).__name__} goes by how far updates are from the last ones, which "
+                f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
+                "UpdateVarianceReduced."
+            )
 
 
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:

@@ -140,3 +140,9 @@ class ClientParallelStrategy(DDPStrategy):
         if self._isolated is not None:
             self._isolated()
         self._isolated = None
+
+
+def processes_of(trainer: pl.Trainer) -> Processes:
+    """The processes that train the clients of a Trainer's rounds."""
+    strategy = trainer.strategy
+    return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()

@@ -122,13 +122,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""
-        host = self.trainer.lightning_module if self.trainer is not None else None
-        if not is_host(host):
-            raise TypeError(
-                f"FederatedDataModule feeds clients, not batches, and {type(host).__name__} trains on batches; "
-                "wrap it: FederatedModule(module, clients_per_round=...)."
-            )
-        return RoundLoader(host)
+        return round_loader(self.trainer, type(self).__name__)
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
@@ -168,6 +162,25 @@ class RoundLoader:
 
     def __iter__(self) -> Iterator[Slot]:
         yield from self.host.schedule(self.host.current_epoch)
+
+
+def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
+    """The loader of the rounds of the module that a Trainer fits.
+
+    Args:
+        trainer: The Trainer, if there is one.
+        owner: Name of the data module's class, for the error.
+
+    Raises:
+        TypeError: If that module trains on batches.
+    """
+    host = None if trainer is None else trainer.lightning_module
+    if not is_host(host):
+        raise TypeError(
+            f"{owner} feeds clients, not batches, and {type(host).__name__} trains on batches; "
+            "wrap it: FederatedModule(module, clients_per_round=...)."
+        )
+    return RoundLoader(host)
 
 
 def _length(dataset: Dataset[Any]) -> int:

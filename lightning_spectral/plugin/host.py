@@ -1,8 +1,9 @@
-"""The interface of a `FederatedModule` for the rest of this package, and its batches."""
+"""The interfaces of a federation and of each of its models for the rest of this package, and a federation's batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import lightning.pytorch as pl
@@ -21,29 +22,23 @@ class Slot:
 
     Args:
         round_idx: Communication round, from 0.
-        unit: Whose turn it is; ``None`` where one of several processes waits for the others.
+        unit: Whose turn it is; ``None`` where one of several processes waits for the others, or a random cohort is
+            smaller than it may become.
+        more: Whose turns follow in the same slot: the last slot takes those for whom a random cohort has none left.
     """
 
-    def __init__(self, round_idx: int, unit: WorkUnit | None) -> None:
+    def __init__(self, round_idx: int, unit: WorkUnit | None, more: Sequence[WorkUnit] = ()) -> None:
         self.round_idx = round_idx
         self.unit = unit
+        self.more = tuple(more)
 
 
 class Host(Protocol):
-    """The interface of the fitted module for callbacks and the data module."""
-
-    module: pl.LightningModule
-    algorithm: Algorithm[Any]
-    state: nn.Module | None
-    seed: int
+    """The interface of the fitted module, which trains one model or several, for boundaries and data modules."""
 
     @property
     def current_epoch(self) -> int:
         """The round, from 0."""
-
-    @property
-    def engine(self) -> Engine:
-        """What runs the rounds."""
 
     @property
     def num_slots(self) -> int:
@@ -67,6 +62,23 @@ class Host(Protocol):
     def abandon_round(self) -> None:
         """End a round that failed."""
 
+
+class Trained(Protocol):
+    """The interface of one model of a federation for callbacks, which are called once for each of them."""
+
+    module: pl.LightningModule
+    algorithm: Algorithm[Any]
+    state: nn.Module | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The model's name; empty if there is only one."""
+
+    @property
+    def engine(self) -> Engine:
+        """What runs its rounds."""
+
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run."""
 
@@ -80,6 +92,34 @@ class Host(Protocol):
         """Log several values."""
 
 
+@dataclass
+class Seat:
+    """Where a model stands in its federation.
+
+    Not a module, so that a model can know the federation of which it is a part.
+
+    Attributes:
+        name: The model's name in metrics; empty if it is trained alone.
+        federation: The module that Lightning fits, if that trains several models; ``None`` for the model itself.
+        key: What work units call the model; empty if it is the only one.
+        first_optimizer: Position of its server optimizer among the Trainer's.
+        num_optimizers: Number of its optimizers, the server's and the templates.
+        suffix: What Lightning would append to logged names: which of the model's several evaluation sets this is.
+    """
+
+    name: str = ""
+    federation: Any = None
+    key: str = ""
+    first_optimizer: int = 0
+    num_optimizers: int = 0
+    suffix: str = ""
+
+
 def is_host(module: nn.Module | None) -> TypeGuard[Host]:
     """Whether a module declares itself a `Host`, by its bases and not by the names of its methods."""
     return Host in type(module).__mro__
+
+
+def is_trained(module: nn.Module | None) -> TypeGuard[Trained]:
+    """Whether a module declares itself `Trained`: one model, which is not several."""
+    return Trained in type(module).__mro__

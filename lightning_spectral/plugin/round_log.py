@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
 import torch
 
-from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.server.metrics import round_metrics
+from lightning_spectral.protocol.records import LoggedValue, RoundSummary
+from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 
 
-def log_round(trainer: pl.Trainer, summary: RoundSummary) -> None:
+def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
     """Log a round's own metrics and the means of what its clients logged.
 
     ``LightningModule.log`` would keep an object for each metric and visit all of them after every client. A round's
@@ -18,15 +20,20 @@ def log_round(trainer: pl.Trainer, summary: RoundSummary) -> None:
 
     Args:
         trainer: The Trainer of the run.
-        summary: The round.
+        summaries: The round of each model.
     """
-    own, clients = round_metrics(summary), summary.logged
+    own: dict[str, float] = {}
+    clients: dict[str, LoggedValue] = {}
+    for summary in summaries:
+        own.update(round_metrics(summary))
+        clients.update(logged_by_clients(summary))
     values = {**own, **{name: entry.value for name, entry in clients.items()}}
     logged = {name: value for name, value in values.items() if name in own or clients[name].logger}
     tensors = dict(zip(values, torch.tensor(list(values.values()), dtype=torch.float64).unbind(), strict=True))
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update({name: tensors[name] for name in logged})
     trainer.progress_bar_metrics.update({name: entry.value for name, entry in clients.items() if entry.prog_bar})
+    round_idx = summaries[0].round_idx
     for logger in trainer.loggers:
-        logger.log_metrics({**logged, "epoch": summary.round_idx}, step=summary.round_idx)
+        logger.log_metrics({**logged, "epoch": round_idx}, step=round_idx)
         logger.save()

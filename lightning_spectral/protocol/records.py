@@ -182,6 +182,8 @@ class RoundSummary:
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
         logged: Example-weighted means over the round of what clients logged.
         left_out: For each reason that this run allows, the number of clients left out.
+        model: The model's name; empty if there is only one.
+        measured: Turns before the round whose updates were measured for the sampler and thrown away.
     """
 
     round_idx: int
@@ -190,6 +192,12 @@ class RoundSummary:
     diagnostics: Mapping[str, float]
     logged: Mapping[str, LoggedValue]
     left_out: Mapping[ExclusionReason, int] = field(default_factory=dict)
+    model: str = ""
+    measured: tuple[ClientOutcome, ...] = ()
+
+    def metric(self, name: str) -> str:
+        """What one of the round's metrics is called; of several models it begins with the model's name."""
+        return f"{self.model}/{name}" if self.model else name
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,15 @@ class Engine:
     Args:
         run: Settings and state shared by all rounds.
         make_executor: Creates what runs the device half; called when the first round opens.
+        make_measuring: Creates what measures clients before a round; ``None`` if that is the same.
     """
 
-    def __init__(self, run: Run, make_executor: Callable[[], Executor]) -> None:
+    def __init__(
+        self, run: Run, make_executor: Callable[[], Executor], make_measuring: Callable[[], Executor] | None = None
+    ) -> None:
         self.run = run
+        self._make_measuring = make_measuring
+        self._measuring: Executor | None = None
         self.round_is_open = False
         self.server_is_stepping = False
         self._make_executor = make_executor
@@ -41,12 +46,27 @@ class Engine:
             round_idx: Communication round, from 0.
             num_examples: Number of examples of each unit that takes part, in the cohort's order.
         """
+        executor = self.executor
+        self._round = OpenRound(self.run, executor, round_idx, num_examples)
+        self.round_is_open = True
+        executor.begin_round()
+        return self._round
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the device half; created when it is first needed."""
         if self._executor is None:
             self._executor = self._make_executor()
-        self._round = OpenRound(self.run, self._executor, round_idx, num_examples)
-        self.round_is_open = True
-        self._executor.begin_round()
-        return self._round
+        return self._executor
+
+    @property
+    def measuring_executor(self) -> Executor:
+        """What measures clients before a round."""
+        if self._make_measuring is None:
+            return self.executor
+        if self._measuring is None:
+            self._measuring = self._make_measuring()
+        return self._measuring
 
     def close_round(self) -> RoundSummary:
         """Finish the average: afterwards parameters of the server, or of its state, carry the pseudo-gradient.
@@ -59,10 +79,18 @@ class Engine:
             RoundError: If more clients were left out than `Faults` allows; the server's weights are as before the
                 round.
         """
+        self.gather_round()
+        return self.apply_round()
+
+    def gather_round(self) -> None:
+        """The first half of `close_round`, which may still raise: add up the sums of all processes."""
         self.round.executor.end_round()
-        outcomes = self.round.gather()
+        self.round.gather()
+
+    def apply_round(self) -> RoundSummary:
+        """The second half of `close_round`: from here on the server's weights change."""
         self.server_is_stepping = True
-        summary = self.round.apply(outcomes)
+        summary = self.round.apply()
         self.round_is_open, self._round = False, None
         return summary
 
@@ -70,7 +98,7 @@ class Engine:
         """Let go of a round that will not be finished, if one is open, and of who trained it."""
         if self._executor is not None:
             self._executor.end_round()
-        self._executor = self._round = None
+        self._executor = self._measuring = self._round = None
 
     def settle(self) -> None:
         """Update the server's module from the algorithm's state, after the server optimizer's step."""

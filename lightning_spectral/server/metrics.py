@@ -20,21 +20,45 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         - ``fl/left_out_<reason>``: clients left out for this reason, for each reason that this run allows.
         - ``fl/bytes_down``, ``fl/bytes_up``: bytes that travelled, summed over all clients.
         - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
-        - ``fl/<name>``: the algorithm's own metrics.
+        - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: what a sampler measured before.
+        - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
+
+        Of several models, all but the first begin with the model's name. A model that nobody was asked to train has no
+        loss.
     """
+    own = {f"fl/{name}": value for name, value in _own_metrics(summary).items()}
+    return {"fl/round": float(summary.round_idx), **{summary.metric(name): value for name, value in own.items()}}
+
+
+def _own_metrics(summary: RoundSummary) -> dict[str, float]:
     kept = [client for client in summary.clients if not client.left_out]
     return {
-        "fl/round": float(summary.round_idx),
-        "fl/loss": mean_loss(summary),
-        "fl/clients": float(len(kept)),
-        "fl/clients_left_out": float(len(summary.clients) - len(kept)),
-        **{f"fl/left_out_{reason}": float(count) for reason, count in summary.left_out.items()},
-        "fl/examples": float(sum(client.num_examples for client in kept)),
-        "fl/bytes_down": float(sum(client.downlink_bytes for client in summary.clients)),
-        "fl/bytes_up": float(sum(client.uplink_bytes for client in summary.clients)),
-        **{f"fl/seconds_{stage}": seconds for stage, seconds in summary.seconds.items()},
-        **{f"fl/{name}": value for name, value in summary.diagnostics.items()},
+        **({"loss": mean_loss(summary)} if summary.clients else {}),
+        "clients": float(len(kept)),
+        "clients_left_out": float(len(summary.clients) - len(kept)),
+        **{f"left_out_{reason}": float(count) for reason, count in summary.left_out.items()},
+        "examples": float(sum(client.num_examples for client in kept)),
+        "bytes_down": float(sum(client.downlink_bytes for client in summary.clients)),
+        "bytes_up": float(sum(client.uplink_bytes for client in summary.clients)),
+        **{f"seconds_{stage}": seconds for stage, seconds in summary.seconds.items()},
+        **_measuring_metrics(summary.measured),
+        **summary.diagnostics,
     }
+
+
+def _measuring_metrics(measured: Sequence[ClientOutcome]) -> dict[str, float]:
+    if not measured:
+        return {}
+    return {
+        "measured_clients": float(len(measured)),
+        "measured_examples": float(sum(client.num_examples for client in measured)),
+        "bytes_measuring": float(sum(client.downlink_bytes + client.uplink_bytes for client in measured)),
+    }
+
+
+def logged_by_clients(summary: RoundSummary) -> dict[str, LoggedValue]:
+    """What clients logged, averaged over a round, by the names under which it is logged."""
+    return {summary.metric(name): entry for name, entry in summary.logged.items()}
 
 
 def mean_loss(summary: RoundSummary) -> float:

@@ -39,6 +39,7 @@ class OpenRound:
     Attributes:
         opened: The round as the algorithm opened it.
         outcomes: Outcomes of the units that this process has received.
+        gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
     """
 
@@ -50,6 +51,7 @@ class OpenRound:
         self.num_examples = {unit.key: size for unit, size in num_examples.items()}
         self.clock = StageClock(run.profile)
         self.outcomes: list[ClientOutcome] = []
+        self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
         self._options = run.options()
         run.store.discard()
@@ -110,26 +112,22 @@ class OpenRound:
                 self.failure = client_error(self.round_idx, unit, "", error)
                 self.failure.__cause__ = error
 
-    def gather(self) -> tuple[ClientOutcome, ...]:
+    def gather(self) -> None:
         """Add up the sums of all processes, and check that enough clients are in them.
-
-        Returns:
-            One outcome per unit, in the cohort's order.
 
         Raises:
             ClientError: In every process, if a client failed in one of several.
             RoundError: If more clients were left out than `Faults` allows; in every process, if a client failed because
                 the server's weights are not finite.
         """
-        outcomes = self._meet()
+        outcomes = self.gathered = self._meet()
         self.run.faults.check_round(self.round_idx, outcomes)
-        if all(outcome.left_out for outcome in outcomes):
+        if outcomes and not self._moves(outcomes):
             _warn_no_client_left(self.round_idx, outcomes)
         else:
             with self.clock.measure("aggregate"):
                 if self.run.processes.size > 1:  # an algorithm that has no running means trains in a single one
                     add_up(self.run.processes, self.run.algorithm.running_means(self.opened))
-        return outcomes
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
         """Exchange the outcomes of all processes; raise an error in each of them if one failed."""
@@ -157,10 +155,14 @@ class OpenRound:
             )
         return tuple(outcomes[unit.key] for unit in self.units)
 
-    def apply(self, outcomes: Sequence[ClientOutcome]) -> RoundSummary:
+    def _moves(self, outcomes: Sequence[ClientOutcome]) -> bool:
+        """Whether the round changes the server: some client is left, or none is needed."""
+        return self.run.algorithm.acts_alone or not all(outcome.left_out for outcome in outcomes)
+
+    def apply(self) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""
-        run = self.run
-        if not all(outcome.left_out for outcome in outcomes):
+        run, outcomes = self.run, self.gathered
+        if self._moves(outcomes):
             with self.clock.measure("apply"):
                 run.algorithm.close(run.server, run.state, self.opened)
         diagnostics = dict(run.algorithm.diagnostics(self.opened))
@@ -172,7 +174,8 @@ class OpenRound:
         left_out = clients_by_reason(outcomes)
         counts = {reason: len(left_out.get(reason, ())) for reason in run.faults.exclusion_reasons(run.conditions)}
         means = round_means(outcomes)
-        return RoundSummary(self.round_idx, tuple(outcomes), dict(self.clock.seconds), diagnostics, means, counts)
+        seconds = dict(self.clock.seconds)
+        return RoundSummary(self.round_idx, outcomes, seconds, diagnostics, means, counts, run.model)
 
 
 @contextmanager

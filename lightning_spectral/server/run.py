@@ -42,6 +42,7 @@ class Run:
         absolute: Whether units' coefficients are weights as they are; see `Cohort`.
         num_examples: Training examples of all clients together.
         options: Called once a round: for each of the user's optimizers, the options of its parameter groups.
+        model: The model's name; empty if there is only one.
         figure: Which norm of each update to measure, for a sampler that goes by it; "" for none.
         faults: What to do about clients that do not report back.
         conditions: Simulated dropout and device speed.
@@ -60,6 +61,7 @@ class Run:
     absolute: bool = False
     num_examples: int = 0
     options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
+    model: str = ""
     figure: Figure = ""
     faults: Faults = field(default_factory=Faults)
     conditions: Conditions = field(default_factory=Conditions)

@@ -34,9 +34,18 @@ def mnist() -> tuple[Tensor, Tensor]:
 
 def fashion_mnist() -> tuple[Tensor, Tensor]:
     """The first 5,000 pieces of clothing: images (5000, 1, 14, 14) in [0, 1] and labels."""
+    images, labels, *_ = whole_fashion_mnist()
+    return images[:NUM_IMAGES], labels[:NUM_IMAGES]
+
+
+def whole_fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All of it: 60,000 images and labels for training, 10,000 of each for tests, in the same form."""
     with tarfile.open(fileobj=io.BytesIO(_payload(fetched().read_bytes()))) as archive:
-        images, labels = (_idx(archive, f"train-{part}.gz") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
-    return _shrunk(torch.from_numpy(images[:NUM_IMAGES].copy())), torch.from_numpy(labels[:NUM_IMAGES].astype(np.int64))
+        names = [
+            f"{part}-{what}.gz" for part in ("train", "t10k") for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        ]
+        images, labels, test_images, test_labels = (torch.from_numpy(_idx(archive, name).copy()) for name in names)
+    return _shrunk(images), labels.long(), _shrunk(test_images), test_labels.long()
 
 
 def _shrunk(pixels: Tensor) -> Tensor:

@@ -55,3 +55,19 @@ def test_unusable_keys_are_refused(keys: Any, rule: str) -> None:
 def test_keys_of_another_data_set_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one key per example \(5\), got 3"):
         NaturalPartitioner(["a", "b", "a"])(5, None, torch.Generator())
+
+
+def test_several_data_sets_can_have_the_same_clients() -> None:
+    names = ("romeo", "juliet", "nurse")
+    one, two = (NaturalPartitioner(keys, names=names) for keys in (["nurse", "romeo", "nurse"], ["juliet"] * 3))
+    assert one.client_names == two.client_names == names
+    assert [part.tolist() for part in one(3, None, torch.Generator())] == [[1], [], [0, 2]]
+    assert [part.tolist() for part in two(3, None, torch.Generator())] == [[], [0, 1, 2], []]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(["romeo"], "'juliet'"), (["romeo", "juliet", "romeo"], "'romeo' twice")]
+)
+def test_wrong_names_are_named(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NaturalPartitioner(["romeo", "juliet"], names=names)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.records import Options, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -42,25 +42,25 @@ class UpdateAlignment(RoundCallback):
         if every_n_rounds < 1:
             raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
         self.every_n_rounds = every_n_rounds
-        self._before: dict[str, Tensor] | None = None
-        self._options: list[Sequence[Options]] = []
+        self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: Host, opened: Any) -> None:  # type: ignore[override]
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         """Save the server's weights and the clients' learning rates."""
-        wanted = trainer.current_epoch % self.every_n_rounds == 0
-        self._before = copy.deepcopy(pl_module.module.state_dict()) if wanted else None
-        self._options = [options_of(template) for template in pl_module.templates()]
+        self._begun.pop(pl_module.name, None)
+        if trainer.current_epoch % self.every_n_rounds == 0:
+            options = [options_of(template) for template in pl_module.templates()]
+            self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
 
     def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Host, summary: RoundSummary
+        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
         """Train the same clients densely from there, and compare."""
-        before, self._before = self._before, None
         sizes = {client.unit: client.num_examples for client in summary.clients if not client.left_out}
-        if before is None or not sizes:
+        before, options = self._begun.pop(pl_module.name, ({}, []))
+        if not before or not sizes:
             return
         ours = update(pl_module.module, before)
-        with temporary_options(pl_module.templates(), self._options):  # schedules have moved on to the next round
+        with temporary_options(pl_module.templates(), options):  # schedules have moved on to the next round
             theirs = dense_update(pl_module, before, summary.round_idx, sizes)
         cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
@@ -84,7 +84,7 @@ def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Opt
 
 
 def dense_update(
-    pl_module: Host, before: dict[str, Tensor], round_idx: int, num_examples: Mapping[WorkUnit, int]
+    pl_module: Trained, before: dict[str, Tensor], round_idx: int, num_examples: Mapping[WorkUnit, int]
 ) -> Tensor:
     """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
     server = copy_module(pl_module.module)

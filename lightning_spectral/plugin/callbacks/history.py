@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.server.metrics import round_metrics
+from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 
 
 class RoundHistory(RoundCallback):
@@ -28,10 +28,13 @@ class RoundHistory(RoundCallback):
         self._before: dict[str, Tensor] = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Add the row of the round."""
-        logged = {name: entry.value for name, entry in summary.logged.items()}
-        self.rows.append({**round_metrics(summary), **logged})
-        self._from_clients |= self.rows[-1].keys()
+        """Add the row of the round; of several models, each adds its part to it."""
+        own = round_metrics(summary)
+        own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
+        if not (summary.model and self.rows and self.rows[-1]["fl/round"] == summary.round_idx):
+            self.rows.append({})
+        self.rows[-1].update(own)
+        self._from_clients |= own.keys()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what was logged before: Lightning keeps the last value of every metric, however old."""

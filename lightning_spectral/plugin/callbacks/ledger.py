@@ -25,6 +25,7 @@ class LedgerRow(NamedTuple):
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
         model: Which model it trained; ``""`` if there is only one.
+        measured: Whether it only measured something for a sampler before the round, and sent one number back.
     """
 
     round_idx: int
@@ -35,6 +36,7 @@ class LedgerRow(NamedTuple):
     left_out: ExclusionReason | None = None
     virtual_seconds: float | None = None
     model: str = ""
+    measured: bool = False
 
 
 class CommunicationLedger(RoundCallback):
@@ -52,6 +54,7 @@ class CommunicationLedger(RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Add one row for each client of the round."""
+        self.rows.extend(_row(client)._replace(measured=True) for client in summary.measured)
         self.rows.extend(map(_row, summary.clients))
 
     @property
@@ -60,10 +63,11 @@ class CommunicationLedger(RoundCallback):
         return sum(row.downlink_bytes + row.uplink_bytes for row in self.rows)
 
     def bytes_per_client(self) -> dict[float, tuple[float, float]]:
-        """For each keep ratio, the mean bytes (down, up) of one client's turn."""
+        """For each keep ratio, the mean bytes (down, up) of one client's turn in a round."""
         groups: dict[float, list[LedgerRow]] = defaultdict(list)
         for row in self.rows:
-            groups[row.keep_ratio].append(row)
+            if not row.measured:
+                groups[row.keep_ratio].append(row)
         return {ratio: _mean_bytes(rows) for ratio, rows in sorted(groups.items())}
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.server.metrics import round_metrics
+from lightning_spectral.server.metrics import mean_loss
 from lightning_spectral.server.turn import Turn
 
 
@@ -39,7 +39,9 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     def __init__(self, refresh_rate: int = 1, process_position: int = 0) -> None:
         super().__init__(refresh_rate, process_position)
         self._progress: dict[str, Any] = {}
-        self._loss_sum = self._num_examples = self._start = 0.0
+        self._losses: dict[str, tuple[float, int]] = {}
+        self._bytes = [0.0, 0.0]
+        self._start = 0.0
 
     @property
     def is_enabled(self) -> bool:
@@ -67,27 +69,25 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Reset the figures of the round, and show which round it is."""
-        self._loss_sum, self._num_examples, self._start = 0.0, 0.0, time.perf_counter()
+        self._losses, self._bytes, self._start = {}, [0.0, 0.0], time.perf_counter()
         self._describe(trainer)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         """Show the loss of the clients so far."""
         if turn.upload is not None and turn.upload.num_steps > 0:
-            self._loss_sum += turn.upload.loss * turn.num_examples
-            self._num_examples += turn.num_examples
-            self._progress["loss"] = self._loss_sum / self._num_examples
+            name = f"{turn.unit.model} loss" if turn.unit.model else "loss"
+            total, size = self._losses.get(name, (0.0, 0))
+            total, size = total + turn.upload.loss * turn.num_examples, size + turn.num_examples
+            self._losses[name], self._progress[name] = (total, size), total / size
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Take the figures of the finished round."""
-        metrics = round_metrics(summary)
-        self._progress.update(
-            {
-                "loss": metrics["fl/loss"],
-                "down": _megabytes(metrics["fl/bytes_down"]),
-                "up": _megabytes(metrics["fl/bytes_up"]),
-                "s/round": time.perf_counter() - self._start,
-            }
-        )
+        """Take the figures of the finished round; bytes are those of all models."""
+        self._bytes[0] += sum(client.downlink_bytes for client in (*summary.clients, *summary.measured))
+        self._bytes[1] += sum(client.uplink_bytes for client in (*summary.clients, *summary.measured))
+        if summary.clients:
+            self._progress[f"{summary.model} loss" if summary.model else "loss"] = mean_loss(summary)
+        down, up = map(_megabytes, self._bytes)
+        self._progress.update({"down": down, "up": up, "s/round": time.perf_counter() - self._start})
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

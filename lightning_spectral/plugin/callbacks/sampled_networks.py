@@ -13,7 +13,7 @@ from lightning_spectral.algorithms.zampling import Zampling
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.validated_copy import SUFFIX, ValidatedCopy
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
-from lightning_spectral.plugin.host import Host, is_host
+from lightning_spectral.plugin.host import Trained, is_trained
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 
 
@@ -61,8 +61,8 @@ class SampledNetworks(pl.Callback):
         """Check that there are networks to sample, and that every process sees all of the data."""
         if stage not in ("fit", "validate"):
             return
-        trained_by = type(pl_module.algorithm).__name__ if is_host(pl_module) else type(pl_module).__name__
-        if not (is_host(pl_module) and isinstance(pl_module.algorithm, Zampling)):
+        trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
+        if not (is_trained(pl_module) and isinstance(pl_module.algorithm, Zampling)):
             raise TypeError(
                 "SampledNetworks draws the bits of FederatedModule(..., algorithm=Zampling(...)), and there are none "
                 f"in {trained_by}; leave the callback out."
@@ -82,7 +82,7 @@ class SampledNetworks(pl.Callback):
             self._num_validations += 1
 
     def on_validation_batch_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Host, batch: Any, batch_idx: int, dataloader_idx: int | None = None
+        self, trainer: pl.Trainer, pl_module: Trained, batch: Any, batch_idx: int, dataloader_idx: int | None = None
     ) -> None:
         """Validate all networks on the batch; before the first one, draw them."""
         if not self._is_due:
@@ -96,14 +96,14 @@ class SampledNetworks(pl.Callback):
             with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw: all networks the same
                 network.step(batch, batch_idx, dataloader_idx)
 
-    def _draw(self, trainer: pl.Trainer, host: Host) -> Iterator[ValidatedCopy]:
+    def _draw(self, trainer: pl.Trainer, host: Trained) -> Iterator[ValidatedCopy]:
         assert isinstance(host.algorithm, Zampling)
         for k in range(self.num_samples):
             generator = derived_generator(host.seed, "sampled networks", trainer.current_epoch, k)
             weights = host.algorithm.network(host.module, host.state, generator)
             yield ValidatedCopy(host.module, weights, trainer)
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Host) -> None:  # type: ignore[override]
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Trained) -> None:  # type: ignore[override]
         """Log the figures of this validation."""
         networks, self._networks = self._networks, []
         if not networks:

@@ -1,0 +1,161 @@
+"""Who takes part in each round, and which of them this process trains in which slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import lightning.pytorch as pl
+
+from lightning_spectral.participation import Population, Sampler, UniformParticipation
+from lightning_spectral.plugin.checks import check_sampler
+from lightning_spectral.plugin.client_parallel import processes_of
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.stages import stage_profile
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server import scheduling
+from lightning_spectral.server.measuring import measure_figures
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.run import Figure
+from lightning_spectral.server.sampled_cohorts import SampledCohorts
+
+
+class CohortHooks(pl.LightningModule):
+    """The planning half of a federation: cohorts, drawn uniformly or by a sampler, and their schedules."""
+
+    seed: int
+    participation: UniformParticipation | Sampler | None
+    _limit: int | float
+    _sampled: SampledCohorts | None
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """The models of the federation by name."""
+        raise NotImplementedError
+
+    def data_of(self, name: str) -> FederatedDataModule:
+        """The data of one model's clients."""
+        raise NotImplementedError
+
+    def population(self) -> Population:
+        """Who could train what."""
+        raise NotImplementedError
+
+    @property
+    def by_key(self) -> Mapping[str, Member]:
+        """The models by the name that work units have for them."""
+        return {member.seat.key: member for member in self.members.values()}
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
+        return processes_of(self.trainer)
+
+    @property
+    def coefficients_are_absolute(self) -> bool:
+        """Whether coefficients are used as they are: those of an unbiased sampler."""
+        return isinstance(self.participation, Sampler) and not self.participation.normalize
+
+    def examples_of(self, member: Member) -> int:
+        """Training examples of one model, of all clients that can train it."""
+        if self._sampled is None:
+            return int(member.data.partition.sizes.sum())
+        population, index = self._sampled.population, list(self.members).index(member.name)
+        return int(population.num_examples[:, index][population.trainable[:, index]].sum())
+
+    @property
+    def sampler_figure(self) -> Figure:
+        """What the sampler goes by."""
+        return self.participation.figure if isinstance(self.participation, Sampler) else ""
+
+    def cut_cohort(self, limit: int | float) -> None:
+        """Begin a fit: limit each cohort to a number of clients, or to a share: Lightning's ``limit_train_batches``."""
+        self._limit, self._sampled = limit, None
+        if isinstance(self.participation, Sampler):
+            check_sampler(self.participation, {name: member.algorithm for name, member in self.members.items()})
+            keys = [member.seat.key for member in self.members.values()]
+            self._sampled = SampledCohorts(self.participation, self.population(), keys, self.seed)
+        if limit and not self._most_units:
+            raise ValueError(f"limit_train_batches={limit} of {self._usual_size} clients trains none; raise it.")
+
+    @property
+    def _usual_size(self) -> int:
+        """Units of a round; of a random number, one that is hardly ever exceeded."""
+        if self._sampled is not None:
+            return self._sampled.usual_size
+        if self.participation is None:
+            raise ValueError(
+                f"{type(self).__name__} does not know who takes part in a round; give it `clients_per_round=10`, or "
+                "`participation=LossVarianceReduced(active=10)`."
+            )
+        return cast(UniformParticipation, self.participation).clients_per_round
+
+    @property
+    def _most_units(self) -> int:
+        size, limit = self._usual_size, self._limit
+        return min(size, limit) if isinstance(limit, int) else int(size * limit)
+
+    def cohort(self, round_idx: int) -> list[WorkUnit]:
+        """Who takes part in a round: a pure function of the seed, the round, and what the sampler has seen."""
+        if self._sampled is None:
+            with stage_profile(self.trainer, "plan"):
+                return self._uniform_cohort(round_idx)[: self._most_units]
+        if not self._sampled.has_drawn(round_idx):
+            with stage_profile(self.trainer, "plan"):
+                self._measure(self._sampled, round_idx)
+                self._sampled.draw(round_idx)
+        is_whole = self._limit == 1.0 and isinstance(self._limit, float)
+        return self._sampled.units[: None if is_whole else self._most_units]
+
+    def _uniform_cohort(self, round_idx: int) -> list[WorkUnit]:
+        (member,) = self.members.values()
+        generator = derived_generator(self.seed, "participation", round_idx)
+        participation = cast(UniformParticipation, self.participation)
+        ids = participation.cohort(member.data.num_clients, generator).tolist()
+        sizes = member.data.partition.sizes_of(ids)
+        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, sizes, strict=True)]
+
+    def _measure(self, sampled: SampledCohorts, round_idx: int) -> None:
+        """Measure what the sampler goes by, of those whose turn it is to be measured."""
+        for index, member in enumerate(self.members.values()):
+            if units := sampled.due(round_idx, index):
+                outcomes = measure_figures(member.engine, round_idx, units, member.num_examples(units))
+                sampled.note_measured(index, outcomes)
+
+    def note_round(self, index: int, summary: RoundSummary) -> RoundSummary:
+        """Let the sampler learn from a round of one model, and add what it did to the round's summary."""
+        if self._sampled is None:
+            return summary
+        own = self._sampled.diagnostics(index)
+        measured = self._sampled.measured(index)
+        self._sampled.note(index, summary.clients)
+        return replace(summary, diagnostics={**summary.diagnostics, **own}, measured=measured)
+
+    @property
+    def num_slots(self) -> int:
+        """Positions in every process's schedule of a round: one for each client in a single process."""
+        return scheduling.num_slots(self._most_units, self.processes.size)
+
+    def schedule(self, round_idx: int) -> list[Slot]:
+        """Whom this process trains in a round, in order, and where it idles."""
+        units = self.cohort(round_idx)
+        mine: list[WorkUnit | None] = list(units)
+        if self.processes.size > 1:
+            work = list(map(self._work, units))
+            mine = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
+        slots = [*mine, *[None] * (self.num_slots - len(mine))]
+        last = self.num_slots - 1
+        more = [unit for unit in slots[last + 1 :] if unit is not None]
+        return [*(Slot(round_idx, unit) for unit in slots[:last]), Slot(round_idx, slots[last], more)]
+
+    def _work(self, unit: WorkUnit) -> float:
+        """Predicted time of a unit's turn; of several models relative to their sizes."""
+        member = self.by_key[unit.model]
+        (num_examples,) = member.num_examples([unit])
+        work = scheduling.predicted_work(num_examples, member.engine.run.keep_ratio_of(unit))
+        return work if len(self.members) == 1 else work * sum(p.numel() for p in member.module.parameters())

@@ -1,0 +1,211 @@
+"""One model of a federation: its engine, its part of every round, and its optimizers among the Trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_optimizer import check_optimizer, trainable_parameters
+from lightning_spectral.plugin.build_engine import build_engine, sequential_executor
+from lightning_spectral.plugin.client_parallel import processes_of
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Seat, Trained
+from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
+from lightning_spectral.plugin.server_hooks import ServerHooks
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.broken_weights import suspecting_weights
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.first_rounds import FirstRounds
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.round import OpenRound
+from lightning_spectral.server.run import Figure, Run
+from lightning_spectral.simulation import Conditions
+
+ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Member(ServerHooks, Trained):
+    """What is a single model's in a federation of one or of several."""
+
+    local_epochs: int
+    client_engine: Literal["loop", "trainer"]
+    local_hooks: tuple[LocalHook, ...]
+    server_optimizer: ServerOptimizer | None
+    faults: Faults
+    conditions: Conditions
+    schedulers: list[RoundScheduler]
+    seat: Seat
+    _store: ClientStore
+    _engine: Engine | None
+    _first_rounds: FirstRounds
+
+    @property
+    def name(self) -> str:
+        """The model's name; empty if it is trained alone."""
+        return self.seat.name
+
+    @property
+    def _federation(self) -> Any:
+        """What Lightning fits: itself, or the module that trains several models."""
+        return self if self.seat.federation is None else self.seat.federation
+
+    @property
+    def engine(self) -> Engine:
+        """What runs its rounds; exists while fitting."""
+        assert self._engine is not None, "the engine exists from `on_fit_start` on"
+        return self._engine
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data of its clients."""
+        return cast(FederatedDataModule, self._federation.data_of(self.name))
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
+        return processes_of(self.trainer)
+
+    @property
+    def absolute(self) -> bool:
+        """Whether coefficients of units are used as they are, and not divided by their sum."""
+        return bool(self._federation.coefficients_are_absolute)
+
+    @property
+    def total_examples(self) -> int:
+        """Training examples of all clients that can train this model."""
+        return int(self._federation.examples_of(self))
+
+    @property
+    def figure(self) -> Figure:
+        """Which norm of updates the federation's sampler goes by."""
+        return cast(Figure, self._federation.sampler_figure)
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value; of several models under its own name."""
+        if self.seat.federation is None:
+            return super().log(name, value, *args, **options)
+        suffix = self.seat.suffix if options.pop("add_dataloader_idx", True) else ""
+        options["add_dataloader_idx"] = False
+        self.seat.federation.log(f"{self.name}/{name}{suffix}", value, *args, **options)
+
+    def templates(self) -> list[Optimizer]:
+        """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""
+        first = self.seat.first_optimizer
+        return list(self.trainer.strategy.optimizers[first + 1 : first + self.seat.num_optimizers])
+
+    def make_executor(self, run: Run) -> Executor:
+        """Create what runs the device half of the rounds: by default clients train one after another, in this process.
+
+        Override it to run them elsewhere, with an `Executor` that takes downloads and returns uploads.
+        """
+        return sequential_executor(self, run)
+
+    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+        """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
+        return build_engine(self, server, algorithm)
+
+    def make_optimizers(self) -> tuple[list[Optimizer], list[RoundScheduler]]:
+        """The server optimizer with the user's own, which clients' are modelled on; and the schedules of the latter."""
+        several = self.client_engine == "trainer" and not self.module.automatic_optimization
+        configured = self.module.configure_optimizers()
+        templates, self.schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
+        for template in templates:
+            check_optimizer(template)
+            self.algorithm.check_optimizer(template, self.module)
+        self.seat.num_optimizers = 1 + len(templates)
+        parameters = self._server_parameters(templates)
+        server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
+        return [server, *templates], self.schedulers
+
+    def _server_parameters(self, templates: Sequence[Optimizer]) -> list[nn.Parameter]:
+        parameters = trainable_parameters(templates)
+        if not parameters:
+            raise ValueError(
+                f"{type(self.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
+            )
+        own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
+        return parameters + own
+
+    def begin_fit(self, resumed: bool) -> None:
+        """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
+        self.module.on_fit_start()
+        algorithm = self.algorithm.prepare(self.module)
+        if not resumed:
+            self._initialize(algorithm)
+        self._first_rounds = FirstRounds(speaks=self.processes.rank == 0)
+        self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
+        self._store.to(self.device)
+        self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, self._store)
+
+    def _initialize(self, algorithm: Algorithm[Any]) -> None:
+        with suspecting_weights(self.module, 0):
+            done = algorithm.initialize(self.module, self.processes)
+        algorithm.settle(self.module, self.state)
+        if done:
+            rank_zero_info(f"{self.name}: {done}" if self.name else done)
+
+    def num_examples(self, units: Sequence[WorkUnit]) -> list[int]:
+        """Number of training examples of each unit's client."""
+        return self.data.partition.sizes_of([unit.client_id for unit in units])
+
+    def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
+        """Open the round for those that train this model."""
+        sizes = self.num_examples(units)
+        opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
+        self._first_rounds.begin(self.engine.run.algorithm, opened.opened, round_idx)
+        return opened
+
+    def apply_round(self) -> RoundSummary:
+        """Turn the round's sums into pseudo-gradients."""
+        summary = self.engine.apply_round()
+        self._first_rounds.end(self.module, summary)
+        return summary
+
+    def settle(self) -> None:
+        """After the server's step: bring the module up to date with the algorithm's state."""
+        self.engine.settle()
+
+    def with_learning_rate(self, summary: RoundSummary) -> RoundSummary:
+        """A round's summary with the learning rate that clients had in it."""
+        rate = float(self.templates()[0].param_groups[0]["lr"])
+        return replace(summary, diagnostics={**summary.diagnostics, "lr": rate})
+
+    def step_schedules(self, round_idx: int) -> None:
+        """Step the schedules at the end of a round, whether or not anybody trained this model."""
+        for scheduler in self.schedulers:
+            if not scheduler.waits_for_metric:
+                scheduler.step(round_idx)
+
+    def step_schedules_on(self, metrics: dict[str, torch.Tensor], round_idx: int) -> None:
+        """Step the schedules that wait for a metric, under the names that the user's module logs."""
+        prefix = f"{self.name}/" if self.name else ""
+        own = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        for scheduler in self.schedulers:
+            if scheduler.waits_for_metric:
+                scheduler.step_on(own, round_idx)
+
+    def stored(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
+        """What the server remembers of single clients, for the checkpoint."""
+        return self._store.state_dict()
+
+    def restore(self, clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]]) -> None:
+        """Take what is this model's from a checkpoint."""
+        self._store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == self.seat.key})
+
+    def drop_round(self) -> None:
+        """End this model's part of a round that failed."""
+        if self._engine is not None:
+            self._engine.abandon_round()

@@ -1,0 +1,254 @@
+"""MultiModelModule: several models, trained by the same clients under one Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_spectral.errors import check_is
+from lightning_spectral.participation import Population, Sampler
+from lightning_spectral.plugin.checkpoint_files import write_whole_files
+from lightning_spectral.plugin.checks import (
+    check_clipping,
+    check_datamodule,
+    check_member,
+    check_same_everywhere,
+    check_stage,
+    check_trainer,
+)
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
+from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
+from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
+
+
+class MultiModelModule(MultiModelHooks, Host):
+    r"""Trains several models on one population of clients: each round a sampler decides who trains which model.
+
+    Client i has :math:`B_i` processors; each of them trains one model in a round, or none. The server adds
+    :math:`\sum \frac{d_{i,s}}{B_i\, p_{s|(i,b)}} \Delta_{i,s}` over those that did, whose expectation is the update of
+    all clients; where two processors of a client draw the same model, the client trains it once, for both.
+
+    Each model keeps its own module, algorithm, server optimizer, schedule, partition and evaluation data. Its metrics
+    begin with its name: ``words/fl/loss``, ``words/accuracy``. A model that nobody draws in a round keeps its weights
+    to the last bit, and reports ``fl/clients`` of 0.
+
+    Args:
+        models: A `FederatedModule` for each model, by name, without ``clients_per_round``.
+        participation: Draws who trains what, e.g. ``LossVarianceReduced(active=12)``.
+        processors: Number of processors of a client: one for all, a share of the clients for each number,
+            ``{3: 0.25, 2: 0.5, 1: 0.25}``, or one for each client.
+        unavailable: Models that a client cannot train although it has data, by client: ``{7: ["words"]}``.
+        seed: Seed of the draws, and of who has how many processors.
+
+    Raises:
+        TypeError: If a model is not a `FederatedModule`, or ``participation`` is no sampler.
+        ValueError: If there is no model, a name cannot be part of a metric's, a model has a participation of its own,
+            or two of them share a module; at set-up, if nobody can train a model, or there are fewer processors than
+            the sampler asks for.
+
+    Reference:
+        Zhang et al. (2024), Towards optimal heterogeneous client sampling in multi-model federated learning.
+
+    Example:
+        >>> from lightning_spectral.participation import LossVarianceReduced
+        >>> class LitLine(pl.LightningModule):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.line = nn.Linear(width, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.line(batch[0]).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> model = MultiModelModule(
+        ...     {"words": FederatedModule(LitLine(3)), "images": FederatedModule(LitLine(4))},
+        ...     participation=LossVarianceReduced(active=4),
+        ...     processors={2: 0.5, 1: 0.5},
+        ... )
+        >>> list(model.members)
+        ['words', 'images']
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, FederatedModule],
+        *,
+        participation: Sampler,
+        processors: PerClient[int] = 1,
+        unavailable: Mapping[int, Sequence[str]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_models(models)
+        check_is("participation", participation, Sampler)
+        self.automatic_optimization = False
+        self.models = nn.ModuleDict(models)
+        self.participation = participation
+        check_per_client("processors", processors, _check_count)
+        self.processors = processors
+        self.unavailable = {client: tuple(names) for client, names in (unavailable or {}).items()}
+        _check_unavailable(self.unavailable, models)
+        self.seed = seed
+        self._limit, self._sampled, self._turn = 1.0, None, None
+        self._default_dtype = torch.get_default_dtype()
+        self._finished_round, self._stop_after_round, self._resumed = -1, False, False
+        for name, member in self.members.items():
+            member.seat.name, member.seat.federation = name, self
+            member.seat.key = name if len(models) > 1 else ""
+        hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
+        self.save_hyperparameters({"federation": self.configuration(), "user_module": hparams})
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """The models by name."""
+        return cast(Mapping[str, Member], dict(self.models.items()))
+
+    @property
+    def multi_data(self) -> MultiModelDataModule:
+        """The data module of the run."""
+        return check_datamodule(self.trainer, MultiModelDataModule)
+
+    def data_of(self, name: str) -> FederatedDataModule:
+        """The data of one model's clients.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        modules = self.multi_data.modules
+        if modules.keys() != self.members.keys():
+            raise ValueError(
+                f"The models are {sorted(self.members)}, and there is data for {sorted(modules)}; give each model data "
+                "under its own name."
+            )
+        return modules[name]
+
+    def population(self) -> Population:
+        """Who could train what, with how many processors."""
+        sizes = torch.stack([self.data_of(name).partition.sizes for name in self.members], dim=1)
+        check_num_entries("processors", self.processors, len(sizes))
+        processors = assign(self.processors, len(sizes), self.seed, "processors")
+        counts = torch.tensor([int(processors.of(client)) for client in range(len(sizes))])
+        available = torch.ones_like(sizes, dtype=torch.bool)
+        names = list(self.members)
+        for client, missing in self.unavailable.items():
+            available[client, [names.index(name) for name in missing]] = False
+        return Population(sizes, counts, available)
+
+    def configuration(self) -> dict[str, str | int]:
+        """What must be the same for a checkpoint to be resumed, apart from the data."""
+        own: dict[str, str | int] = {
+            "participation": repr(self.participation),
+            "processors": repr(self.processors),
+            "unavailable": repr(self.unavailable),
+            "seed": self.seed,
+        }
+        parts = {name: cast(FederatedModule, member).configuration() for name, member in self.members.items()}
+        return own | {f"{name}: {key}": value for name, part in parts.items() for key, value in part.items()}
+
+    def _data_or_none(self, name: str) -> FederatedDataModule | None:
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        return self.data_of(name) if isinstance(datamodule, MultiModelDataModule) else None
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The users' callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
+        check_clipping(self.trainer)
+        configured = [member.module.configure_callbacks() for member in self.members.values()]
+        own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
+        return with_boundaries(self.trainer, own)
+
+    def prepare_data(self) -> None:
+        """Call the users' hooks."""
+        for member in self.members.values():
+            member.trainer = self.trainer
+            member.module.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Call the users' hooks; for a fit, check everything that can be checked before training."""
+        for member in self.members.values():
+            member.trainer = self.trainer  # Lightning attaches itself to direct children only
+            member.module.setup(stage)
+            check_stage(stage, member.module)
+        if stage == "fit":
+            self._finished_round, self._stop_after_round, self._resumed = -1, False, False
+            check_trainer(self.trainer)
+            for name, member in self.members.items():
+                data = self.data_of(name)
+                check_member(member.module, data, self.participation, member.faults)
+                member.conditions.check(data.num_clients, self._usual_size)
+            write_whole_files(self.trainer)
+        self.move_batches()
+
+    def teardown(self, stage: str) -> None:
+        """Drop the engines, and call the users' hooks."""
+        self._turn = None
+        for member in self.members.values():
+            cast(FederatedModule, member).teardown(stage)
+
+    def configure_optimizers(self) -> Any:
+        """For each model its server optimizer and the user's own, one model after another."""
+        optimizers: list[Any] = []
+        schedulers: list[dict[str, Any]] = []
+        for name, member in self.members.items():
+            member.seat.first_optimizer = len(optimizers)
+            own, schedules = member.make_optimizers()
+            optimizers += own
+            schedulers += [{"scheduler": s.scheduler, "name": f"{name}/{s.name or 'lr'}"} for s in schedules]
+        return optimizers, schedulers
+
+    def on_fit_start(self) -> None:
+        """Check that all processes have the same run, and begin it for every model."""
+        self._default_dtype = torch.get_default_dtype()
+        check_same_everywhere(self.processes, self.full_configuration())
+        for member in self.members.values():
+            member.begin_fit(self._resumed)
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value; in several processes, without being warned that it is not synchronised: it is the same."""
+        if self._trainer is not None and isinstance(self.trainer.strategy, ClientParallelStrategy):
+            options["sync_dist"] = True
+        super().log(name, value, *args, **options)
+
+
+def check_models(models: Any) -> None:
+    """Check the models of a federation.
+
+    Raises:
+        TypeError: If one is not a `FederatedModule`.
+        ValueError: If there is none, a name cannot be part of a metric's, one has a participation of its own, or two
+            share a module.
+    """
+    check_is("models", models, Mapping)
+    if not models:
+        raise ValueError("`models` is empty; give a FederatedModule for each model, by name.")
+    for name, model in models.items():
+        check_is(f"models[{name!r}]", model, FederatedModule)
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"A model's name begins its metrics' and must be an identifier, got {name!r}.")
+        if model.participation is not None:
+            raise ValueError(
+                f"{name!r} has a participation of its own ({model.participation}), and MultiModelModule decides who "
+                "trains which model; leave out its `clients_per_round` and `participation`."
+            )
+    if len({id(model.module) for model in models.values()}) < len(models):
+        raise ValueError("Two models share one module, and would train each other's weights; give each its own.")
+
+
+def _check_count(count: int) -> None:
+    check_is("processors", count, int)
+    if count < 1:
+        raise ValueError(f"`processors` must be at least 1, got {count}; leave out clients that train nothing.")
+
+
+def _check_unavailable(unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]) -> None:
+    for client, names in unavailable.items():
+        if unknown := [name for name in names if name not in models]:
+            raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")

@@ -1,0 +1,122 @@
+"""MultiModelDataModule: the data of several models that the same clients train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.errors import check_is
+from lightning_spectral.plugin.data import FederatedDataModule, round_loader
+
+
+class MultiModelDataModule(pl.LightningDataModule):
+    """Holds the data of each model; client i of one is client i of all.
+
+    A client may have no examples of some models: it never trains those.
+
+    Args:
+        modules: Data by the model's name; all with the same number of clients.
+
+    Raises:
+        TypeError: If one is not a `FederatedDataModule`.
+        ValueError: If there is none, or, when a fit begins, if numbers of clients differ.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_spectral.partition import IIDPartitioner
+        >>> words, images = TensorDataset(torch.ones(20, 3)), TensorDataset(torch.ones(30, 4))
+        >>> data = MultiModelDataModule(
+        ...     {
+        ...         "words": FederatedDataModule(words, IIDPartitioner(num_clients=10)),
+        ...         "images": FederatedDataModule(images, IIDPartitioner(num_clients=10)),
+        ...     }
+        ... )
+        >>> data.num_clients
+        10
+    """
+
+    def __init__(self, modules: Mapping[str, FederatedDataModule]) -> None:
+        super().__init__()
+        check_is("modules", modules, Mapping)
+        if not modules:
+            raise ValueError("`modules` is empty; give the data of each model: {'words': FederatedDataModule(...)}.")
+        for name, module in modules.items():
+            check_is(f"modules[{name!r}]", module, FederatedDataModule)
+        self.modules = dict(modules)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of the federation.
+
+        Raises:
+            ValueError: If models have different numbers of clients.
+        """
+        counts = {name: module.num_clients for name, module in self.modules.items()}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name!r}: {count}" for name, count in counts.items())
+            raise ValueError(
+                f"The models have different numbers of clients ({listed}); partition all data among the same clients. "
+                "A client may have no examples of some models."
+            )
+        return next(iter(counts.values()))
+
+    @property
+    def val(self) -> Any:
+        """Validation data of all models; ``None`` if no model has any."""
+        found = {name: module.val for name, module in self.modules.items() if module.val is not None}
+        return found or None
+
+    def prepare_data(self) -> None:
+        """Prepare the data of each model."""
+        for module in self.modules.values():
+            module.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Draw all partitions."""
+        for module in self.modules.values():
+            module.trainer = self.trainer
+            module.setup(stage)
+        if stage == "fit":
+            self.num_clients  # noqa: B018  # refused here if they differ
+
+    def teardown(self, stage: str) -> None:
+        """Stop the worker processes."""
+        for module in self.modules.values():
+            module.teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop the worker processes."""
+        for module in self.modules.values():
+            module.on_exception(exception)
+
+    def train_dataloader(self) -> Any:
+        """One item per turn of the round that Lightning is about to run."""
+        return round_loader(self.trainer, type(self).__name__)
+
+    def val_dataloader(self) -> list[Any]:
+        """The validation data of one model after another."""
+        return [loader for module in self.modules.values() for loader in as_list(module.val_dataloader())]
+
+    def test_dataloader(self) -> list[Any]:
+        """The test data of one model after another."""
+        return [loader for module in self.modules.values() for loader in as_list(module.test_dataloader())]
+
+    def evaluated(self, stage: str) -> list[tuple[str, int, int]]:
+        """For each evaluation loader its model, its index among the model's own, and how many the model has.
+
+        Args:
+            stage: ``"validate"`` or ``"test"``.
+        """
+        given = {name: module.val if stage == "validate" else module.test for name, module in self.modules.items()}
+        counts = {name: len(as_list(data)) for name, data in given.items()}
+        return [(name, index, count) for name, count in counts.items() for index in range(count)]
+
+
+def as_list(data: Any) -> list[Any]:
+    """Evaluation data, or its loaders: none, one or several, as a list."""
+    if data is None:
+        return []
+    return list(data) if isinstance(data, list | tuple) else [data]

@@ -1,0 +1,126 @@
+"""Evaluation of several models: each on its own data, under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning_spectral.client.user_step import call_with_accepted
+from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
+from lightning_spectral.plugin.saved_rounds import SavedRounds
+from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, forwarded_logging, is_overridden
+
+
+def _on_each(hook: str) -> Callable[..., None]:
+    """A method that calls the hook of the same name on every model's module."""
+
+    def forward(self: MultiModelHooks, *args: Any) -> None:
+        for member in self.members.values():
+            with forwarded_logging(member.module, member):
+                call_with_accepted(getattr(member.module, hook), *args)
+
+    forward.__name__ = forward.__qualname__ = hook
+    forward.__doc__ = f"The users' ``{hook}``, on the server's modules."
+    return forward
+
+
+def _on_one(hook: str, position: int) -> Callable[..., Any]:
+    """A method that calls the hook of the same name on the model whose data a batch is from.
+
+    Args:
+        hook: Name of the hook.
+        position: Where among its arguments Lightning puts the index of the dataloader, which it may leave out.
+    """
+
+    def forward(self: MultiModelHooks, *args: Any) -> Any:
+        index = args[position] if len(args) > position else 0
+        with self.evaluating(index) as (member, own_index):
+            return call_with_accepted(getattr(member.module, hook), *args[:position], own_index)
+
+    forward.__name__ = forward.__qualname__ = hook
+    forward.__doc__ = f"The user's ``{hook}``, of the model whose data the batch is from."
+    return forward
+
+
+class MultiModelHooks(SavedRounds):
+    """Passes Lightning's evaluation hooks on to the modules of several models."""
+
+    validation_step = _on_one("validation_step", 2)
+    on_validation_start = _on_each("on_validation_start")
+    on_validation_end = _on_each("on_validation_end")
+    on_validation_epoch_start = _on_each("on_validation_epoch_start")
+    on_validation_batch_start = _on_one("on_validation_batch_start", 2)
+    on_validation_batch_end = _on_one("on_validation_batch_end", 3)
+
+    test_step = _on_one("test_step", 2)
+    on_test_start = _on_each("on_test_start")
+    on_test_end = _on_each("on_test_end")
+    on_test_epoch_start = _on_each("on_test_epoch_start")
+    on_test_epoch_end = _on_each("on_test_epoch_end")
+    on_test_batch_start = _on_one("on_test_batch_start", 2)
+    on_test_batch_end = _on_one("on_test_batch_end", 3)
+
+    on_fit_end = _on_each("on_fit_end")
+    on_train_start = _on_each("on_train_start")
+    on_train_end = _on_each("on_train_end")
+
+    @property
+    def multi_data(self) -> MultiModelDataModule:
+        """The data of all models."""
+        raise NotImplementedError
+
+    @contextmanager
+    def evaluating(self, index: int) -> Iterator[tuple[Member, int]]:
+        """Within the block, the model whose evaluation loader this is logs under its name.
+
+        Args:
+            index: Index among the loaders of all models.
+        """
+        stage = "test" if self.trainer.testing else "validate"
+        name, own_index, count = self.multi_data.evaluated(stage)[index]
+        member = self.members[name]
+        member.seat.suffix = f"/dataloader_idx_{own_index}" if count > 1 else ""
+        try:
+            with forwarded_logging(member.module, member):
+                yield member, own_index
+        finally:
+            member.seat.suffix = ""
+
+    def predict_step(self, *args: Any) -> Any:
+        """Refuse: Lightning does not say which model is asked.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "`Trainer.predict` does not say which model is meant; give it one: trainer.predict(model.models['words'])."
+        )
+
+    def on_validation_epoch_end(self) -> None:
+        """Call the users' hooks, and log the round, so that loggers can plot evaluation against it."""
+        for member in self.members.values():
+            with forwarded_logging(member.module, member):
+                member.module.on_validation_epoch_end()
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.log("fl/round", float(self.current_epoch), batch_size=1)
+
+    def move_batches(self) -> None:
+        """Let each model's own batch hooks act on its evaluation batches, where it has any."""
+        for hook in BATCH_HOOKS:
+            own = {name: member.module for name, member in self.members.items() if is_overridden(member.module, hook)}
+            if own:
+                setattr(self, hook, partial(self._move, hook, own))
+
+    def _move(self, hook: str, own: Mapping[str, Any], batch: Any, *args: Any) -> Any:
+        """Call one model's batch hook, or Lightning's own for models without; clients move theirs while they train."""
+        if isinstance(batch, Slot):
+            return batch
+        stage = "test" if self.trainer.testing else "validate"
+        name, own_index, _ = self.multi_data.evaluated(stage)[args[-1]]
+        if name in own:
+            return getattr(own[name], hook)(batch, *args[:-1], own_index)
+        return getattr(super(), hook)(batch, *args)

@@ -1,0 +1,33 @@
+"""Completes a Trainer's callbacks with those that make a federation's rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+
+from lightning_spectral.plugin.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
+from lightning_spectral.plugin.round_counting import RoundsAsSteps
+from lightning_spectral.plugin.stages import RoundStages
+
+
+def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
+    """The user's callbacks, then a round's boundaries, unless the Trainer already has one of the kind.
+
+    Args:
+        trainer: The Trainer.
+        own: Callbacks that the user's modules configured.
+    """
+    boundaries = [*_watchers(trainer), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
+    return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
+
+
+def _watchers(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Callbacks for this Trainer's profiler and loggers: only those that have work, since Lightning calls all."""
+    profiled = not isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+    at_wandb = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
+    return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]

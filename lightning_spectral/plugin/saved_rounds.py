@@ -1,0 +1,106 @@
+"""What a checkpoint of a federation holds beside weights, and what must be the same for it to be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_spectral.plugin.checkpoints import check_checkpoint, fit_slots, settle_progress
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.round_hooks import RoundHooks
+
+Checkpoint = dict[str, Any]
+
+
+class SavedRounds(RoundHooks):
+    """The checkpoints of a federation: whole rounds, of all of its models."""
+
+    _resumed: bool
+
+    def configuration(self) -> dict[str, str | int]:
+        """What must be the same for a checkpoint to be resumed, apart from the data."""
+        raise NotImplementedError
+
+    def full_configuration(self) -> dict[str, str | int]:
+        """What must be the same for a checkpoint to be resumed, and in all processes."""
+        found = self.configuration()
+        for name, member in self.members.items():
+            prefix = f"{name}: " if name else ""
+            data = self._data_or_none(name)
+            if data is not None:
+                found[f"{prefix}batch_size"] = data.batch_size
+                found[f"{prefix}partition"] = member.data.partition.fingerprint()
+        return found
+
+    def _data_or_none(self, name: str) -> FederatedDataModule | None:
+        """One model's data; ``None`` when evaluating with a loader of one's own."""
+        raise NotImplementedError
+
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Call the user's hook, save the configuration, and make the progress count whole rounds.
+
+        Raises:
+            RoundError: If the server's step was interrupted: its weights are then those of no round.
+        """
+        engines = [member._engine for member in self.members.values() if member._engine is not None]
+        for engine in engines:
+            engine.check_server_rests()
+        for name, member in self.members.items():
+            with own_checkpoint(checkpoint, name) as own:
+                member.module.on_save_checkpoint(own)
+        checkpoint["federation"] = self.full_configuration()
+        checkpoint["federation_slots"] = self.num_slots
+        if clients := {key: entry for member in self.members.values() for key, entry in member.stored().items()}:
+            checkpoint["federation_clients"] = clients
+        if self._sampled is not None and (known := self._sampled.state_dict()):
+            checkpoint["federation_sampler"] = known
+        if engines:
+            settle_progress(checkpoint, round_is_open=any(engine.round_is_open for engine in engines))
+
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Check that the configuration is unchanged, restore clients' state, and call the user's hook.
+
+        Raises:
+            ValueError: If a fit is resumed from a checkpoint of another configuration.
+        """
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_checkpoint(checkpoint, self.full_configuration())
+            fit_slots(checkpoint, self.num_slots)
+            self._resumed = True
+            for member in self.members.values():
+                member.restore(checkpoint.get("federation_clients", {}))
+            if self._sampled is not None:
+                self._sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
+        for name, member in self.members.items():
+            with own_checkpoint(checkpoint, name) as own:
+                member.module.on_load_checkpoint(own)
+
+
+@contextmanager
+def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
+    """The checkpoint as a user's hook expects it: of several models the weights of one, and its own entries.
+
+    What the hook adds, and what it changes among the weights, is kept apart from the other models'.
+
+    Example:
+        >>> checkpoint = {"state_dict": {"models.words.module.w": 1, "models.images.module.w": 2}}
+        >>> with own_checkpoint(checkpoint, "words") as own:
+        ...     own["vocabulary"] = own["state_dict"].pop("module.w")
+        >>> checkpoint
+        {'state_dict': {'models.images.module.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
+    """
+    if not name:
+        yield checkpoint
+        return
+    prefix = f"models.{name}."
+    weights = checkpoint.get("state_dict", {})
+    mine = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    entries = checkpoint.get("federation_models", {}).get(name, {})
+    own = {**checkpoint, **entries, "state_dict": mine}
+    yield own
+    for key in [key for key in weights if key.startswith(prefix)]:
+        del weights[key]
+    weights.update({prefix + key: value for key, value in mine.items()})
+    if added := {key: value for key, value in own.items() if key not in checkpoint}:
+        checkpoint.setdefault("federation_models", {})[name] = added

@@ -1,0 +1,81 @@
+"""Measures losses or norms of updates before a round, for samplers that go by them, and throws the updates away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lightning_spectral.errors import ClientError
+from lightning_spectral.protocol.records import ClientOutcome, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.processes import raise_everywhere
+from lightning_spectral.server.round import OpenRound, client_error
+
+NUMBER = 4  # bytes of the one number that comes up
+
+
+def measure_figures(
+    engine: Engine, round_idx: int, units: Sequence[WorkUnit], num_examples: Sequence[int]
+) -> list[ClientOutcome]:
+    """Measure a figure of some clients with the server's weights of now; nothing at the server changes.
+
+    For losses a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a third
+    of the multiplications of an epoch. For norms of updates it trains as it would in the round, to the same update: so
+    a client that is drawn afterwards trains twice. It is sent its sub-model, and sends one number back.
+
+    Args:
+        engine: Runs the model's rounds.
+        round_idx: The round that is to begin.
+        units: Who is measured.
+        num_examples: Number of examples of each.
+
+    Returns:
+        One outcome per unit, the same in all processes; those of clients that failed are left out.
+
+    Raises:
+        ClientError: If training fails and `Faults.on_error` says `Raise`.
+    """
+    processes = engine.run.processes
+    executor = engine.measuring_executor
+    opened = OpenRound(engine.run, executor, round_idx, dict(zip(units, num_examples, strict=True)))
+    executor.begin_round()
+    failure: Exception | None = None
+    outcomes: list[ClientOutcome] = []
+    try:
+        outcomes = list(_measured(opened, units[processes.rank :: processes.size]))
+    except Exception as error:
+        if processes.size == 1:
+            raise
+        failure = error
+    finally:
+        executor.end_round()
+    gathered = processes.gather((None if failure is None else str(failure), outcomes))
+    raise_everywhere([text for text, _ in gathered], failure, ClientError)
+    by_client = {outcome.client_id: outcome for _, part in gathered for outcome in part}
+    return [by_client[unit.client_id] for unit in units]
+
+
+def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOutcome]:
+    for unit in units:
+        download, receipt = opened.send(unit)
+        upload = next(iter(opened.executor.run([download])))
+        if upload.failure is not None and opened.run.faults.ends_run("error"):
+            raise client_error(opened.round_idx, unit, "measuring", upload.failure.message) from upload.failure.cause
+        yield ClientOutcome(
+            round_idx=opened.round_idx,
+            unit=unit,
+            keep_ratio=receipt.capacity,
+            num_examples=opened.num_examples[unit.key],
+            num_steps=upload.num_steps,
+            loss=upload.loss,
+            downlink_bytes=download.num_bytes,
+            uplink_bytes=NUMBER,
+            left_out="error" if upload.failure is not None else None,
+            update_norm=opened.update_norm(download, _whole(upload)),
+        )
+
+
+def _whole(upload: Upload) -> Upload:
+    """The upload without what only counts in a round."""
+    return replace(upload, left_out=None)

@@ -1,0 +1,144 @@
+"""Who takes part in each round, as a sampler draws it from what the rounds before have shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.designs import JointDesign
+from lightning_spectral.functional.figures.participation import (
+    sampled_update_variance,
+    sampled_variance,
+    step_size_variance,
+)
+from lightning_spectral.participation import Assignment, FullParticipation, Population, Sampler
+from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+MARGIN = 4.0  # standard deviations of a Poisson variable by which a random cohort may be larger than its mean
+
+
+class SampledCohorts:
+    """The cohorts of one run, drawn by a sampler.
+
+    Args:
+        sampler: Draws them.
+        population: Who could train what.
+        keys: What work units call each model.
+        seed: The run's seed.
+
+    Attributes:
+        figures: What the sampler goes by: the last known loss, or norm of an update, of each client and model, NaN
+            where none is known, shape ``(N, S)``, float64.
+        units: The cohort that was drawn last.
+
+    Raises:
+        ValueError: If the sampler cannot serve this population.
+    """
+
+    def __init__(self, sampler: Sampler, population: Population, keys: Sequence[str], seed: int) -> None:
+        sampler.check(population)
+        self.sampler, self.population, self.seed = sampler, population, seed
+        self.keys = tuple(keys)
+        self.figures = torch.full(population.num_examples.shape, math.nan, dtype=torch.float64)
+        self.units: list[WorkUnit] = []
+        self._drawn: tuple[int, Assignment] | None = None
+        self._measured: dict[int, tuple[ClientOutcome, ...]] = {}
+
+    @property
+    def usual_size(self) -> int:
+        """Units of a round; of a random number, one that is hardly ever exceeded."""
+        possible = int((self.population.shares > 0).sum())
+        active = self.sampler.active
+        if self.sampler.design is not None or active >= possible:
+            return int(min(possible, active))
+        return min(possible, math.ceil(active + MARGIN * math.sqrt(active)))
+
+    def has_drawn(self, round_idx: int) -> bool:
+        """Whether a round's cohort is the one that was drawn last."""
+        return self._drawn is not None and self._drawn[0] == round_idx
+
+    def draw(self, round_idx: int) -> None:
+        """Draw the cohort of a round."""
+        generator = derived_generator(self.seed, "participation", round_idx)
+        figures = self.figures if self.sampler.figure else None
+        drawn = self.sampler.assign(self.population, figures, round_idx, generator)
+        triples = zip(drawn.clients, drawn.models, drawn.coefficients, strict=True)
+        self.units = [WorkUnit(client, self.keys[model], coefficient) for client, model, coefficient in triples]
+        self._drawn = round_idx, drawn
+
+    def due(self, round_idx: int, model: int) -> list[WorkUnit]:
+        """Those whose figure for one model is to be measured before a round."""
+        self._measured.pop(model, None)
+        able = (self.population.shares[:, model] > 0).nonzero().squeeze(1)
+        how = getattr(self.sampler, "measure", "last")
+        if how == "last":
+            return []
+        if how != "all":
+            generator = derived_generator(self.seed, "measuring", round_idx, model)
+            able = able[torch.randperm(len(able), generator=generator)[:how]].sort().values
+        return [WorkUnit(client, self.keys[model], 0.0) for client in able.tolist()]
+
+    def note_measured(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
+        """Take over what was measured before a round."""
+        self._measured[model] = tuple(outcomes)
+        self.note(model, outcomes)
+
+    def measured(self, model: int) -> tuple[ClientOutcome, ...]:
+        """The turns that were measured before this round."""
+        return self._measured.get(model, ())
+
+    def note(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
+        """Remember the figures of those that trained; what is not finite says nothing."""
+        which = "loss" if self.sampler.figure == "loss" else "update_norm"
+        known = {outcome.client_id: float(getattr(outcome, which)) for outcome in outcomes if not outcome.left_out}
+        known = {client: figure for client, figure in known.items() if math.isfinite(figure)}
+        if self.sampler.figure and known:
+            self.figures[list(known), model] = torch.tensor(list(known.values()), dtype=torch.float64)
+
+    def diagnostics(self, model: int) -> Mapping[str, float]:
+        """What this round's draw means for one model.
+
+        - ``step_size``: sum of the coefficients, |H|_1, with expectation 1 if they are absolute.
+        - ``step_size_variance``: E(|H|_1 - 1)^2, exactly, where the design knows its joint probabilities.
+        - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: of the estimate of the mean
+          loss or update, as far as figures are known.
+        - ``active_processors``: processors that drew this model.
+        """
+        assert self._drawn is not None
+        drawn = self._drawn[1]
+        key, probs = self.keys[model], drawn.probs[:, model]
+        figures = {
+            "active_processors": float(drawn.active[model]),
+            "step_size": math.fsum(unit.coefficient for unit in self.units if unit.model == key),
+        }
+        if not isinstance(self.sampler, FullParticipation):
+            figures.update(self._variances(model, probs, drawn.probs))
+        return figures
+
+    def _variances(self, model: int, probs: Tensor, all_probs: Tensor) -> dict[str, float]:
+        weights, joint = self.population.weights[:, model], None
+        if self.sampler.design is not None:
+            if not isinstance(self.sampler.design, JointDesign):
+                return {}
+            joint = self.sampler.joint_probs(all_probs, model)
+        found = {"step_size_variance": step_size_variance(weights, probs, joint)}
+        known = self.figures[self.population.owner, model].nan_to_num(nan=0.0) * weights
+        if self.sampler.figure == "loss":
+            found["sampled_loss_variance"] = sampled_variance(known, probs, joint)
+        elif self.sampler.figure and joint is None:
+            found["sampled_update_variance"] = sampled_update_variance(known, probs)
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is known of clients, for the checkpoint; empty if the sampler needs nothing."""
+        return {"figures": self.figures} if self.sampler.figure else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Restore what was known."""
+        self.figures = state_dict.get("figures", self.figures).clone()
+        self._drawn = None

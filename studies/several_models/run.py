@@ -1,0 +1,98 @@
+"""Trains the runs that are not yet done, one after another: three models, 120 clients, 12 active processors.
+
+    python studies/several_models/run.py
+    python studies/several_models/report.py
+
+A run is one file in ``outputs/several_models``; started again, the command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from setups import SETUPS
+from tasks import LOCAL_EPOCHS, MODELS, PROCESSORS, Classifier, deal
+
+import lightning_spectral as ls
+
+OUTPUT = Path("outputs/several_models")
+NUM_ROUNDS, EVERY, SEEDS, LR = 100, 5, 3, 0.1
+KEPT = ("fl/step_size", "fl/step_size_variance", "fl/active_processors", "fl/bytes_measuring", "fl/store_bytes")
+
+
+def path_of(setup: str, seed: int) -> Path:
+    """Where the result of a run is written."""
+    return OUTPUT / f"{''.join(c if c.isalnum() or c in '*.' else '-' for c in setup)}_{seed}.json"
+
+
+def train(name: str, seed: int, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
+    """Accuracy of each model along the way, what its sampler did, and all bytes."""
+    torch.manual_seed(seed)
+    setup = SETUPS[name]
+    models = {
+        model: ls.FederatedModule(Classifier(LR), algorithm=setup.algorithm(), local_epochs=LOCAL_EPOCHS, seed=seed)
+        for model in MODELS
+    }
+    federation = ls.MultiModelModule(models, participation=setup.sampler, processors=PROCESSORS, seed=seed)
+    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+    error, begun = "", time.perf_counter()
+    try:
+        _trainer(num_rounds, [history, ledger]).fit(federation, deal(seed))
+    except (ls.RoundError, ls.ClientError) as failure:  # a run that diverges is a result
+        error = str(failure).splitlines()[0]
+    curves = {
+        model: {column: history.column(f"{model}/{column}") for column in ("accuracy", *KEPT)} for model in MODELS
+    }
+    seconds = round(time.perf_counter() - begun, 1)
+    return {"setup": name, "seed": seed, **curves, "bytes": ledger.total_bytes, "error": error, "seconds": seconds}
+
+
+def _trainer(num_rounds: int, callbacks: list[pl.Callback]) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=num_rounds,
+        accelerator="cpu",
+        logger=False,
+        callbacks=callbacks,
+        check_val_every_n_epoch=EVERY,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+
+
+def todo(setups: list[str], seeds: int) -> Iterator[tuple[str, int]]:
+    """The runs that have no result, seed by seed."""
+    for seed, name in product(range(seeds), setups):
+        if not path_of(name, seed).exists():
+            yield name, seed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Several models: runs that are not yet done.")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="only some setups (all)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds ({SEEDS})")
+    args = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
+    torch.set_num_threads(1)
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    for name, seed in todo(args.setups, args.seeds):
+        result = train(name, seed)
+        path_of(name, seed).write_text(json.dumps(result))
+        last = [f"{result[model]['accuracy'][-1]:.1%}" if result[model]["accuracy"] else "-" for model in MODELS]
+        print(f"{name}, seed {seed}: {', '.join(last)} {result['error']} ({result['seconds']:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

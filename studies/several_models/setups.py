@@ -1,0 +1,57 @@
+"""What is compared: samplers, corrections, and what each of them is allowed to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning_spectral as ls
+
+ACTIVE = 12  # of some 240 processors
+FIXED = ls.ConditionalPoisson()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to run the federation.
+
+    Attributes:
+        sampler: Who trains what.
+        algorithm: Makes the algorithm of each model.
+        published: What the slides report for it, relative to full participation; ``None`` for what they do not have.
+    """
+
+    sampler: ls.Sampler
+    algorithm: Callable[[], ls.Algorithm[Any]] = ls.FedAvg
+    published: float | None = None
+
+
+def spectral() -> ls.SpectralSharding:
+    layers = ls.LayerChoices(keep_first_and_last_dense=False)
+    return ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5}, layers=layers)
+
+
+SETUPS: dict[str, Setup] = {
+    "Full participation": Setup(ls.FullParticipation(), published=1.000),
+    "Random": Setup(ls.Uniform(ACTIVE), published=0.778),
+    "LVR": Setup(ls.LossVarianceReduced(ACTIVE), published=0.912),
+    "GVR": Setup(ls.UpdateVarianceReduced(ACTIVE), published=0.893),
+    "GVR*": Setup(ls.StaleUpdateVarianceReduced(ACTIVE), ls.StaleUpdates, published=0.960),
+    "FedVARP": Setup(ls.Uniform(ACTIVE), ls.StaleUpdates, published=0.712),
+    "MIFA": Setup(ls.Uniform(ACTIVE), ls.StaleUpdates.mifa, published=0.868),
+    "SCAFFOLD": Setup(ls.Uniform(ACTIVE), ls.Scaffold, published=0.794),
+    "Round robin": Setup(ls.RoundRobin(ACTIVE)),
+    "Random, fixed size": Setup(ls.Uniform(ACTIVE, design=FIXED)),
+    "Random, normalized": Setup(ls.Uniform(ACTIVE, normalize=True)),
+    "LVR, last known": Setup(ls.LossVarianceReduced(ACTIVE, measure="last")),
+    "LVR, 12 measured": Setup(ls.LossVarianceReduced(ACTIVE, measure=12)),
+    "LVR, fixed size": Setup(ls.LossVarianceReduced(ACTIVE, design=FIXED)),
+    "LVR, normalized": Setup(ls.LossVarianceReduced(ACTIVE, normalize=True)),
+    "LVR, last known, FedVARP": Setup(ls.LossVarianceReduced(ACTIVE, measure="last"), ls.StaleUpdates),
+    "GVR, last known": Setup(ls.UpdateVarianceReduced(ACTIVE, measure="last")),
+    "GVR*, last known": Setup(ls.StaleUpdateVarianceReduced(ACTIVE, measure="last"), ls.StaleUpdates),
+    "GVR*, 4 terms": Setup(ls.StaleUpdateVarianceReduced(ACTIVE), lambda: ls.StaleUpdates(num_terms=4)),
+    "LVR, spectral": Setup(ls.LossVarianceReduced(ACTIVE), spectral),
+    "Random, spectral": Setup(ls.Uniform(ACTIVE), spectral),
+}

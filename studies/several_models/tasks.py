@@ -1,0 +1,92 @@
+"""Three models on 120 clients, all of Fashion-MNIST, as the slides have it: few labels each, and few clients with most.
+
+Each model has 12,000 images of its own at 14 x 14 pixels; all are tested on the same 10,000. A client has three of ten
+labels. For each model a tenth of the clients are ten times as likely to get an image as the others: they hold half of
+them, 52.6 % if labels were alike.
+A tenth of the clients have no images of one model. Half have two processors, a quarter three, a quarter one.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+sys.path.append(str(Path(__file__).parents[1] / "any_network"))  # which has the images
+from images import whole_fashion_mnist
+
+import lightning_spectral as ls
+
+NUM_CLIENTS, NUM_LABELS, LABELS_OF_A_CLIENT = 120, 10, 3
+NUM_TRAIN = 12_000  # of each model
+MODELS = ("first", "second", "third")
+RICH = 10.0  # times as likely to get an image
+PROCESSORS = {3: 0.25, 2: 0.5, 1: 0.25}
+LOCAL_EPOCHS, BATCH_SIZE = 5, 500
+
+
+class Classifier(pl.LightningModule):
+    """784 / 4 pixels to 10 classes, with one hidden layer."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(196, 100), nn.ReLU(), nn.Linear(100, NUM_LABELS))
+        self.lr = lr
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@cache
+def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All images and labels, for training and for tests."""
+    return whole_fashion_mnist()
+
+
+def deal(seed: int) -> ls.MultiModelDataModule:
+    """The data of all models, dealt to the clients."""
+    generator = torch.Generator().manual_seed(seed)
+    lacks = torch.full((NUM_CLIENTS,), -1)
+    without = torch.randperm(NUM_CLIENTS, generator=generator)[: NUM_CLIENTS // 10]
+    lacks[without] = torch.randint(len(MODELS), (len(without),), generator=generator)
+    x, y, test_x, test_y = images()
+    order = torch.randperm(len(y), generator=generator)
+    modules = {}
+    for index, name in enumerate(MODELS):
+        own = order[index * NUM_TRAIN : (index + 1) * NUM_TRAIN]
+        owners = owners_of(y[own], lacks == index, generator)
+        modules[name] = ls.FederatedDataModule(
+            TensorDataset(x[own], y[own]),
+            ls.NaturalPartitioner(owners, names=range(NUM_CLIENTS)),
+            val=TensorDataset(test_x, test_y),
+            batch_size=BATCH_SIZE,
+            eval_batch_size=len(test_y),
+        )
+    return ls.MultiModelDataModule(modules)
+
+
+def owners_of(labels: Tensor, lacking: Tensor, generator: torch.Generator) -> Tensor:
+    """The client that gets each image.
+
+    Args:
+        labels: Class of each image, shape ``(n,)``.
+        lacking: Which clients get none, shape ``(NUM_CLIENTS,)``.
+        generator: Source of randomness.
+    """
+    wealth = torch.ones(NUM_CLIENTS)
+    wealth[torch.randperm(NUM_CLIENTS, generator=generator)[: NUM_CLIENTS // 10]] = RICH
+    wealth[lacking] = 0.0
+    has = torch.rand(NUM_CLIENTS, NUM_LABELS, generator=generator).argsort(1) < LABELS_OF_A_CLIENT
+    chances = wealth[:, None] * has  # (client, label)
+    return torch.multinomial(chances.T[labels], 1, generator=generator).squeeze(1)

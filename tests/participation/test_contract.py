@@ -1,0 +1,78 @@
+"""The contract test that is shipped for samplers, and samplers that must fail it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_spectral as ls
+from lightning_spectral.participation import Assignment, Population, Sampler
+from lightning_spectral.testing import check_sampler
+
+OURS = [
+    ls.Uniform(active=2),
+    ls.Uniform(active=3, design=ls.ConditionalPoisson()),
+    ls.Uniform(active=2, normalize=True),
+    ls.RoundRobin(active=1.5),
+    ls.LossVarianceReduced(active=2.5),
+    ls.UpdateVarianceReduced(active=2, design=ls.ConditionalPoisson()),
+    ls.StaleUpdateVarianceReduced(active=1, measure="last"),
+]
+
+
+@pytest.mark.parametrize("sampler", OURS, ids=repr)
+def test_our_samplers_keep_the_contract(sampler: Sampler) -> None:
+    check_sampler(sampler)
+
+
+OTHER_SEEDS = itertools.count()
+
+
+class WholeRows(ls.Uniform):
+    """Everybody is active, whatever was asked for."""
+
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        return super().probs(scores, round_idx) * (len(scores) / self.active)
+
+
+class ForAnything(ls.Uniform):
+    """May draw what a processor cannot train."""
+
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        return torch.full_like(scores, self.active / scores.numel())
+
+
+class Forgetful(ls.Uniform):
+    """Draws from something else than its generator."""
+
+    def assign(
+        self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
+    ) -> Assignment:
+        return super().assign(population, figures, round_idx, torch.Generator().manual_seed(next(OTHER_SEEDS)))
+
+
+@dataclass(frozen=True)
+class Biased(ls.Uniform):
+    """Divides by other probabilities than it draws with."""
+
+    def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
+        return probs.clamp(max=0.25)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (WholeRows(active=2), "sum"),
+        (ForAnything(active=2), "cannot train"),
+        (Forgetful(active=2), "the same generator drew"),
+        (Biased(active=2), "not to 1"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_breaks_it_is_found(sampler: Sampler, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_sampler(sampler)

@@ -15,19 +15,21 @@ STUDIES = Path(__file__).parents[1] / "studies"
 def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]:
     """Import some files of a study, in an empty working folder that has a ``docs``.
 
+    Files that these import from other studies, and the folders they add to ``sys.path``, are gone afterwards, too.
+
     Args:
         study: Name of its folder.
         names: The files, without ``.py``.
         folder: Becomes the working folder until the block ends.
     """
-    before, own = os.getcwd(), str(STUDIES / study)
+    before, path, known = os.getcwd(), list(sys.path), set(sys.modules)
     (folder / "docs").mkdir()
     os.chdir(folder)
-    sys.path.insert(0, own)
+    sys.path.insert(0, str(STUDIES / study))
     try:
         yield SimpleNamespace(**{name: __import__(name) for name in names})
     finally:
-        sys.path.remove(own)
+        sys.path[:] = path
         os.chdir(before)
-        for name in names:
+        for name in {file.stem for file in STUDIES.glob("*/*.py")} - known:
             sys.modules.pop(name, None)

@@ -1,0 +1,206 @@
+"""Writes what the runs of `run.py` say; runs that are not done yet are left out.
+
+    python studies/several_models/report.py
+
+reads ``outputs/several_models`` and writes ``docs/several_models_tables.md`` and ``docs/several_models.png``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from run import EVERY, LR, NUM_ROUNDS, OUTPUT
+from setups import ACTIVE, SETUPS
+from tasks import LOCAL_EPOCHS, MODELS, NUM_CLIENTS
+
+DOCS = Path("docs")
+FULL = "Full participation"
+LAST = 3  # evaluations that make the final accuracy
+HEAD = [
+    "setup",
+    "seeds finished",
+    "accuracy, %",
+    "relative to full participation",
+    "the slides",
+    "\\|H\\|₁, mean",
+    "\\|H\\|₁, std over rounds",
+    "traffic, MB",
+    "of it to measure, MB",
+    "store, MB",
+]
+# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
+STYLES = {
+    FULL: ("#000000", "*"),
+    "Random": ("#999999", "x"),
+    "LVR": ("#0072B2", "o"),
+    "GVR": ("#D55E00", "s"),
+    "GVR*": ("#009E73", "^"),
+    "FedVARP": ("#E69F00", "v"),
+    "MIFA": ("#56B4E9", "D"),
+    "SCAFFOLD": ("#CC79A7", "P"),
+}
+STEPS = ("GVR", "LVR")  # whose |H|_1 is drawn
+Run = Mapping[str, Any]
+
+
+def results() -> dict[str, dict[int, Run]]:
+    """All runs that are done: of each setup, by seed."""
+    runs: dict[str, dict[int, Run]] = {name: {} for name in SETUPS}
+    for path in sorted(OUTPUT.glob("*.json")):
+        run = json.loads(path.read_text())
+        runs[run["setup"]][run["seed"]] = run
+    return runs
+
+
+def ended(runs: Mapping[int, Run]) -> dict[int, Run]:
+    """Runs that did not stop early, by seed."""
+    return {seed: runs[seed] for seed in sorted(runs) if not runs[seed]["error"]}
+
+
+def rounds_of(run: Run) -> int:
+    """Rounds that all models finished."""
+    return min(len(run[model]["fl/step_size"]) for model in MODELS)
+
+
+def curve(run: Run) -> list[float]:
+    """Accuracy at each evaluation: the mean of the models."""
+    return [mean(values) for values in zip(*(run[model]["accuracy"] for model in MODELS), strict=True)]
+
+
+def final(run: Run) -> float:
+    """Accuracy of a run that ended: the mean of the last evaluations."""
+    return mean(curve(run)[-LAST:])
+
+
+def step_size(run: Run) -> tuple[float, float]:
+    """Mean and standard deviation of |H|_1 over rounds, each averaged over models."""
+    columns = [run[model]["fl/step_size"] for model in MODELS]
+    return mean(map(mean, columns)), mean(map(stdev, columns))
+
+
+def bytes_measuring(run: Run) -> float:
+    """What was sent for nothing but measuring."""
+    return sum(sum(run[model]["fl/bytes_measuring"]) for model in MODELS)
+
+
+def store_bytes(run: Run) -> float:
+    """What the server keeps of the clients, for all models, each at its largest."""
+    return sum(max(run[model]["fl/store_bytes"], default=0.0) for model in MODELS)
+
+
+def with_spread(values: Sequence[float], digits: int) -> str:
+    """Mean and, of two or more, sample standard deviation; a dash for none."""
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}" if values else "-"
+
+
+def megabytes(sizes: Sequence[float], digits: int = 0) -> str:
+    """Their mean; a dash if there is nothing."""
+    return f"{mean(sizes) / 1e6:.{digits}f}" if any(sizes) else "-"
+
+
+def row(name: str, runs: Mapping[int, Run], full: Mapping[int, Run]) -> list[str]:
+    """Cells of one setup; all figures are of the runs that did not stop early.
+
+    Args:
+        name: Of the setup.
+        runs: Its runs, by seed.
+        full: Those of full participation, by seed: a run is only compared with that of its own seed.
+    """
+    done, reference = ended(runs), ended(full)
+    scores = {seed: final(run) for seed, run in done.items()}
+    shares = [score / final(reference[seed]) for seed, score in scores.items() if seed in reference]
+    relative = with_spread(shares, 3) + (f" (seeds: {len(shares)})" if 0 < len(shares) < len(scores) else "")
+    published = SETUPS[name].published
+    steps = ["always 1", "0"] if SETUPS[name].sampler.normalize else _steps(list(done.values()))
+    return [
+        name,
+        seeds(runs),
+        with_spread([100 * score for score in scores.values()], 1),
+        relative,
+        "-" if published is None else f"{published:.3f}",
+        *steps,
+        megabytes([run["bytes"] for run in done.values()]),
+        megabytes([bytes_measuring(run) for run in done.values()]),
+        megabytes([store_bytes(run) for run in done.values()], 1),
+    ]
+
+
+def _steps(runs: Sequence[Run]) -> list[str]:
+    return [f"{mean(column):.2f}" for column in zip(*map(step_size, runs), strict=True)] or ["-", "-"]
+
+
+def seeds(runs: Mapping[int, Run]) -> str:
+    """How many seeds ended, and after how many rounds the others stopped."""
+    stopped = [str(rounds_of(run)) for _, run in sorted(runs.items()) if run["error"]]
+    count = str(len(runs) - len(stopped))
+    return f"{count}; stopped after {', '.join(stopped)} rounds" if stopped else count
+
+
+def tables(runs: Mapping[str, Mapping[int, Run]]) -> str:
+    """What was run, and a row for each setup that has a result."""
+    number = len(set(chain.from_iterable(runs.values())))
+    up_to = f"{number} seed" if number == 1 else f"up to {number} seeds"
+    text = (
+        f"{NUM_ROUNDS} rounds of {LOCAL_EPOCHS} local epochs with plain SGD at a learning rate of {LR:g}, "
+        f"{NUM_CLIENTS} clients, {ACTIVE} active processors, {up_to} (± is the standard deviation over seeds), "
+        f"accuracy averaged over the {len(MODELS)} models and the last {LAST} evaluations.\n"
+        "All models are of Fashion-MNIST at 14 x 14 pixels, each a perceptron with one hidden layer of 100 units "
+        "instead of the slides' network: compare the order with that of the slides (Table I, 3 tasks), not the numbers."
+    )
+    rows = [row(name, of_setup, runs[FULL]) for name, of_setup in runs.items() if of_setup]
+    lines = [f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
+    return f"{text}\n\n" + "\n".join(lines) + "\n"
+
+
+def draw_accuracy(axes: Axes, name: str, runs: Iterable[Run]) -> None:
+    """Mean over seeds against rounds, and a band from the worst to the best; nothing without runs that ended."""
+    columns = [[100 * value for value in column] for column in zip(*map(curve, runs), strict=True)]
+    rounds = [EVERY * (i + 1) for i in range(len(columns))]
+    colour, marker = STYLES[name]
+    if columns:
+        axes.plot(
+            rounds, [mean(c) for c in columns], color=colour, marker=marker, markevery=3, markersize=5, label=name
+        )
+        axes.fill_between(rounds, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, lw=0)
+
+
+def figure(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
+    """Accuracy against rounds, and |H|_1 in each round of one run for GVR against LVR, as the slides show it."""
+    picture = Figure(figsize=(9.5, 4.2), layout="constrained")
+    left, right = picture.subplots(1, 2)
+    for name in STYLES:
+        draw_accuracy(left, name, ended(runs[name]).values())
+    for name in STEPS:
+        for run in list(ended(runs[name]).values())[:1]:
+            sizes = run[MODELS[0]]["fl/step_size"]
+            colour, marker = STYLES[name]
+            rounds = range(1, len(sizes) + 1)
+            right.plot(rounds, sizes, color=colour, lw=0.8, marker=marker, markevery=10, markersize=4)
+    right.axhline(1, color="black", lw=0.8, ls=":")
+    left.set(xlabel="round", ylabel="test accuracy, mean of the models, %")
+    right.set(xlabel="round", ylabel=f"step size $|H|_1$ of the {MODELS[0]} model", ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        picture.legend(handles, labels, loc="outside upper center", ncols=len(STYLES), fontsize=8)
+    picture.savefig(path, dpi=150)
+
+
+def main() -> None:
+    runs = results()
+    (DOCS / "several_models_tables.md").write_text(tables(runs))
+    figure(runs, DOCS / "several_models.png")
+    print(tables(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -103,29 +103,30 @@ class SampledCohorts:
     def diagnostics(self, model: int) -> Mapping[str, float]:
         """What this round's draw means for one model.
 
-        - ``step_size``: sum of the coefficients, |H|_1, with expectation 1 if they are absolute.
+        - ``active_processors``: processors that drew this model.
+
+        Unless the sampler normalizes, so that all steps have the same length:
+
+        - ``step_size``: sum of the coefficients, |H|_1, with expectation 1.
         - ``step_size_variance``: E(|H|_1 - 1)^2, exactly, where the design knows its joint probabilities.
         - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: of the estimate of the mean
           loss or update, as far as figures are known.
-        - ``active_processors``: processors that drew this model.
         """
         assert self._drawn is not None
         drawn = self._drawn[1]
-        key, probs = self.keys[model], drawn.probs[:, model]
-        figures = {
-            "active_processors": float(drawn.active[model]),
-            "step_size": math.fsum(unit.coefficient for unit in self.units if unit.model == key),
-        }
-        if not isinstance(self.sampler, FullParticipation):
-            figures.update(self._variances(model, probs, drawn.probs))
-        return figures
+        active = {"active_processors": float(drawn.active[model])}
+        if self.sampler.normalize:
+            return active
+        size = math.fsum(unit.coefficient for unit in self.units if unit.model == self.keys[model])
+        return {**active, "step_size": size, **self._variances(model, drawn.probs)}
 
-    def _variances(self, model: int, probs: Tensor, all_probs: Tensor) -> dict[str, float]:
-        weights, joint = self.population.weights[:, model], None
-        if self.sampler.design is not None:
-            if not isinstance(self.sampler.design, JointDesign):
-                return {}
+    def _variances(self, model: int, all_probs: Tensor) -> dict[str, float]:
+        design, joint = self.sampler.design, None
+        if isinstance(self.sampler, FullParticipation) or not (design is None or isinstance(design, JointDesign)):
+            return {}
+        if design is not None:
             joint = self.sampler.joint_probs(all_probs, model)
+        weights, probs = self.population.weights[:, model], all_probs[:, model]
         found = {"step_size_variance": step_size_variance(weights, probs, joint)}
         known = self.figures[self.population.owner, model].nan_to_num(nan=0.0) * weights
         if self.sampler.figure == "loss":

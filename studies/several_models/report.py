@@ -66,7 +66,7 @@ def ended(runs: Mapping[int, Run]) -> dict[int, Run]:
 
 def rounds_of(run: Run) -> int:
     """Rounds that all models finished."""
-    return min(len(run[model]["fl/step_size"]) for model in MODELS)
+    return min(max(map(len, run[model].values())) for model in MODELS)
 
 
 def curve(run: Run) -> list[float]:

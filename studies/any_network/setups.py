@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fading import Fading
 
 import lightning_spectral as ls
 
@@ -24,19 +25,24 @@ class Setup:
         options: Further options of `SpectralSharding`.
         start: Moves energy before the first round, or does not.
         momentum: Of the server optimizer.
+        fading: Share that terms lose in a round in which nobody held them.
     """
 
     strategy: ls.ShardingStrategy | ls.Schedule[ls.ShardingStrategy] | None
     options: tuple[tuple[str, Any], ...] = ()
     start: ls.SpectralStart | None = None
     momentum: float = 0.0
+    fading: float = 0.0
 
     def algorithm(self, keep_ratio: KeepRatio) -> ls.Algorithm[Any]:
         """The algorithm at one keep ratio."""
         if self.strategy is None:
             return ls.FedAvg()
         ratio = MIXED if keep_ratio == "mixed" else keep_ratio
-        return ls.SpectralSharding(self.strategy, ratio, spectral_start=self.start, **dict(self.options))
+        given = {"spectral_start": self.start, **dict(self.options)}
+        if self.fading:
+            return Fading(self.strategy, ratio, fading=self.fading, **given)
+        return ls.SpectralSharding(self.strategy, ratio, **given)
 
     @property
     def server_optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
@@ -89,4 +95,6 @@ SETUPS: dict[str, Setup] = {
     "start, TopN, bound 10": Setup(ls.TopN(), options(clip_weight_lr=10.0), START),
     "start, Collective, no decay": Setup(ls.Collective(), options(frobenius_decay=0.0), START),
     "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
+    "start, Collective, fading 1 %": Setup(ls.Collective(), start=START, fading=0.01),
+    "start, Collective, fading 10 %": Setup(ls.Collective(), start=START, fading=0.1),
 }

@@ -22,7 +22,7 @@ from lightning_spectral.plugin.checks import (
 )
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
@@ -101,11 +101,14 @@ class MultiModelModule(MultiModelHooks, Host):
         self._limit, self._sampled, self._turn = 1.0, None, None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False
-        for name, member in self.members.items():
-            member.seat.name, member.seat.federation = name, self
-            member.seat.key = name if len(models) > 1 else ""
+        self._take_seats()
         hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.configuration(), "user_module": hparams})
+
+    def _take_seats(self) -> None:
+        """Make the models part of this federation; since, they may have been fitted alone, or in another one."""
+        for name, member in self.members.items():
+            member.seat = Seat(name, self, key=name if len(self.models) > 1 else "")
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -173,6 +176,7 @@ class MultiModelModule(MultiModelHooks, Host):
 
     def setup(self, stage: str) -> None:
         """Call the users' hooks; for a fit, check everything that can be checked before training."""
+        self._take_seats()
         for member in self.members.values():
             member.trainer = self.trainer  # Lightning attaches itself to direct children only
             member.module.setup(stage)

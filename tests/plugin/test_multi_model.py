@@ -410,3 +410,18 @@ def test_stale_updates_move_the_server_in_a_round_without_clients(run: Any) -> N
         (before, stale), (after, unchanged) = seen[r - 1], seen[r]
         torch.testing.assert_close(after, before + stale, rtol=1e-6, atol=1e-7)
         assert torch.equal(stale, unchanged)
+
+
+def test_a_model_may_be_used_alone_and_in_another_federation(run: Any, quiet: dict[str, Any]) -> None:
+    """Whoever is fitted or evaluated has the models: names are its own, whichever federation was made last."""
+    model, data = two_lines(ls.Uniform(active=3))
+    words = model.models["words"]
+    other = ls.MultiModelModule({"other": words}, participation=ls.Uniform(active=2))
+    trainer, _, _ = run(model, data)
+    assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
+    alone = pl.Trainer(**quiet).validate(words, data.modules["words"], verbose=False)
+    assert [set(found) for found in alone] == [{"loss"}]
+    trainer, _, _ = run(other, ls.MultiModelDataModule({"other": data.modules["words"]}))
+    assert "other/loss" in trainer.callback_metrics
+    trainer, _, _ = run(model, data)
+    assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)

@@ -331,6 +331,12 @@ def two(**options: Any) -> Mapping[str, ls.FederatedModule]:
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors=0), "at least 1"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors={2: 0.5}), "1"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: ["c"]}), "unavailable"),
+        (lambda: ls.MultiModelModule({"keys": two()["words"]}, participation=ls.Uniform(active=1)), "named 'keys'"),
+        (lambda: ls.MultiModelModule({"training": two()["words"]}, participation=ls.Uniform(active=1)), "another name"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable=[0]), "unavailable"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={-1: ["a"]}), "least 0"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={"1": ["words"]}), "int"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: "words"}), "lists"),
         (lambda: ls.MultiModelDataModule({}), "is empty"),
         (lambda: ls.MultiModelDataModule({"a": 3}), "FederatedDataModule"),
         (lambda: ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1)), "both say"),
@@ -341,11 +347,31 @@ def test_bad_arguments_are_named(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-def test_one_module_cannot_be_two_models() -> None:
-    module = LitLine()
-    shared = {name: ls.FederatedModule(module) for name in ("words", "images")}
-    with pytest.raises(ValueError, match="share one module"):
+@pytest.mark.parametrize("part", ["module", "layer"])
+def test_models_cannot_share_weights(part: str) -> None:
+    modules = {"words": LitLine(), "images": LitLine()}
+    modules["images"].line = modules["words"].line
+    if part == "module":
+        modules["images"] = modules["words"]
+    shared = {name: ls.FederatedModule(module) for name, module in modules.items()}
+    with pytest.raises(ValueError, match="'words' and 'images' share weights"):
         ls.MultiModelModule(shared, participation=ls.Uniform(active=1))
+
+
+def test_a_checkpoint_of_more_models_is_not_resumed(run: Any, tmp_path: Path) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    trainer, _, _ = run(model, data)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    words = {"words": two()["words"]}
+    part = ls.MultiModelModule(words, participation=ls.Uniform(active=3), processors=model.processors)
+    with pytest.raises(ValueError, match=r"images: algorithm: 'FedAvg\(.*in the checkpoint, None now"):
+        run(part, ls.MultiModelDataModule({"words": data.modules["words"]}), 2, ckpt=tmp_path / "two.ckpt")
+
+
+def test_predicting_asks_for_one_model(quiet: dict[str, Any]) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    with pytest.raises(NotImplementedError, match=r"predict\(model.models\['words'\], loader\)"):
+        pl.Trainer(**quiet).predict(model, data)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +391,7 @@ def test_one_module_cannot_be_two_models() -> None:
             "no client can train",
         ),
         ({"participation": ls.StaleUpdateVarianceReduced(active=2)}, SIZES, "StaleUpdates"),
+        ({"participation": ls.Uniform(active=2), "unavailable": {5: ["words"]}}, SIZES, r"clients \[5\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_round(

@@ -180,6 +180,19 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
             )
 
 
+def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
+    """Raise ``ValueError`` if a sampler measures losses by a ``training_step`` that trains."""
+    if sampler.figure != "loss" or getattr(sampler, "measure", "last") == "last":
+        return
+    for name, module in modules.items():
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(sampler).__name__} measures losses with `training_step`, and that of "
+                f"{type(module).__name__}{f' ({name!r})' if name else ''} trains, by manual optimisation; use "
+                'measure="last", or UpdateVarianceReduced.'
+            )
+
+
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:
     """Raise ``ValueError``, in every process, unless all of them have the same configuration."""
     gathered = processes.gather(dict(configuration))

@@ -452,3 +452,60 @@ def test_a_model_may_be_used_alone_and_in_another_federation(run: Any, quiet: di
     assert "other/loss" in trainer.callback_metrics
     trainer, _, _ = run(model, data)
     assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
+
+
+def test_rounds_of_another_fit_are_rows_of_their_own(quiet: dict[str, Any]) -> None:
+    history = ls.RoundHistory()
+    for _ in range(2):
+        pl.Trainer(**quiet, max_epochs=1, callbacks=[history]).fit(*two_lines(FullParticipation()))
+    assert [row["fl/round"] for row in history.rows] == [0, 0]
+
+
+def test_the_logged_size_of_a_step_is_that_of_a_cut_cohort(run: Any) -> None:
+    model, data = two_lines(ls.Uniform(active=5))
+    _, history, _ = run(model, data, limit_train_batches=2)
+    units = model.cohort(0)
+    assert len(units) == 2
+    for name in WIDTHS:
+        size = sum(unit.coefficient for unit in units if unit.model == name)
+        assert history.rows[0][f"{name}/fl/step_size"] == pytest.approx(size)
+
+
+class LitPlateau(LitLine):
+    """Waits for a metric that clients log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = super().configure_optimizers()
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=100)
+        return {"optimizer": self.optimizer, "lr_scheduler": self.plateau, "monitor": "train_loss"}
+
+
+def test_a_plateau_of_training_skips_rounds_in_which_nobody_trains(run: Any) -> None:
+    """Neither is a metric missing then, nor is that of an earlier round counted again."""
+    modules = {name: ls.FederatedModule(seeded(LitPlateau, width)) for name, width in WIDTHS.items()}
+    data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
+    model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))
+    _, history, _ = run(model, data, 6)
+    trained = {name: sum(f"{name}/fl/loss" in row for row in history.rows) for name in WIDTHS}
+    assert sum(trained.values()) == 6
+    assert {name: member.module.plateau.last_epoch for name, member in model.members.items()} == trained
+
+
+def test_losses_of_manual_optimisation_are_not_measured(run: Any) -> None:
+    class Manual(LitLine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    part = ls.FederatedModule(Manual(), client_engine="trainer")
+    model = ls.MultiModelModule({"words": part}, participation=ls.LossVarianceReduced(active=2))
+    with pytest.raises(ValueError, match=r"Manual \('words'\) trains, by manual optimisation"):
+        run(model, ls.MultiModelDataModule({"words": lines(3, (3, 4, 5))}))

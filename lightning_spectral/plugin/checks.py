@@ -145,7 +145,7 @@ def check_member(
             f"Complex parameters are not averaged: {', '.join(complex_valued)}; hold real and imaginary parts apart "
             "(torch.view_as_real)."
         )
-    if data.val is not None and not is_overridden(module, "validation_step"):
+    if data.has_val and not is_overridden(module, "validation_step"):
         raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)

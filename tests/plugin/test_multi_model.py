@@ -14,7 +14,7 @@ import torch
 from federation import Fit, same_state, seeded, without_seconds
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.participation import FullParticipation, Sampler
@@ -509,3 +509,39 @@ def test_losses_of_manual_optimisation_are_not_measured(run: Any) -> None:
     model = ls.MultiModelModule({"words": part}, participation=ls.LossVarianceReduced(active=2))
     with pytest.raises(ValueError, match=r"Manual \('words'\) trains, by manual optimisation"):
         run(model, ls.MultiModelDataModule({"words": lines(3, (3, 4, 5))}))
+
+
+class OwnLoaders(ls.FederatedDataModule):
+    """Data that says how it is validated by a method, as LightningDataModules do."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.train, 100)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_a_data_module_may_have_loaders_of_its_own(run: Any) -> None:
+    """Each model is validated on its own data, also where the widths of the models would not tell them apart."""
+    data = {"words": OwnLoaders(lines(3, (4, 5)).train, ls.IIDPartitioner(2)), "images": lines(3, (4, 5), seed=1)}
+    model = ls.MultiModelModule(two(), participation=ls.Uniform(active=1))
+    trainer, _, _ = run(model, ls.MultiModelDataModule(data))
+    for name, member in model.members.items():
+        examples: Any = data[name].train
+        loss = float(member.module.training_step(examples.tensors, 0).detach())
+        assert float(trainer.callback_metrics[f"{name}/loss"]) == pytest.approx(loss, rel=1e-5)
+    trainer, _, _ = run(ls.FederatedModule(LitLine(), clients_per_round=1), data["words"])
+    assert "loss" in trainer.callback_metrics
+
+
+def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
+    model, data = two_lines(FullParticipation())
+    trainer = pl.Trainer(**quiet, max_epochs=2)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):  # before a fit, and after one
+        found = ls.estimate(trainer, model, data)
+        assert found.total_seconds > 0
+        assert found.num_rounds == found.num_validations == 2
+        assert same_state(model.state_dict(), before)
+        trainer.fit(model, data)
+        before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="MultiModelDataModule"):
+        ls.estimate(trainer, model, data.modules["words"])

@@ -20,9 +20,9 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "module first: module.load_state_dict(torch.load(path)['state_dict'])."
         )
     changed = [
-        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
-        for name, value in configuration.items()
-        if saved.get(name) != value
+        f"{name}: {saved.get(name)!r} in the checkpoint, {configuration.get(name)!r} now"
+        for name in {**configuration, **saved}
+        if saved.get(name) != configuration.get(name)
     ]
     if changed:
         raise ValueError(

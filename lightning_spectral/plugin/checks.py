@@ -145,7 +145,7 @@ def check_member(
             f"Complex parameters are not averaged: {', '.join(complex_valued)}; hold real and imaginary parts apart "
             "(torch.view_as_real)."
         )
-    if data.val is not None and not is_overridden(module, "validation_step"):
+    if data.has_val and not is_overridden(module, "validation_step"):
         raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
@@ -177,6 +177,19 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
                 f"{type(sampler).__name__} goes by how far updates are from the last ones, which "
                 f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
                 "UpdateVarianceReduced."
+            )
+
+
+def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
+    """Raise ``ValueError`` if a sampler measures losses by a ``training_step`` that trains."""
+    if sampler.figure != "loss" or getattr(sampler, "measure", "last") == "last":
+        return
+    for name, module in modules.items():
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(sampler).__name__} measures losses with `training_step`, and that of "
+                f"{type(module).__name__}{f' ({name!r})' if name else ''} trains, by manual optimisation; use "
+                'measure="last", or UpdateVarianceReduced.'
             )
 
 

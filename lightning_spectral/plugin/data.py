@@ -102,6 +102,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """Number of clients."""
         return self.partition.num_clients
 
+    @property
+    def has_val(self) -> bool:
+        """Whether there is validation data: given as ``val``, or by a subclass with loaders of its own."""
+        return self.val is not None or type(self).val_dataloader is not FederatedDataModule.val_dataloader
+
     def setup(self, stage: str) -> None:
         """Draw the partition before training, so that an impossible one is refused here."""
         if stage == "fit":

@@ -29,6 +29,7 @@ from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.first_rounds import FirstRounds
+from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Figure, Run
@@ -51,6 +52,9 @@ class Member(ServerHooks, Trained):
     _store: ClientStore
     _engine: Engine | None
     _first_rounds: FirstRounds
+    _logged: set[str]
+    _outdated: set[str]
+    _rests: bool
 
     @property
     def name(self) -> str:
@@ -145,6 +149,7 @@ class Member(ServerHooks, Trained):
         algorithm = self.algorithm.prepare(self.module)
         if not resumed:
             self._initialize(algorithm)
+        self._logged, self._outdated, self._rests = set(), set(), False
         self._first_rounds = FirstRounds(speaks=self.processes.rank == 0)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
@@ -183,6 +188,13 @@ class Member(ServerHooks, Trained):
         rate = float(self.templates()[0].param_groups[0]["lr"])
         return replace(summary, diagnostics={**summary.diagnostics, "lr": rate})
 
+    def note_metrics(self, summary: RoundSummary) -> None:
+        """Remember which metrics of training this round has not: Lightning keeps the last value of every metric."""
+        logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
+        self._logged |= logged
+        self._outdated = self._logged - logged
+        self._rests = not summary.clients
+
     def step_schedules(self, round_idx: int) -> None:
         """Step the schedules at the end of a round, whether or not anybody trained this model."""
         for scheduler in self.schedulers:
@@ -190,11 +202,15 @@ class Member(ServerHooks, Trained):
                 scheduler.step(round_idx)
 
     def step_schedules_on(self, metrics: dict[str, torch.Tensor], round_idx: int) -> None:
-        """Step the schedules that wait for a metric, under the names that the user's module logs."""
+        """Step the schedules that wait for a metric, under the names that the user's module logs.
+
+        One that waits for a metric of training skips a round in which nobody trained the model.
+        """
         prefix = f"{self.name}/" if self.name else ""
-        own = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        new = {name: value for name, value in metrics.items() if name not in self._outdated}
+        own = {name.removeprefix(prefix): value for name, value in new.items() if name.startswith(prefix)}
         for scheduler in self.schedulers:
-            if scheduler.waits_for_metric:
+            if scheduler.waits_for_metric and (scheduler.monitor in own or not self._rests):
                 scheduler.step_on(own, round_idx)
 
     def stored(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:

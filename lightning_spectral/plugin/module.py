@@ -171,6 +171,7 @@ class FederatedModule(SavedRounds, Member, Host):
 
     def setup(self, stage: str) -> None:
         """Call the user's hook; for a fit, check everything that can be checked before training."""
+        self.seat = Seat()  # alone now, even if it was one of several models before
         self.module.setup(stage)
         check_stage(stage, self.module)
         if stage == "fit":

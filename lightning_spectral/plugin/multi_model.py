@@ -22,7 +22,7 @@ from lightning_spectral.plugin.checks import (
 )
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
@@ -53,7 +53,7 @@ class MultiModelModule(MultiModelHooks, Host):
     Raises:
         TypeError: If a model is not a `FederatedModule`, or ``participation`` is no sampler.
         ValueError: If there is no model, a name cannot be part of a metric's, a model has a participation of its own,
-            or two of them share a module; at set-up, if nobody can train a model, or there are fewer processors than
+            or two of them share weights; at set-up, if nobody can train a model, or there are fewer processors than
             the sampler asks for.
 
     Reference:
@@ -95,17 +95,21 @@ class MultiModelModule(MultiModelHooks, Host):
         self.participation = participation
         check_per_client("processors", processors, _check_count)
         self.processors = processors
+        check_is("unavailable", {} if unavailable is None else unavailable, Mapping)
+        _check_unavailable(unavailable or {}, models)
         self.unavailable = {client: tuple(names) for client, names in (unavailable or {}).items()}
-        _check_unavailable(self.unavailable, models)
         self.seed = seed
         self._limit, self._sampled, self._turn = 1.0, None, None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False
-        for name, member in self.members.items():
-            member.seat.name, member.seat.federation = name, self
-            member.seat.key = name if len(models) > 1 else ""
+        self._take_seats()
         hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.configuration(), "user_module": hparams})
+
+    def _take_seats(self) -> None:
+        """Make the models part of this federation; since, they may have been fitted alone, or in another one."""
+        for name, member in self.members.items():
+            member.seat = Seat(name, self, key=name if len(self.models) > 1 else "")
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -139,6 +143,8 @@ class MultiModelModule(MultiModelHooks, Host):
         counts = torch.tensor([int(processors.of(client)) for client in range(len(sizes))])
         available = torch.ones_like(sizes, dtype=torch.bool)
         names = list(self.members)
+        if unknown := [client for client in self.unavailable if client >= len(sizes)]:
+            raise ValueError(f"`unavailable` names clients {unknown}, and there are {len(sizes)}; ids begin at 0.")
         for client, missing in self.unavailable.items():
             available[client, [names.index(name) for name in missing]] = False
         return Population(sizes, counts, available)
@@ -173,6 +179,9 @@ class MultiModelModule(MultiModelHooks, Host):
 
     def setup(self, stage: str) -> None:
         """Call the users' hooks; for a fit, check everything that can be checked before training."""
+        if stage == "predict":
+            self.predict_step()  # refuses, here before Lightning looks for data
+        self._take_seats()
         for member in self.members.values():
             member.trainer = self.trainer  # Lightning attaches itself to direct children only
             member.module.setup(stage)
@@ -224,22 +233,24 @@ def check_models(models: Any) -> None:
     Raises:
         TypeError: If one is not a `FederatedModule`.
         ValueError: If there is none, a name cannot be part of a metric's, one has a participation of its own, or two
-            share a module.
+            share weights.
     """
     check_is("models", models, Mapping)
+    taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
     if not models:
         raise ValueError("`models` is empty; give a FederatedModule for each model, by name.")
     for name, model in models.items():
         check_is(f"models[{name!r}]", model, FederatedModule)
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"A model's name begins its metrics' and must be an identifier, got {name!r}.")
+        if name in taken:
+            raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
         if model.participation is not None:
             raise ValueError(
                 f"{name!r} has a participation of its own ({model.participation}), and MultiModelModule decides who "
                 "trains which model; leave out its `clients_per_round` and `participation`."
             )
-    if len({id(model.module) for model in models.values()}) < len(models):
-        raise ValueError("Two models share one module, and would train each other's weights; give each its own.")
+    _check_nothing_is_shared(models)
 
 
 def _check_count(count: int) -> None:
@@ -248,7 +259,24 @@ def _check_count(count: int) -> None:
         raise ValueError(f"`processors` must be at least 1, got {count}; leave out clients that train nothing.")
 
 
+def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
+    owner: dict[int, str] = {}
+    for name, model in models.items():
+        for tensor in {*model.module.parameters(), *model.module.buffers()}:
+            other = owner.setdefault(id(tensor), name)
+            if other != name:
+                raise ValueError(
+                    f"The models {other!r} and {name!r} share weights, and would train each other's; give each model "
+                    "its own: copy.deepcopy(layer)."
+                )
+
+
 def _check_unavailable(unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]) -> None:
     for client, names in unavailable.items():
+        check_is("unavailable", client, int)
+        if client < 0:
+            raise ValueError(f"`unavailable` has clients' ids, which are at least 0, got {client}.")
+        if isinstance(names, str):
+            raise TypeError(f"`unavailable` lists models of a client, got {names!r}; write {{{client}: [{names!r}]}}.")
         if unknown := [name for name in names if name not in models]:
             raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")

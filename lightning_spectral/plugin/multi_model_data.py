@@ -46,6 +46,7 @@ class MultiModelDataModule(pl.LightningDataModule):
         for name, module in modules.items():
             check_is(f"modules[{name!r}]", module, FederatedDataModule)
         self.modules = dict(modules)
+        self._num_loaders: dict[str, dict[str, int]] = {}
 
     @property
     def num_clients(self) -> int:
@@ -66,8 +67,13 @@ class MultiModelDataModule(pl.LightningDataModule):
     @property
     def val(self) -> Any:
         """Validation data of all models; ``None`` if no model has any."""
-        found = {name: module.val for name, module in self.modules.items() if module.val is not None}
+        found = {name: module.val for name, module in self.modules.items() if module.has_val}
         return found or None
+
+    @property
+    def has_val(self) -> bool:
+        """Whether any model has validation data."""
+        return any(module.has_val for module in self.modules.values())
 
     def prepare_data(self) -> None:
         """Prepare the data of each model."""
@@ -98,11 +104,15 @@ class MultiModelDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> list[Any]:
         """The validation data of one model after another."""
-        return [loader for module in self.modules.values() for loader in as_list(module.val_dataloader())]
+        return self._counted("validate", {n: as_list(m.val_dataloader()) for n, m in self.modules.items()})
 
     def test_dataloader(self) -> list[Any]:
         """The test data of one model after another."""
-        return [loader for module in self.modules.values() for loader in as_list(module.test_dataloader())]
+        return self._counted("test", {n: as_list(m.test_dataloader()) for n, m in self.modules.items()})
+
+    def _counted(self, stage: str, loaders: Mapping[str, list[Any]]) -> list[Any]:
+        self._num_loaders[stage] = {name: len(own) for name, own in loaders.items()}
+        return [loader for own in loaders.values() for loader in own]
 
     def evaluated(self, stage: str) -> list[tuple[str, int, int]]:
         """For each evaluation loader its model, its index among the model's own, and how many the model has.
@@ -110,8 +120,7 @@ class MultiModelDataModule(pl.LightningDataModule):
         Args:
             stage: ``"validate"`` or ``"test"``.
         """
-        given = {name: module.val if stage == "validate" else module.test for name, module in self.modules.items()}
-        counts = {name: len(as_list(data)) for name, data in given.items()}
+        counts = self._num_loaders[stage]  # and not of `val` or `test`: a subclass may make loaders of other data
         return [(name, index, count) for name, count in counts.items() for index in range(count)]
 
 

@@ -96,8 +96,10 @@ class MultiModelHooks(SavedRounds):
         Raises:
             NotImplementedError: Always.
         """
+        name = next(iter(self.members))
         raise NotImplementedError(
-            "`Trainer.predict` does not say which model is meant; give it one: trainer.predict(model.models['words'])."
+            "`Trainer.predict` does not say which model is meant; give it one: "
+            f"trainer.predict(model.models[{name!r}], loader)."
         )
 
     def on_validation_epoch_end(self) -> None:

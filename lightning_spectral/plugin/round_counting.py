@@ -44,7 +44,7 @@ class RoundsAsSteps(pl.Callback):
         settings: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_slots, "log_every_n_steps": 1}
         if trainer.limit_train_batches != 0:  # with 0 Lightning trains nothing, and reports it
             settings["limit_train_batches"] = 1.0
-        if getattr(trainer.datamodule, "val", True) is None:  # type: ignore[attr-defined]
+        if not getattr(trainer.datamodule, "has_val", True):  # type: ignore[attr-defined]
             settings["limit_val_batches"] = 0
         self._own = {name: getattr(trainer, name) for name in settings}
         _set(trainer, settings)

@@ -90,7 +90,8 @@ class RoundHooks(CohortHooks):
         self.zero_grad()  # of every parameter, including those of no optimizer
         self._finished_round = self.current_epoch
         summaries = self._complete(closed)
-        for member in self.members.values():
+        for member, summary in zip(self.members.values(), summaries, strict=True):
+            member.note_metrics(summary)
             member.step_schedules(self.current_epoch)
         # last, so that a checkpoint written by one of them, or after one failed, holds the whole round
         log_round(self.trainer, summaries)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -16,10 +16,15 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.multi_model import MultiModelModule
+from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.plugin.stages import PROFILED, action_name
 from lightning_spectral.protocol.rng import isolated_rng
+
+Federation: TypeAlias = FederatedModule | MultiModelModule
+FederationData: TypeAlias = FederatedDataModule | MultiModelDataModule
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class RunEstimate:
         return "\n".join(lines)
 
 
-def estimate(trainer: pl.Trainer, model: FederatedModule, data: FederatedDataModule) -> RunEstimate:
+def estimate(trainer: pl.Trainer, model: Federation, data: FederationData) -> RunEstimate:
     """Run one round on a copy of the model and print how long ``trainer.fit(model, data)`` will take.
 
     The model, its optimizers, the Trainer and the global random generators stay as they are; nothing is logged or
@@ -81,8 +86,8 @@ def estimate(trainer: pl.Trainer, model: FederatedModule, data: FederatedDataMod
 
     Args:
         trainer: The Trainer of the run. Its device, precision and limits hold; its callbacks and loggers take no part.
-        model: The model to fit.
-        data: The data to fit it on.
+        model: The model to fit, or several: a `MultiModelModule`.
+        data: The data to fit it on; of several models a `MultiModelDataModule`.
 
     Returns:
         The estimate that was printed.
@@ -112,8 +117,11 @@ def estimate(trainer: pl.Trainer, model: FederatedModule, data: FederatedDataMod
         >>> found.total_seconds == 100 * found.seconds_per_round
         True
     """
-    check_is("model", model, FederatedModule)
-    check_is("data", data, FederatedDataModule)
+    if isinstance(model, MultiModelModule):
+        check_is("data", data, MultiModelDataModule)
+    else:
+        check_is("model", model, FederatedModule)
+        check_is("data", data, FederatedDataModule)
     if trainer.world_size > 1:
         raise ValueError(
             f"An estimate runs in one process, got a Trainer of {trainer.world_size}; give it one with devices=1."
@@ -124,7 +132,7 @@ def estimate(trainer: pl.Trainer, model: FederatedModule, data: FederatedDataMod
 
 
 def _one_round(
-    trainer: pl.Trainer, model: FederatedModule, data: FederatedDataModule
+    trainer: pl.Trainer, model: Federation, data: FederationData
 ) -> tuple[dict[str, float], int | None, int, int | None]:
     device = trainer.strategy.root_device
     profiler, clock = SimpleProfiler(), _Clock()
@@ -136,11 +144,11 @@ def _one_round(
         limit_train_batches=trainer.limit_train_batches,
         limit_val_batches=trainer.limit_val_batches,
     )
-    data.partition  # noqa: B018  # drawn here, for the run as well
+    data.num_clients  # noqa: B018  # partitions are drawn here, for the run as well
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with silence(), isolated_rng(model.seed, [device]):
-        scratch.fit(_copy(model), copy.copy(data))
+        scratch.fit(_copy(model), _copy_of_data(data))
     seconds = {stage: sum(profiler.recorded_durations.get(action_name(stage), [])) for stage in PROFILED}
     seconds["other"] = max(0.0, clock.seconds - sum(seconds.values()))
     rounds = num_rounds(trainer)
@@ -149,13 +157,30 @@ def _one_round(
     return seconds, rounds, validations, _peak_memory(device)
 
 
-def _copy(model: FederatedModule) -> FederatedModule:
+def _copy(model: Federation) -> Federation:
     """A copy without the Trainer that the model may be attached to, and without what a failed fit left."""
-    (trainer, model.trainer), (engine, model._engine) = (model._trainer, None), (model._engine, None)
+    members = list(model.members.values())
+    attached = [(module, module._trainer) for module in (model, *members)]
+    engines = [(member, member._engine) for member in members]
     try:
+        for module in (model, *members):
+            module.trainer = None
+        for member in members:
+            member._engine = None
         return copy.deepcopy(model)
     finally:
-        model.trainer, model._engine = trainer, engine
+        for module, trainer in attached:
+            module.trainer = trainer
+        for member, engine in engines:
+            member._engine = engine
+
+
+def _copy_of_data(data: FederationData) -> FederationData:
+    """A copy that a Trainer can be attached to; examples and partitions are the same."""
+    copied = copy.copy(data)
+    if isinstance(copied, MultiModelDataModule):
+        copied.modules = {name: copy.copy(module) for name, module in copied.modules.items()}
+    return copied
 
 
 class _Clock(pl.Callback):

@@ -62,13 +62,14 @@ class SampledCohorts:
         """Whether a round's cohort is the one that was drawn last."""
         return self._drawn is not None and self._drawn[0] == round_idx
 
-    def draw(self, round_idx: int) -> None:
-        """Draw the cohort of a round."""
+    def draw(self, round_idx: int, most: int | None = None) -> None:
+        """Draw the cohort of a round; of more than ``most`` units the first take part."""
         generator = derived_generator(self.seed, "participation", round_idx)
         figures = self.figures if self.sampler.figure else None
         drawn = self.sampler.assign(self.population, figures, round_idx, generator)
         triples = zip(drawn.clients, drawn.models, drawn.coefficients, strict=True)
-        self.units = [WorkUnit(client, self.keys[model], coefficient) for client, model, coefficient in triples]
+        units = [WorkUnit(client, self.keys[model], coefficient) for client, model, coefficient in triples]
+        self.units = units[:most]
         self._drawn = round_idx, drawn
 
     def due(self, round_idx: int, model: int) -> list[WorkUnit]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_spectral as ls
 from lightning_spectral import models
 
 jsonargparse = pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
@@ -98,3 +99,58 @@ def test_the_command_line_of_lightning_trains_one(quiet: dict[str, Any], monkeyp
     cli.trainer.fit(cli.model, loader, loader)
     assert cli.trainer.global_step == 1
     assert not torch.equal(cli.model.model.head.weight, before)
+
+
+class LitLine(pl.LightningModule):
+    """A model of a given width, for YAML."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.line(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Lines(ls.FederatedDataModule):
+    """Data of a given width; data modules for YAML build their data sets themselves."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(TensorDataset(torch.ones(12, width)), ls.IIDPartitioner(num_clients=6))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as above
+def test_several_models_come_from_yaml(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    widths = {"words": 3, "images": 4}
+
+    def part(kind: type, **options: Any) -> dict[str, Any]:
+        return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": options}
+
+    config = {
+        "seed_everything": False,
+        "model": {
+            "models": {n: part(ls.FederatedModule, module=part(LitLine, width=w)) for n, w in widths.items()},
+            "participation": part(ls.LossVarianceReduced, active=3, design=part(ls.ConditionalPoisson), measure=2),
+            "processors": {2: 0.5, 1: 0.5},
+            "unavailable": {1: ["words"]},
+        },
+        "data": {"modules": {name: part(Lines, width=width) for name, width in widths.items()}},
+    }
+    cli = LightningCLI(
+        ls.MultiModelModule,
+        ls.MultiModelDataModule,
+        trainer_defaults={**quiet, "max_epochs": 1, "default_root_dir": str(quiet["default_root_dir"])},
+        save_config_callback=None,
+        run=False,
+        args=config,
+    )
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert cli.model.participation == ls.LossVarianceReduced(active=3, design=ls.ConditionalPoisson(), measure=2)
+    assert cli.model.unavailable == {1: ("words",)}
+    assert len(cli.model.cohort(0)) > 0

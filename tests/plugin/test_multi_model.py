@@ -14,7 +14,7 @@ import torch
 from federation import Fit, same_state, seeded, without_seconds
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.participation import FullParticipation, Sampler
@@ -331,6 +331,12 @@ def two(**options: Any) -> Mapping[str, ls.FederatedModule]:
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors=0), "at least 1"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors={2: 0.5}), "1"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: ["c"]}), "unavailable"),
+        (lambda: ls.MultiModelModule({"keys": two()["words"]}, participation=ls.Uniform(active=1)), "named 'keys'"),
+        (lambda: ls.MultiModelModule({"training": two()["words"]}, participation=ls.Uniform(active=1)), "another name"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable=[0]), "unavailable"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={-1: ["a"]}), "least 0"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={"1": ["words"]}), "int"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: "words"}), "lists"),
         (lambda: ls.MultiModelDataModule({}), "is empty"),
         (lambda: ls.MultiModelDataModule({"a": 3}), "FederatedDataModule"),
         (lambda: ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1)), "both say"),
@@ -341,11 +347,31 @@ def test_bad_arguments_are_named(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-def test_one_module_cannot_be_two_models() -> None:
-    module = LitLine()
-    shared = {name: ls.FederatedModule(module) for name in ("words", "images")}
-    with pytest.raises(ValueError, match="share one module"):
+@pytest.mark.parametrize("part", ["module", "layer"])
+def test_models_cannot_share_weights(part: str) -> None:
+    modules = {"words": LitLine(), "images": LitLine()}
+    modules["images"].line = modules["words"].line
+    if part == "module":
+        modules["images"] = modules["words"]
+    shared = {name: ls.FederatedModule(module) for name, module in modules.items()}
+    with pytest.raises(ValueError, match="'words' and 'images' share weights"):
         ls.MultiModelModule(shared, participation=ls.Uniform(active=1))
+
+
+def test_a_checkpoint_of_more_models_is_not_resumed(run: Any, tmp_path: Path) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    trainer, _, _ = run(model, data)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    words = {"words": two()["words"]}
+    part = ls.MultiModelModule(words, participation=ls.Uniform(active=3), processors=model.processors)
+    with pytest.raises(ValueError, match=r"images: algorithm: 'FedAvg\(.*in the checkpoint, None now"):
+        run(part, ls.MultiModelDataModule({"words": data.modules["words"]}), 2, ckpt=tmp_path / "two.ckpt")
+
+
+def test_predicting_asks_for_one_model(quiet: dict[str, Any]) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    with pytest.raises(NotImplementedError, match=r"predict\(model.models\['words'\], loader\)"):
+        pl.Trainer(**quiet).predict(model, data)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +391,7 @@ def test_one_module_cannot_be_two_models() -> None:
             "no client can train",
         ),
         ({"participation": ls.StaleUpdateVarianceReduced(active=2)}, SIZES, "StaleUpdates"),
+        ({"participation": ls.Uniform(active=2), "unavailable": {5: ["words"]}}, SIZES, r"clients \[5\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_round(
@@ -410,3 +437,111 @@ def test_stale_updates_move_the_server_in_a_round_without_clients(run: Any) -> N
         (before, stale), (after, unchanged) = seen[r - 1], seen[r]
         torch.testing.assert_close(after, before + stale, rtol=1e-6, atol=1e-7)
         assert torch.equal(stale, unchanged)
+
+
+def test_a_model_may_be_used_alone_and_in_another_federation(run: Any, quiet: dict[str, Any]) -> None:
+    """Whoever is fitted or evaluated has the models: names are its own, whichever federation was made last."""
+    model, data = two_lines(ls.Uniform(active=3))
+    words = model.models["words"]
+    other = ls.MultiModelModule({"other": words}, participation=ls.Uniform(active=2))
+    trainer, _, _ = run(model, data)
+    assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
+    alone = pl.Trainer(**quiet).validate(words, data.modules["words"], verbose=False)
+    assert [set(found) for found in alone] == [{"loss"}]
+    trainer, _, _ = run(other, ls.MultiModelDataModule({"other": data.modules["words"]}))
+    assert "other/loss" in trainer.callback_metrics
+    trainer, _, _ = run(model, data)
+    assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
+
+
+def test_rounds_of_another_fit_are_rows_of_their_own(quiet: dict[str, Any]) -> None:
+    history = ls.RoundHistory()
+    for _ in range(2):
+        pl.Trainer(**quiet, max_epochs=1, callbacks=[history]).fit(*two_lines(FullParticipation()))
+    assert [row["fl/round"] for row in history.rows] == [0, 0]
+
+
+def test_the_logged_size_of_a_step_is_that_of_a_cut_cohort(run: Any) -> None:
+    model, data = two_lines(ls.Uniform(active=5))
+    _, history, _ = run(model, data, limit_train_batches=2)
+    units = model.cohort(0)
+    assert len(units) == 2
+    for name in WIDTHS:
+        size = sum(unit.coefficient for unit in units if unit.model == name)
+        assert history.rows[0][f"{name}/fl/step_size"] == pytest.approx(size)
+
+
+class LitPlateau(LitLine):
+    """Waits for a metric that clients log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = super().configure_optimizers()
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=100)
+        return {"optimizer": self.optimizer, "lr_scheduler": self.plateau, "monitor": "train_loss"}
+
+
+def test_a_plateau_of_training_skips_rounds_in_which_nobody_trains(run: Any) -> None:
+    """Neither is a metric missing then, nor is that of an earlier round counted again."""
+    modules = {name: ls.FederatedModule(seeded(LitPlateau, width)) for name, width in WIDTHS.items()}
+    data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
+    model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))
+    _, history, _ = run(model, data, 6)
+    trained = {name: sum(f"{name}/fl/loss" in row for row in history.rows) for name in WIDTHS}
+    assert sum(trained.values()) == 6
+    assert {name: member.module.plateau.last_epoch for name, member in model.members.items()} == trained
+
+
+def test_losses_of_manual_optimisation_are_not_measured(run: Any) -> None:
+    class Manual(LitLine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    part = ls.FederatedModule(Manual(), client_engine="trainer")
+    model = ls.MultiModelModule({"words": part}, participation=ls.LossVarianceReduced(active=2))
+    with pytest.raises(ValueError, match=r"Manual \('words'\) trains, by manual optimisation"):
+        run(model, ls.MultiModelDataModule({"words": lines(3, (3, 4, 5))}))
+
+
+class OwnLoaders(ls.FederatedDataModule):
+    """Data that says how it is validated by a method, as LightningDataModules do."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.train, 100)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_a_data_module_may_have_loaders_of_its_own(run: Any) -> None:
+    """Each model is validated on its own data, also where the widths of the models would not tell them apart."""
+    data = {"words": OwnLoaders(lines(3, (4, 5)).train, ls.IIDPartitioner(2)), "images": lines(3, (4, 5), seed=1)}
+    model = ls.MultiModelModule(two(), participation=ls.Uniform(active=1))
+    trainer, _, _ = run(model, ls.MultiModelDataModule(data))
+    for name, member in model.members.items():
+        examples: Any = data[name].train
+        loss = float(member.module.training_step(examples.tensors, 0).detach())
+        assert float(trainer.callback_metrics[f"{name}/loss"]) == pytest.approx(loss, rel=1e-5)
+    trainer, _, _ = run(ls.FederatedModule(LitLine(), clients_per_round=1), data["words"])
+    assert "loss" in trainer.callback_metrics
+
+
+def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
+    model, data = two_lines(FullParticipation())
+    trainer = pl.Trainer(**quiet, max_epochs=2)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):  # before a fit, and after one
+        found = ls.estimate(trainer, model, data)
+        assert found.total_seconds > 0
+        assert found.num_rounds == found.num_validations == 2
+        assert same_state(model.state_dict(), before)
+        trainer.fit(model, data)
+        before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="MultiModelDataModule"):
+        ls.estimate(trainer, model, data.modules["words"])

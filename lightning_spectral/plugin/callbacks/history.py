@@ -31,10 +31,15 @@ class RoundHistory(RoundCallback):
         """Add the row of the round; of several models, each adds its part to it."""
         own = round_metrics(summary)
         own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
-        if not (summary.model and self.rows and self.rows[-1]["fl/round"] == summary.round_idx):
+        if not self._belongs_to_last_row(own):
             self.rows.append({})
         self.rows[-1].update(own)
         self._from_clients |= own.keys()
+
+    def _belongs_to_last_row(self, own: dict[str, float]) -> bool:
+        """Whether another model has begun the row of this round; in another fit rounds begin at 0 again."""
+        last = self.rows[-1] if self.rows else {}
+        return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what was logged before: Lightning keeps the last value of every metric, however old."""

@@ -18,6 +18,7 @@ from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
+from lightning_spectral.simulation import Conditions
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
@@ -191,6 +192,29 @@ def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]
                 f"{type(module).__name__}{f' ({name!r})' if name else ''} trains, by manual optimisation; use "
                 'measure="last", or UpdateVarianceReduced.'
             )
+
+
+def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if a cohort that a sampler draws is to be cut: its coefficients are those of all drawn.
+
+    Args:
+        limit: Lightning's ``limit_train_batches``.
+        trainer: The Trainer; with ``fast_dev_run`` the result does not matter.
+    """
+    if not trainer.fast_dev_run and limit != 0 and not (isinstance(limit, float) and limit == 1.0):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average; lower "
+            "its `active` instead."
+        )
+
+
+def check_over_selection(conditions: Conditions, *, absolute: bool) -> None:
+    """Raise ``ValueError`` if those who come late are left out of a sum whose coefficients are those of all drawn."""
+    if absolute and conditions.clock is not None and conditions.clock.keep_first is not None:
+        raise ValueError(
+            f"VirtualClock(keep_first={conditions.clock.keep_first}) leaves out clients that a sampler drew, and every "
+            "step would be too short; leave it out, or give the sampler normalize=True."
+        )
 
 
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import cast
 import lightning.pytorch as pl
 
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checks import check_measurable, check_sampler
+from lightning_spectral.plugin.checks import check_limit, check_measurable, check_sampler
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Slot
@@ -78,6 +78,7 @@ class CohortHooks(pl.LightningModule):
         self._limit, self._sampled = limit, None
         if isinstance(self.participation, Sampler):
             check_sampler(self.participation, {name: member.algorithm for name, member in self.members.items()})
+            check_limit(limit, self.trainer)
             check_measurable(self.participation, {name: member.module for name, member in self.members.items()})
             keys = [member.seat.key for member in self.members.values()]
             self._sampled = SampledCohorts(self.participation, self.population(), keys, self.seed)
@@ -109,8 +110,8 @@ class CohortHooks(pl.LightningModule):
         if not self._sampled.has_drawn(round_idx):
             with stage_profile(self.trainer, "plan"):
                 self._measure(self._sampled, round_idx)
-                is_whole = self._limit == 1.0 and isinstance(self._limit, float)
-                self._sampled.draw(round_idx, None if is_whole else self._most_units)
+                is_cut = self._limit != 1.0 or isinstance(self._limit, int)  # in a quick try alone
+                self._sampled.draw(round_idx, self._most_units if is_cut else None)
         return self._sampled.units
 
     def _uniform_cohort(self, round_idx: int) -> list[WorkUnit]:
@@ -132,7 +133,7 @@ class CohortHooks(pl.LightningModule):
         """Let the sampler learn from a round of one model, and add what it did to the round's summary."""
         if self._sampled is None:
             return summary
-        own = self._sampled.diagnostics(index)
+        own = self._sampled.diagnostics(index, summary.clients)
         measured = self._sampled.measured(index)
         self._sampled.note(index, summary.clients)
         return replace(summary, diagnostics={**summary.diagnostics, **own}, measured=measured)

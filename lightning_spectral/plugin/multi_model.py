@@ -16,6 +16,7 @@ from lightning_spectral.plugin.checks import (
     check_clipping,
     check_datamodule,
     check_member,
+    check_over_selection,
     check_same_everywhere,
     check_stage,
     check_trainer,
@@ -192,6 +193,7 @@ class MultiModelModule(MultiModelHooks, Host):
             for name, member in self.members.items():
                 data = self.data_of(name)
                 check_member(member.module, data, self.participation, member.faults)
+                check_over_selection(member.conditions, absolute=member.absolute)
                 member.conditions.check(data.num_clients, self._usual_size)
             write_whole_files(self.trainer)
         self.move_batches()

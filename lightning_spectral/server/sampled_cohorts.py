@@ -101,14 +101,14 @@ class SampledCohorts:
         if self.sampler.figure and known:
             self.figures[list(known), model] = torch.tensor(list(known.values()), dtype=torch.float64)
 
-    def diagnostics(self, model: int) -> Mapping[str, float]:
-        """What this round's draw means for one model.
+    def diagnostics(self, model: int, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        """What this round's draw, and its outcome, mean for one model.
 
         - ``active_processors``: processors that drew this model.
 
         Unless the sampler normalizes, so that all steps have the same length:
 
-        - ``step_size``: sum of the coefficients, |H|_1, with expectation 1.
+        - ``step_size``: sum of the coefficients of those who reported, |H|_1, with expectation 1 if all do.
         - ``step_size_variance``: E(|H|_1 - 1)^2, exactly, where the design knows its joint probabilities.
         - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: of the estimate of the mean
           loss or update, as far as figures are known.
@@ -118,7 +118,7 @@ class SampledCohorts:
         active = {"active_processors": float(drawn.active[model])}
         if self.sampler.normalize:
             return active
-        size = math.fsum(unit.coefficient for unit in self.units if unit.model == self.keys[model])
+        size = math.fsum(outcome.unit.coefficient for outcome in outcomes if not outcome.left_out)
         return {**active, "step_size": size, **self._variances(model, drawn.probs)}
 
     def _variances(self, model: int, all_probs: Tensor) -> dict[str, float]:

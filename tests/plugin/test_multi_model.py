@@ -461,14 +461,11 @@ def test_rounds_of_another_fit_are_rows_of_their_own(quiet: dict[str, Any]) -> N
     assert [row["fl/round"] for row in history.rows] == [0, 0]
 
 
-def test_the_logged_size_of_a_step_is_that_of_a_cut_cohort(run: Any) -> None:
+def test_a_quick_try_trains_one_client(run: Any) -> None:
     model, data = two_lines(ls.Uniform(active=5))
-    _, history, _ = run(model, data, limit_train_batches=2)
-    units = model.cohort(0)
-    assert len(units) == 2
-    for name in WIDTHS:
-        size = sum(unit.coefficient for unit in units if unit.model == name)
-        assert history.rows[0][f"{name}/fl/step_size"] == pytest.approx(size)
+    _, history, ledger = run(model, data, fast_dev_run=True)
+    (row,) = ledger.rows
+    assert history.rows[0][f"{row.model}/fl/clients"] == 1
 
 
 class LitPlateau(LitLine):
@@ -545,3 +542,32 @@ def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
         before = copy.deepcopy(model.state_dict())
     with pytest.raises(TypeError, match="MultiModelDataModule"):
         ls.estimate(trainer, model, data.modules["words"])
+
+
+def test_a_cohort_that_a_sampler_drew_is_not_cut(run: Any) -> None:
+    with pytest.raises(ValueError, match="lower its `active` instead"):
+        run(*two_lines(ls.Uniform(active=3)), limit_train_batches=2)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_over_selection_needs_an_average_that_is_divided(normalize: bool, run: Any) -> None:
+    clock = ls.VirtualClock(ls.DeviceProfile(1e6, 1e6, 1e9), keep_first=1)
+    model = ls.MultiModelModule(
+        {"words": ls.FederatedModule(seeded(LitLine), clock=clock)},
+        participation=ls.Uniform(active=2, normalize=normalize),
+    )
+    data = ls.MultiModelDataModule({"words": lines(3, (4, 9, 2))})
+    if normalize:
+        run(model, data)
+    else:
+        with pytest.raises(ValueError, match="every step would be too short"):
+            run(model, data)
+
+
+def test_the_logged_step_is_that_of_those_who_reported(run: Any) -> None:
+    model = ls.MultiModelModule(
+        {"words": ls.FederatedModule(seeded(LitLine), dropout=ls.ClientDropout([0.0, 0.999999, 0.0]))},
+        participation=ls.FullParticipation(),
+    )
+    _, history, _ = run(model, ls.MultiModelDataModule({"words": lines(3, (4, 9, 2))}))
+    assert history.rows[0]["words/fl/step_size"] == pytest.approx(6 / 15)

@@ -19,7 +19,7 @@ def _populations() -> Iterator[tuple[str, Population]]:
     yield "one model", Population(sizes[:, :1].contiguous(), processors=torch.ones(4, dtype=torch.int64))
 
 
-def check_sampler(sampler: Sampler, *, num_samples: int = 4000) -> None:
+def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
     """Check that a sampler keeps the contract of :class:`~lightning_spectral.participation.Sampler`.
 
     Tries populations with one model and several, with gaps, and with one processor or several. Checks that

@@ -26,7 +26,7 @@ OURS = [
 
 @pytest.mark.parametrize("sampler", OURS, ids=repr)
 def test_our_samplers_keep_the_contract(sampler: Sampler) -> None:
-    check_sampler(sampler)
+    check_sampler(sampler, num_samples=300)
 
 
 OTHER_SEEDS = itertools.count()
@@ -75,4 +75,4 @@ class Biased(ls.Uniform):
 )
 def test_what_breaks_it_is_found(sampler: Sampler, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        check_sampler(sampler)
+        check_sampler(sampler, num_samples=300)

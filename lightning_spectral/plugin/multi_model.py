@@ -26,6 +26,7 @@ from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.multi_model_checks import check_count, check_models, check_unavailable
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
 from lightning_spectral.plugin.round_boundaries import with_boundaries
@@ -94,11 +95,11 @@ class MultiModelModule(MultiModelHooks, Host):
         self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
         self.participation = participation
-        check_per_client("processors", processors, _check_count)
+        check_per_client("processors", processors, check_count)
         self.processors = processors
-        check_is("unavailable", {} if unavailable is None else unavailable, Mapping)
-        _check_unavailable(unavailable or {}, models)
-        self.unavailable = {client: tuple(names) for client, names in (unavailable or {}).items()}
+        unavailable = {} if unavailable is None else unavailable
+        check_unavailable(unavailable, models)
+        self.unavailable = {client: tuple(names) for client, names in unavailable.items()}
         self.seed = seed
         self._limit, self._sampled, self._turn = 1.0, None, None
         self._default_dtype = torch.get_default_dtype()
@@ -227,58 +228,3 @@ class MultiModelModule(MultiModelHooks, Host):
         if self._trainer is not None and isinstance(self.trainer.strategy, ClientParallelStrategy):
             options["sync_dist"] = True
         super().log(name, value, *args, **options)
-
-
-def check_models(models: Any) -> None:
-    """Check the models of a federation.
-
-    Raises:
-        TypeError: If one is not a `FederatedModule`.
-        ValueError: If there is none, a name cannot be part of a metric's, one has a participation of its own, or two
-            share weights.
-    """
-    check_is("models", models, Mapping)
-    taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
-    if not models:
-        raise ValueError("`models` is empty; give a FederatedModule for each model, by name.")
-    for name, model in models.items():
-        check_is(f"models[{name!r}]", model, FederatedModule)
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"A model's name begins its metrics' and must be an identifier, got {name!r}.")
-        if name in taken:
-            raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
-        if model.participation is not None:
-            raise ValueError(
-                f"{name!r} has a participation of its own ({model.participation}), and MultiModelModule decides who "
-                "trains which model; leave out its `clients_per_round` and `participation`."
-            )
-    _check_nothing_is_shared(models)
-
-
-def _check_count(count: int) -> None:
-    check_is("processors", count, int)
-    if count < 1:
-        raise ValueError(f"`processors` must be at least 1, got {count}; leave out clients that train nothing.")
-
-
-def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
-    owner: dict[int, str] = {}
-    for name, model in models.items():
-        for tensor in {*model.module.parameters(), *model.module.buffers()}:
-            other = owner.setdefault(id(tensor), name)
-            if other != name:
-                raise ValueError(
-                    f"The models {other!r} and {name!r} share weights, and would train each other's; give each model "
-                    "its own: copy.deepcopy(layer)."
-                )
-
-
-def _check_unavailable(unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]) -> None:
-    for client, names in unavailable.items():
-        check_is("unavailable", client, int)
-        if client < 0:
-            raise ValueError(f"`unavailable` has clients' ids, which are at least 0, got {client}.")
-        if isinstance(names, str):
-            raise TypeError(f"`unavailable` lists models of a client, got {names!r}; write {{{client}: [{names!r}]}}.")
-        if unknown := [name for name in names if name not in models]:
-            raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")

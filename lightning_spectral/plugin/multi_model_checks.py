@@ -1,0 +1,74 @@
+"""Checks of the arguments of a `MultiModelModule`, whose errors name the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_spectral.errors import check_is
+from lightning_spectral.plugin.module import FederatedModule
+
+
+def check_models(models: Any) -> None:
+    """Check the models of a federation.
+
+    Raises:
+        TypeError: If one is not a `FederatedModule`.
+        ValueError: If there is none, a name cannot be part of a metric's, one has a participation of its own, or two
+            share weights.
+    """
+    check_is("models", models, Mapping)
+    taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
+    if not models:
+        raise ValueError("`models` is empty; give a FederatedModule for each model, by name.")
+    for name, model in models.items():
+        check_is(f"models[{name!r}]", model, FederatedModule)
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"A model's name begins its metrics' and must be an identifier, got {name!r}.")
+        if name in taken:
+            raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
+        if model.participation is not None:
+            raise ValueError(
+                f"{name!r} has a participation of its own ({model.participation}), and MultiModelModule decides who "
+                "trains which model; leave out its `clients_per_round` and `participation`."
+            )
+    _check_nothing_is_shared(models)
+
+
+def check_count(count: int) -> None:
+    """Raise unless a client can have this number of processors."""
+    check_is("processors", count, int)
+    if count < 1:
+        raise ValueError(f"`processors` must be at least 1, got {count}; leave out clients that train nothing.")
+
+
+def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
+    owner: dict[int, str] = {}
+    for name, model in models.items():
+        for tensor in {*model.module.parameters(), *model.module.buffers()}:
+            other = owner.setdefault(id(tensor), name)
+            if other != name:
+                raise ValueError(
+                    f"The models {other!r} and {name!r} share weights, and would train each other's; give each model "
+                    "its own: copy.deepcopy(layer)."
+                )
+
+
+def check_unavailable(unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]) -> None:
+    """Check which models clients are said not to be able to train.
+
+    Raises:
+        TypeError: If it is not a mapping from clients' ids to lists of names.
+        ValueError: If an id is negative, or a name is none of the models'.
+    """
+    check_is("unavailable", unavailable, Mapping)
+    for client, names in unavailable.items():
+        check_is("unavailable", client, int)
+        if client < 0:
+            raise ValueError(f"`unavailable` has clients' ids, which are at least 0, got {client}.")
+        if isinstance(names, str):
+            raise TypeError(f"`unavailable` lists models of a client, got {names!r}; write {{{client}: [{names!r}]}}.")
+        if unknown := [name for name in names if name not in models]:
+            raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")

@@ -1,5 +1,6 @@
 """The study of several models: setups, split, runs and report, all without downloads."""
 
+import hashlib
 import json
 import math
 import sys
@@ -47,6 +48,19 @@ def test_the_files_of_a_study_leave_nothing_behind(tmp_path: Path) -> None:
         assert Path.cwd() == tmp_path
         assert set(MODULES) <= set(sys.modules)
     assert (path, names, folder) == (list(sys.path), {"images", *MODULES} & set(sys.modules), Path.cwd())
+
+
+def test_a_package_is_downloaded_once_and_another_file_is_refused(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = sys.modules[study.plays.fetched.__module__]
+    monkeypatch.setattr(fetch, "CACHE", tmp_path / "cache")
+    command = [sys.executable, "-c", "open('package', 'x').write('data')"]  # which a second time would fail
+    sha256 = hashlib.sha256(b"data").hexdigest()
+    for _ in range(2):
+        assert fetch.fetched("package", sha256, command, megabytes=0).read_text() == "data"
+    with pytest.raises(ValueError, match="remove it and try again"):
+        fetch.fetched("package", "0" * 64, command, megabytes=0)
 
 
 def test_every_setup_has_a_file_of_its_own(study: Any) -> None:

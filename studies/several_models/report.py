@@ -90,8 +90,8 @@ def final(run: Run) -> float:
 
 def step_size(run: Run) -> tuple[float, float]:
     """Mean and standard deviation of |H|_1 over rounds, each averaged over models."""
-    columns = [columns["fl/step_size"] for columns in run["models"].values()]
-    return mean(map(mean, columns)), mean(map(stdev, columns))
+    sizes = [columns["fl/step_size"] for columns in run["models"].values()]
+    return mean(map(mean, sizes)), mean(map(stdev, sizes))
 
 
 def bytes_measuring(run: Run) -> float:

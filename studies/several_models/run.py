@@ -1,9 +1,11 @@
-"""Trains the runs that are not yet done, one after another: three models, 120 clients, 12 active processors.
+"""Trains the runs that are not yet done, one after another: three or five models, 120 clients, 12 active processors.
 
     python studies/several_models/run.py
+    python studies/several_models/run.py --federation five
     python studies/several_models/report.py
 
-A run is one file in ``outputs/several_models``; started again, the command goes on where it stopped.
+A run is one file in ``outputs/several_models``, of five models in ``outputs/several_models_five``; started again, the
+command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -20,38 +22,41 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from federations import FEDERATIONS, Federation
 from setups import SETUPS
-from tasks import LOCAL_EPOCHS, MODELS, PROCESSORS, Classifier, deal
+from tasks import LOCAL_EPOCHS, PROCESSORS
 
 import lightning_spectral as ls
 
-OUTPUT = Path("outputs/several_models")
-NUM_ROUNDS, EVERY, SEEDS, LR = 100, 5, 3, 0.1
+NUM_ROUNDS, EVERY, SEEDS = 100, 5, 3
 KEPT = ("fl/step_size", "fl/step_size_variance", "fl/active_processors", "fl/bytes_measuring", "fl/store_bytes")
 
 
-def path_of(setup: str, seed: int) -> Path:
+def path_of(federation: Federation, setup: str, seed: int) -> Path:
     """Where the result of a run is written."""
-    return OUTPUT / f"{''.join(c if c.isalnum() or c in '*.' else '-' for c in setup)}_{seed}.json"
+    return federation.output / f"{''.join(c if c.isalnum() or c in '*.' else '-' for c in setup)}_{seed}.json"
 
 
-def train(name: str, seed: int, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
+def train(federation: Federation, name: str, seed: int, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
     """Accuracy of each model along the way, what its sampler did, and all bytes."""
     torch.manual_seed(seed)
     setup = SETUPS[name]
     models = {
-        model: ls.FederatedModule(Classifier(LR), algorithm=setup.algorithm(), local_epochs=LOCAL_EPOCHS, seed=seed)
-        for model in MODELS
+        model: ls.FederatedModule(
+            federation.module(model), algorithm=setup.algorithm(), local_epochs=LOCAL_EPOCHS, seed=seed
+        )
+        for model in federation.models
     }
-    federation = ls.MultiModelModule(models, participation=setup.sampler, processors=PROCESSORS, seed=seed)
+    several = ls.MultiModelModule(models, participation=setup.sampler, processors=PROCESSORS, seed=seed)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     error, begun = "", time.perf_counter()
     try:
-        _trainer(num_rounds, [history, ledger]).fit(federation, deal(seed))
+        _trainer(num_rounds, [history, ledger]).fit(several, federation.deal(seed))
     except (ls.RoundError, ls.ClientError) as failure:  # a run that diverges is a result
         error = str(failure).splitlines()[0]
     curves = {
-        model: {column: history.column(f"{model}/{column}") for column in ("accuracy", *KEPT)} for model in MODELS
+        model: {column: history.column(f"{model}/{column}") for column in ("accuracy", *KEPT)}
+        for model in federation.models
     }
     seconds = round(time.perf_counter() - begun, 1)
     return {"setup": name, "seed": seed, **curves, "bytes": ledger.total_bytes, "error": error, "seconds": seconds}
@@ -71,27 +76,30 @@ def _trainer(num_rounds: int, callbacks: list[pl.Callback]) -> pl.Trainer:
     )
 
 
-def todo(setups: list[str], seeds: int) -> Iterator[tuple[str, int]]:
+def todo(federation: Federation, setups: list[str], seeds: int) -> Iterator[tuple[str, int]]:
     """The runs that have no result, seed by seed."""
     for seed, name in product(range(seeds), setups):
-        if not path_of(name, seed).exists():
+        if not path_of(federation, name, seed).exists():
             yield name, seed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Several models: runs that are not yet done.")
+    parser.add_argument("--federation", choices=FEDERATIONS, default="three", help="three models (default), or five")
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="only some setups (all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds ({SEEDS})")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
     torch.set_num_threads(1)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    for name, seed in todo(args.setups, args.seeds):
-        result = train(name, seed)
-        path_of(name, seed).write_text(json.dumps(result))
-        last = [f"{result[model]['accuracy'][-1]:.1%}" if result[model]["accuracy"] else "-" for model in MODELS]
-        print(f"{name}, seed {seed}: {', '.join(last)} {result['error']} ({result['seconds']:.0f} s)", flush=True)
+    federation = FEDERATIONS[args.federation]
+    federation.output.mkdir(parents=True, exist_ok=True)
+    for name, seed in todo(federation, args.setups, args.seeds):
+        result = train(federation, name, seed)
+        path_of(federation, name, seed).write_text(json.dumps(result))
+        last = [result[model]["accuracy"][-1:] for model in federation.models]
+        accuracies = ", ".join(f"{values[0]:.1%}" if values else "-" for values in last)
+        print(f"{name}, seed {seed}: {accuracies} {result['error']} ({result['seconds']:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

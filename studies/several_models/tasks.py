@@ -31,11 +31,11 @@ LOCAL_EPOCHS, BATCH_SIZE = 5, 500
 
 
 class Classifier(pl.LightningModule):
-    """784 / 4 pixels to 10 classes, with one hidden layer."""
+    """A network that is trained with plain SGD, as `Scaffold` needs it."""
 
-    def __init__(self, lr: float) -> None:
+    def __init__(self, net: nn.Module, lr: float) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(196, 100), nn.ReLU(), nn.Linear(100, NUM_LABELS))
+        self.net = net
         self.lr = lr
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -48,6 +48,11 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+def perceptron() -> nn.Module:
+    """784 / 4 pixels to 10 classes, with one hidden layer."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(196, 100), nn.ReLU(), nn.Linear(100, NUM_LABELS))
+
+
 @cache
 def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images and labels, for training and for tests."""
@@ -57,23 +62,34 @@ def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def deal(seed: int) -> ls.MultiModelDataModule:
     """The data of all models, dealt to the clients."""
     generator = torch.Generator().manual_seed(seed)
-    lacks = torch.full((NUM_CLIENTS,), -1)
-    without = torch.randperm(NUM_CLIENTS, generator=generator)[: NUM_CLIENTS // 10]
-    lacks[without] = torch.randint(len(MODELS), (len(without),), generator=generator)
+    lacks = lacked_model(len(MODELS), generator)
     x, y, test_x, test_y = images()
     order = torch.randperm(len(y), generator=generator)
     modules = {}
     for index, name in enumerate(MODELS):
         own = order[index * NUM_TRAIN : (index + 1) * NUM_TRAIN]
         owners = owners_of(y[own], lacks == index, generator)
-        modules[name] = ls.FederatedDataModule(
-            TensorDataset(x[own], y[own]),
-            ls.NaturalPartitioner(owners, names=range(NUM_CLIENTS)),
-            val=TensorDataset(test_x, test_y),
-            batch_size=BATCH_SIZE,
-            eval_batch_size=len(test_y),
-        )
+        modules[name] = dealt(x[own], y[own], owners, TensorDataset(test_x, test_y))
     return ls.MultiModelDataModule(modules)
+
+
+def dealt(x: Tensor, y: Tensor, owners: Tensor, val: TensorDataset) -> ls.FederatedDataModule:
+    """The data of one model; ``owners`` are the clients that get its examples, ``val`` is what tests the model."""
+    return ls.FederatedDataModule(
+        TensorDataset(x, y),
+        ls.NaturalPartitioner(owners, names=range(NUM_CLIENTS)),
+        val=val,
+        batch_size=BATCH_SIZE,
+        eval_batch_size=len(val),
+    )
+
+
+def lacked_model(num_models: int, generator: torch.Generator) -> Tensor:
+    """The one model of which a client has no examples, -1 for nine of ten clients; shape ``(NUM_CLIENTS,)``."""
+    lacks = torch.full((NUM_CLIENTS,), -1)
+    without = torch.randperm(NUM_CLIENTS, generator=generator)[: NUM_CLIENTS // 10]
+    lacks[without] = torch.randint(num_models, (len(without),), generator=generator)
+    return lacks
 
 
 def owners_of(labels: Tensor, lacking: Tensor, generator: torch.Generator) -> Tensor:

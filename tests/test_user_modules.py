@@ -522,3 +522,15 @@ def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit
     assert len(fitted.rows) == 2
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)])
+def test_singular_vectors_of_a_spectral_norm_are_unit_vectors_after_a_run(
+    algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    module = seeded(lit_mlp, lr=0.3, width=16)
+    module.net[0] = seeded(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)))
+    module.net.insert(1, seeded(nn.Linear, 16, 16))
+    normed = fit(module, data, algorithm=algorithm, max_epochs=5).module.eval().net[0]
+    for vector in normed.parametrizations.weight[0].buffers():
+        assert float(vector.norm()) == pytest.approx(1.0, abs=1e-5)

@@ -522,3 +522,29 @@ def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit
     assert len(fitted.rows) == 2
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)])
+def test_a_spectral_norm_has_unit_vectors_after_a_run(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    module = seeded(lit_mlp, lr=0.3, width=16)
+    module.net[0] = seeded(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)))
+    module.net.insert(1, seeded(nn.Linear, 16, 16))
+    normed = fit(module, data, algorithm=algorithm, max_epochs=5).module.eval().net[0]
+    for vector in normed.parametrizations.weight[0].buffers():
+        assert float(vector.norm()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_clipping_the_weight_of_a_sharded_layer_is_an_error_that_names_it(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Critic(lit_mlp):  # type: ignore[misc]
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            for layer in self.net:
+                if hasattr(layer, "weight"):
+                    layer.weight.data.clamp_(-0.01, 0.01)
+
+    with pytest.raises(ls.ClientError, match=r"`net.2.weight` cannot be written.*exclude=\['net.2'\]"):
+        fit(Critic(), data)
+    excluded = ls.SpectralSharding(layers=ls.LayerChoices(keep_first_and_last_dense=False, exclude=["net.2"]))
+    with pytest.raises(ls.ClientError, match=r"`net.0.weight` cannot be written"):
+        fit(Critic(), data, algorithm=excluded)
+    clipped = fit(Critic(), data, algorithm=ls.FedAvg()).module.net[2].weight
+    assert float(clipped.detach().abs().max()) <= 0.0101

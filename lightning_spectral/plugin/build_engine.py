@@ -26,6 +26,7 @@ from lightning_spectral.plugin.schedules import RoundScheduler
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.plugin.user_hooks import defines, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.gradient_hooks import check_gradient_hooks
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -94,6 +95,7 @@ def build_engine(
         conditions: Simulated dropout and device speed; ``None`` if all clients report back.
         store: State of single clients that the server keeps; ``None`` for a new, empty one.
     """
+    check_gradient_hooks(server)
     algorithm = algorithm.prepare(server)
     run = Run(
         server,

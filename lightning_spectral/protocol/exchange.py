@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from lightning_spectral.protocol.gradient_hooks import carry_gradient_hooks
 
 Tensors = Mapping[str, Tensor]
 AVERAGED = "averaged"
+NORMALISED = "averaged, then scaled to norm 1"
+RETURNED = (AVERAGED, NORMALISED)
 
 
 def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
@@ -34,20 +42,26 @@ def averaged_tensors(
     which no checkpoint would hold, keep the server's value; so do those that a pattern of ``keep_buffers`` matches.
     """
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy == AVERAGED}
+    moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy in RETURNED}
     return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
 
 
 def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
-    """A deep copy of a module without the Trainer that it may be attached to.
+    """A deep copy of a module with its gradient hooks, and without the Trainer that it may be attached to.
 
     Args:
         module: Any module; it is only read.
         shared: Tensors that are not copied but shared, because the copy is about to replace them.
+
+    Raises:
+        ValueError: If a shared tensor has a gradient hook.
     """
     trainer = getattr(module, "_trainer", None)  # of a LightningModule in a fit
     detached = {} if trainer is None else {id(trainer): None}
-    return copy.deepcopy(module, {**detached, **{id(tensor): tensor for tensor in shared}})
+    memo: dict[int, Any] = {**detached, **{id(tensor): tensor for tensor in shared}}
+    copied = copy.deepcopy(module, memo)
+    carry_gradient_hooks(module, memo)
+    return copied
 
 
 @torch.no_grad()
@@ -74,12 +88,14 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
         changes: Names of parameters and buffers with their mean changes, read one at a time.
     """
     parameters = dict(server.named_parameters())
-    buffers = dict(server.named_buffers())
+    buffers, unit = dict(server.named_buffers()), set(_unit_vectors(server))
     for name, change in changes:
         if name in parameters:
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
         else:
             buffers[name].add_(change.to(buffers[name].dtype))
+        if name in unit:
+            buffers[name].copy_(F.normalize(buffers[name], dim=0))
         del change  # free it before the next one is computed
 
 
@@ -90,10 +106,11 @@ def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iter
         >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]
         [('running_var', 'averaged'), ('num_batches_tracked', "the server's: not a floating-point number")]
     """
-    persistent = module.state_dict(keep_vars=True).keys()
+    persistent, unit = module.state_dict(keep_vars=True).keys(), set(_unit_vectors(module))
     for name, buffer in module.named_buffers():
         kept = any(fnmatchcase(name, pattern) for pattern in keep_buffers)
-        yield name, tuple(buffer.shape), "the server's: as asked" if kept else _policy(buffer, name in persistent)
+        policy = "the server's: as asked" if kept else _policy(buffer, name in persistent)
+        yield name, tuple(buffer.shape), NORMALISED if policy == AVERAGED and name in unit else policy
 
 
 def kept_buffers(module: nn.Module, keep_buffers: Sequence[str] = ()) -> tuple[str, ...]:
@@ -103,7 +120,7 @@ def kept_buffers(module: nn.Module, keep_buffers: Sequence[str] = ()) -> tuple[s
         >>> kept_buffers(nn.BatchNorm1d(2), ["running_mean"])
         ('running_mean', 'num_batches_tracked')
     """
-    return tuple(name for name, _, policy in buffer_policies(module, keep_buffers) if policy != AVERAGED)
+    return tuple(name for name, _, policy in buffer_policies(module, keep_buffers) if policy not in RETURNED)
 
 
 def _policy(buffer: Tensor, persistent: bool) -> str:
@@ -112,6 +129,19 @@ def _policy(buffer: Tensor, persistent: bool) -> str:
     if not persistent:
         return "the server's: no checkpoint holds it"
     return AVERAGED if bool(torch.isfinite(buffer).all()) else "the server's: it has infinite entries"
+
+
+def _unit_vectors(module: nn.Module) -> Iterator[str]:
+    """Names of the buffers that hold the singular vectors of both of torch's spectral norms.
+
+    A mean of unit vectors is shorter than they are, and the estimated norm of the weight would shrink with it.
+    """
+    for path, part in module.named_modules():
+        names = [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        if isinstance(part, _SpectralNorm):
+            names.append("")
+        for name, vector in itertools.product(names, ("_u", "_v")):
+            yield f"{path}.{name}{vector}" if path else f"{name}{vector}"
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
 import copy
 import math
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
+    buffer_policies,
     load_tensors,
     select_tensors,
     travelling_tensors,
@@ -59,3 +61,36 @@ def test_change_becomes_a_pseudo_gradient_and_moves_buffers() -> None:
     torch.testing.assert_close(server[0].bias, before["0.bias"] + 0.5)
     torch.testing.assert_close(server[1].running_mean, before["1.running_mean"] + 2.0)
     assert torch.equal(server[0].weight, before["0.weight"])
+
+
+def with_spectral_norms() -> nn.Sequential:
+    old = nn.utils.spectral_norm(nn.Linear(4, 5))
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), old, nn.BatchNorm1d(5))
+
+
+OLD = pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated:FutureWarning")
+
+
+@OLD
+def test_the_plan_says_that_singular_vectors_stay_unit_vectors() -> None:
+    policies = {name: policy for name, _, policy in buffer_policies(with_spectral_norms(), ["*.0._v"])}
+    assert policies == {
+        "0.parametrizations.weight.0._u": "averaged, then scaled to norm 1",
+        "0.parametrizations.weight.0._v": "the server's: as asked",
+        "1.weight_u": "averaged, then scaled to norm 1",
+        "1.weight_v": "averaged, then scaled to norm 1",
+        "2.running_mean": "averaged",
+        "2.running_var": "averaged",
+        "2.num_batches_tracked": "the server's: not a floating-point number",
+    }
+
+
+@OLD
+def test_averaged_singular_vectors_have_norm_one() -> None:
+    server = with_spectral_norms()
+    own = {name: buffer for name, buffer in server.named_buffers() if name.endswith(("_u", "_v"))}
+    expected = {name: nn.functional.normalize(buffer + 0.5, dim=0) for name, buffer in own.items()}
+    apply_mean_change(server, [(name, torch.full_like(buffer, 0.5)) for name, buffer in own.items()])
+    assert len(own) == 4
+    for name, buffer in own.items():
+        torch.testing.assert_close(buffer, expected[name])

@@ -71,8 +71,9 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     @property
     def in_proj_weight(self) -> Tensor | None:
         """The effective packed weight, for modules that read it; ``None`` where q, k and v differ in size."""
-        parts = [self._block(role).matrix() for role in ROLES]
-        return torch.cat(parts) if len({part.shape for part in parts}) == 1 else None
+        if len({self._block(role).v.shape[1] for role in ROLES}) > 1:
+            return None
+        return self.computed("in_proj_weight", lambda: torch.cat([self._block(role).matrix() for role in ROLES]))
 
     def forward(
         self,

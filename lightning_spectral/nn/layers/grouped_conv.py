@@ -78,6 +78,9 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
     @property
     def weight(self) -> Tensor:
         """The effective dense weight; differentiable."""
+        return self.computed("weight", self._kernel)
+
+    def _kernel(self) -> Tensor:
         return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
 
     def extra_repr(self) -> str:

@@ -89,4 +89,4 @@ class SpectralShardedTransposedLinear(SpectralShardedLinear):
     @property
     def weight(self) -> Tensor:
         """The effective dense weight, shape ``(in_features, out_features)``."""
-        return self.matrix().T
+        return self.computed("weight", lambda: self.matrix().T)

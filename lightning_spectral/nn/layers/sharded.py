@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, assemble, by_parameter, row_blocks
+from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, assemble, by_parameter, join, row_blocks
+from lightning_spectral.nn.layers.computed_weight import computed_weight, refuse_write
 from lightning_spectral.nn.layers.terms import SingularTerms, rebuilding_is_cheaper
 
 if TYPE_CHECKING:  # a mix-in for modules
@@ -25,7 +26,14 @@ class ShardedLayer(_Base):
 
     Parameters that are not factorised, such as biases, keep the names that they have in the dense layer. Each block of
     a weight has its terms in a `SingularTerms`: the layer itself, or one of its children.
+
+    Attributes:
+        dense_name: Name of the layer in the module that it belongs to, for messages; set where layers are swapped.
+        dense_weights: Names of the weights that it holds as singular terms, as attributes of the dense layer.
     """
+
+    dense_name: str = ""
+    dense_weights: frozenset[str] = frozenset()
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
@@ -133,6 +141,21 @@ class ShardedLayer(_Base):
             return num_terms * rows + rows * columns * call.input_needs_grad
         return num_terms * (rows + call.num_positions)
 
+    def computed(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """A dense weight for modules that read it: differentiable, and an error to write to.
+
+        Args:
+            name: Attribute of the dense layer.
+            compute: Returns the weight.
+        """
+        return computed_weight(compute, join(self.dense_name, name), self.dense_name or type(self).__name__)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a new value for a weight that is held as singular terms; it would not be used."""
+        if name in self.dense_weights:
+            refuse_write(join(self.dense_name, name), self.dense_name)
+        super().__setattr__(name, value)
+
     def effective_weights(self, dense: Any) -> dict[str, Tensor]:
         """The dense weights that the layer stands for, by their names in ``dense``; differentiable."""
         weights = {}
@@ -186,4 +209,4 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
     @property
     def weight(self) -> Tensor:
         """The effective dense weight, for modules that read it; differentiable, shape ``weight_shape``."""
-        return self.matrix().view(self.weight_shape)
+        return self.computed("weight", lambda: self.matrix().view(self.weight_shape))

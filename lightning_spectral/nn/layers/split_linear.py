@@ -75,8 +75,10 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
     @property
     def weight(self) -> Tensor:
         """The effective dense weight, in the orientation of the dense layer; differentiable."""
-        rows = torch.cat([part.matrix() for part in self.held_terms()])
-        return rows.T if self.transposed else rows
+        return self.computed("weight", lambda: self._rows().T if self.transposed else self._rows())
+
+    def _rows(self) -> Tensor:
+        return torch.cat([part.matrix() for part in self.held_terms()])
 
 
 class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):

@@ -20,6 +20,7 @@ from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralS
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
+from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 
 ShardedType = type[ShardedLayer]
 
@@ -84,6 +85,10 @@ def refusal(layer: nn.Module) -> str | None:
     """
     if is_parametrized(layer):
         return "its weight is parametrised"
+    if replaced := [name for name in ("forward", "_conv_forward") if name in vars(layer)]:
+        return f"its `{replaced[0]}` was replaced on the instance"
+    if hooked := [name for name, p in layer.named_parameters(recurse=False) if gradient_hooks(p)]:
+        return f"its `{hooked[0]}` has a gradient hook"
     sharded = sharded_type(layer)
     if sharded is None:
         return f"{type(layer).__name__} is not supported"

@@ -12,7 +12,7 @@ from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_paramet
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
 from lightning_spectral.nn.plan.text_table import aligned
-from lightning_spectral.protocol.exchange import AVERAGED
+from lightning_spectral.protocol.exchange import RETURNED
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BufferPlan:
     Attributes:
         name: Dotted name.
         shape: Its shape.
-        policy: ``"averaged"``, or why it keeps the server's value.
+        policy: ``"averaged"``, also with what is done to the average, or why it keeps the server's value.
     """
 
     name: str
@@ -87,7 +87,7 @@ class ModulePlan:
     @property
     def kept_buffers(self) -> tuple[str, ...]:
         """Patterns of the buffers that keep the server's value: those that were asked for, and names of the others."""
-        names = (buffer.name for buffer in self.buffers if buffer.policy != AVERAGED)
+        names = (buffer.name for buffer in self.buffers if buffer.policy not in RETURNED)
         return tuple(dict.fromkeys([*self.choices.keep_buffers, *names]))
 
     def check(self) -> ModulePlan:

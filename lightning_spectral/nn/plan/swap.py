@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,11 +9,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_spectral.functional.factors import check_keep_ratio, num_terms_for
+from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
 from lightning_spectral.nn.plan.module_plan import LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.trace import Example
 from lightning_spectral.nn.plan.validate import plan_of
+from lightning_spectral.protocol.exchange import copy_module
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def replace_layers(
     """
     check_keep_ratio(keep_ratio)
     plan = plan_of(module, layers, example_input)
-    copied = copy.deepcopy(module)
+    copied: ModuleT = copy_module(module)
     swap_layers(copied, plan, lambda sharded, dense, num_terms: sharded.from_dense(dense, num_terms), keep_ratio)
     return copied
 
@@ -70,6 +71,7 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
         assert layer_plan.sharded is not None
         dense = module.get_submodule(name)
         swaps[dense] = make(layer_plan.sharded, dense, _numbers_of_terms(plan, layer_plan, keep_ratio))
+        _name_weights(swaps[dense], layer_plan)
         swaps[dense].train(dense.training)
         _move_hooks(dense, swaps[dense])
         _log.info("%s: %s -> %s", name, type(dense).__name__, swaps[dense])
@@ -83,6 +85,13 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
 def _numbers_of_terms(plan: ModulePlan, layer: LayerPlan, keep_ratio: float) -> list[int]:
     granularity = plan.choices.term_granularity
     return [num_terms_for(block.num_singular, keep_ratio, granularity) for block in layer.blocks]
+
+
+def _name_weights(sharded: nn.Module, layer: LayerPlan) -> None:
+    """Tell a layer the names of the weights that it stands for, so that it can refuse to have them written."""
+    if isinstance(sharded, ShardedLayer):
+        sharded.dense_name = layer.name
+        sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{layer.name}.") for block in layer.blocks)
 
 
 def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
+from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
 Init = Literal["he", "paper"]
@@ -130,8 +131,9 @@ class Compression:
     def weights_of(self, module: nn.Module) -> tuple[CompressedWeight, ...]:
         """The parameters that are compressed: weights and biases of affine layers, and embeddings.
 
-        What is frozen stays as it is. Parameters of normalisation layers, of parametrised layers and of modules that
-        this package does not know travel whole: a scale that should be near 1 is no random number around 0.
+        What is frozen or has a gradient hook stays as it is. Parameters of normalisation layers, of parametrised layers
+        and of modules that this package does not know travel whole: a scale that should be near 1 is no random number
+        around 0.
 
         Raises:
             ValueError: If there is none, or one is complex.
@@ -153,6 +155,7 @@ class Compression:
         first_name = {id(p): name for name, p in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
         dense = {id(p) for name, p in named if _matches(name, self.exclude)} | _of_special_embeddings(module)
+        dense |= {id(p) for p in module.parameters() if gradient_hooks(p)}
         for path, owner in module.named_modules():
             fan_in: int | None = None
             known = (is_affine(owner) and not _computes_weights(owner)) or isinstance(owner, nn.Embedding)

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,3 +248,14 @@ def test_packed_layers_recurrent_layers_and_groups_hold_terms_for_each_part(gran
 def test_keep_ratio_out_of_range_is_refused(keep_ratio: float) -> None:
     with pytest.raises(ValueError, match=r"`keep_ratio` must be in \(0, 1\]"):
         replace_layers(net(), keep_ratio)
+
+
+def test_a_layer_whose_forward_was_replaced_stays_dense_and_keeps_it() -> None:
+    """As accelerate's hooks do."""
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    module[1].forward = partial(lambda layer, x: 2 * nn.functional.linear(x, layer.weight), module[1])
+    assert reasons(module)["1"] == "its `forward` was replaced on the instance"
+    copied = replace_layers(module, 0.5)
+    assert isinstance(copied[2], SpectralShardedLinear)
+    nn.init.zeros_(copied[1].weight)
+    assert not copied[1](torch.ones(1, 4)).any()

@@ -10,7 +10,7 @@ import torch
 from federation import Fit, seeded
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.checks import check_trainer
@@ -34,8 +34,15 @@ class TestConstructor:
             ({"clients_per_round": 2.5}, r"`clients_per_round` must be an instance of int, got 2\.5"),
             ({"local_epochs": 1.5}, r"`local_epochs` must be an instance of int, got 1\.5"),
             ({"algorithm": ls.FedAvg}, r"got the class FedAvg; write FedAvg\(\.\.\.\)"),
-            ({"algorithm": ls.Collective()}, r"`algorithm` must be an instance of Algorithm, got Collective"),
+            (
+                {"algorithm": ls.Collective()},
+                r"got the strategy Collective\(.*\); write SpectralSharding\(Collective\(",
+            ),
             ({"server_optimizer": 3}, "must be a function from parameters to an optimizer, got 3"),
+            ({"server_optimizer": ls.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),
+            ({"clients_per_round": True}, "`clients_per_round` must be an instance of int, got True; write 1"),
+            ({"local_epochs": True}, "`local_epochs` must be an instance of int, got True; write 1"),
+            ({"seed": 1.5}, "`seed` must be an instance of int, got 1.5; write a whole number"),
         ],
     )
     def test_invalid_arguments_are_refused(self, options: dict[str, Any], message: str, lit: Any) -> None:
@@ -72,6 +79,30 @@ class TestConstructor:
     def test_sizes_of_batches(self, toy: Any) -> None:
         with pytest.raises(ValueError, match="`batch_size` must be at least 1, got 0"):
             ls.FederatedDataModule(toy, ls.IIDPartitioner(2), batch_size=0)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"num_workers": -1}, "`num_workers` must be at least 0, got -1"),
+            ({"num_workers": "2"}, "`num_workers` must be an instance of int, got '2'; write 2"),
+            ({"batch_size": 2.5}, r"`batch_size` must be an instance of int, got 2\.5; write a whole number"),
+            ({"batch_size": "8"}, "`batch_size` must be an instance of int, got '8'; write 8"),
+            ({"batch_size": True}, "`batch_size` must be an instance of int, got True; write 1"),
+            ({"batch_size": None}, "`batch_size` must be an instance of int, got None"),
+            ({"eval_batch_size": 0}, "`eval_batch_size` must be at least 1, got 0"),
+            ({"eval_batch_size": 8.0}, r"`eval_batch_size` must be an instance of int, got 8\.0; write 8"),
+            ({"seed": 1.5}, r"`seed` must be an instance of int, got 1\.5"),
+            ({"partitioner": ls.IIDPartitioner}, r"got the class IIDPartitioner; write IIDPartitioner\(\.\.\.\)"),
+            ({"train": ls.IIDPartitioner(2), "partitioner": []}, "the data set comes first: FederatedDataModule"),
+            ({"train": DataLoader([1, 2])}, r"got a DataLoader; write FederatedDataModule\(loader\.dataset, part"),
+        ],
+    )
+    def test_invalid_arguments_of_data_are_refused(self, options: dict[str, Any], message: str, toy: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match=message):
+            ls.FederatedDataModule(**{"train": toy, "partitioner": ls.IIDPartitioner(2), **options})
+
+    def test_an_optimizer_class_of_torch_is_a_function_from_parameters(self, lit: Any) -> None:
+        ls.FederatedModule(lit, clients_per_round=2, server_optimizer=torch.optim.Adam)
 
 
 class TestSetup:

@@ -165,8 +165,19 @@ class SpectralSharding(Algorithm[SpectralRound]):
         return plan_of(server, self.layers)
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module."""
-        self.plan(server)
+        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module.
+
+        Warns about layers of which every client would hold all terms.
+        """
+        plan = self.plan(server)
+        if plan.whole:
+            listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
+            warnings.warn(
+                f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, which every "
+                "client holds whatever its keep ratio; lower it to shard them, or name them in `exclude`.",
+                SpectralWarning,
+                stacklevel=3,
+            )
 
     def prepare(self, server: nn.Module) -> SpectralSharding:
         """Make the plan of ``server`` the algorithm's ``layers``, once for all rounds."""

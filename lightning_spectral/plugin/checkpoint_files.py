@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.plugin.checkpoint_archive import DamagedFile, check_contents, saved_progress
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -56,38 +58,39 @@ def write_whole_files(trainer: pl.Trainer) -> None:
 
 
 def latest_checkpoint(folder: str | Path) -> str | None:
-    """The newest whole checkpoint of a folder, for ``fit(..., ckpt_path=)``.
+    """The checkpoint of a folder that holds the most rounds, for ``fit(..., ckpt_path=)``.
 
-    Truncated or damaged files are skipped, with a warning.
+    The number of rounds stands in the file: neither its name nor its age matters, so a folder may be copied. A file
+    that cannot be resumed from, because it is damaged or holds weights alone, is skipped, with a warning.
 
     Args:
-        folder: Where a ``ModelCheckpoint`` writes; it need not exist yet.
+        folder: Where a ``ModelCheckpoint`` of one run writes; sub-folders are searched too, because a metric whose name
+            has a slash makes them. It need not exist yet.
 
     Returns:
-        A path, or ``None`` if there is no whole checkpoint: ``fit`` then starts anew.
+        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts anew.
 
     Example:
         >>> latest_checkpoint("a folder that is not there")
     """
-    for path in sorted(filter(Path.exists, Path(folder).glob("*.ckpt")), key=_age):  # a broken link does not exist
-        if _is_whole(path):
+    progress: dict[Path, tuple[int, int]] = {}
+    for path in sorted(filter(Path.is_file, Path(folder).rglob("*.ckpt"))):  # a link to nothing is no file
+        with _skipping(path):
+            progress[path] = saved_progress(path)
+    for path in sorted(progress, key=lambda path: (*progress[path], path.stat().st_mtime_ns), reverse=True):
+        with _skipping(path):
+            check_contents(path)  # of as few files as possible, because it reads them whole
             return str(path)
-        warnings.warn(f"{path} is not a whole checkpoint and is skipped; delete it.", SpectralWarning, stacklevel=2)
     return None
 
 
-def _age(path: Path) -> tuple[float, str]:
-    """Sort key: newest first, then by name."""
-    return -path.stat().st_mtime_ns, path.name
-
-
-def _is_whole(path: Path) -> bool:
-    """A checkpoint is a zip archive: its directory is at the end, and every entry has a checksum."""
+@contextmanager
+def _skipping(path: Path) -> Iterator[None]:
+    """Warn that a file is skipped, where it turns out to be damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError):
-        return False
+        yield
+    except DamagedFile as error:
+        warnings.warn(f"{path} cannot be resumed from and is skipped: {error}.", SpectralWarning, stacklevel=4)
 
 
 def _sync_folder(folder: Path) -> None:

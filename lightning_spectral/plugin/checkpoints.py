@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
+TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
+
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
     """Check that a checkpoint was written by a run of the same configuration.
+
+    Settings of the Trainer are compared where both have them: older checkpoints do not, and quick tries do not.
 
     Raises:
         ValueError: If the checkpoint was not written by a federated run, or names another configuration.
@@ -19,10 +23,11 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
             "module first: module.load_state_dict(torch.load(path)['state_dict'])."
         )
+    uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
     changed = [
         f"{name}: {saved.get(name)!r} in the checkpoint, {configuration.get(name)!r} now"
         for name in {**configuration, **saved}
-        if saved.get(name) != configuration.get(name)
+        if name not in uncompared and saved.get(name) != configuration.get(name)
     ]
     if changed:
         raise ValueError(

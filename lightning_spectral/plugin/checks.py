@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_hooks import LocalHook
@@ -18,6 +19,7 @@ from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
+from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import Conditions
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
@@ -44,7 +46,7 @@ def check_module(module: Any) -> None:
 
 
 def check_settings(
-    local_epochs: Any, clients_per_round: Any, client_engine: Any, server_optimizer: Any, local_hooks: Any
+    local_epochs: Any, clients_per_round: Any, client_engine: Any, server_optimizer: Any, local_hooks: Any, seed: Any
 ) -> None:
     """Check the arguments of a `FederatedModule` that need nothing else to be checked.
 
@@ -54,6 +56,7 @@ def check_settings(
     """
     if client_engine not in ("loop", "trainer"):
         raise ValueError(f'`client_engine` must be "loop" or "trainer", got {client_engine!r}.')
+    check_is("seed", seed, int)
     check_is("local_epochs", local_epochs, int)
     if clients_per_round is not None:
         check_is("clients_per_round", clients_per_round, int)
@@ -61,15 +64,36 @@ def check_settings(
         raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
     if clients_per_round is not None and clients_per_round > MOST_TERMS:
         raise ValueError(f"`clients_per_round` must be at most {MOST_TERMS}, got {clients_per_round}.")
+    _check_server_optimizer(server_optimizer)
+    check_is("local_hooks", local_hooks, Sequence)
+    for hook in local_hooks:
+        check_is("local_hooks", hook, LocalHook)
+
+
+def _check_server_optimizer(server_optimizer: Any) -> None:
+    """A class of torch's is a function from parameters to an optimizer; one of ours makes such functions."""
+    if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
+        name = server_optimizer.__name__
+        raise TypeError(
+            "`server_optimizer` must be a function from parameters to an optimizer, got the class "
+            f"{name}; write {name}(...)."
+        )
     if server_optimizer is not None and not callable(server_optimizer):
         raise TypeError(
             f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
             "leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
             "lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
         )
-    check_is("local_hooks", local_hooks, Sequence)
-    for hook in local_hooks:
-        check_is("local_hooks", hook, LocalHook)
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raise ``TypeError`` unless it is an algorithm; a strategy is only a part of one."""
+    if isinstance(algorithm, ShardingStrategy):
+        raise TypeError(
+            f"`algorithm` must be an instance of Algorithm, got the strategy {algorithm!r}; write "
+            f"SpectralSharding({algorithm!r})."
+        )
+    check_is("algorithm", algorithm, Algorithm)
 
 
 def warn_of_compiled_in_place(module: pl.LightningModule) -> None:

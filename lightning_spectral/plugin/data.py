@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
 from lightning_spectral.client.worker_batches import Collate
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
+from lightning_spectral.plugin.data_checks import check_dealt, check_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -37,7 +38,8 @@ class FederatedDataModule(pl.LightningDataModule):
         seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
 
     Raises:
-        ValueError: If a size is not positive.
+        TypeError: If ``train`` is a DataLoader, ``partitioner`` is none, or a number is no integer.
+        ValueError: If a size is not positive, or ``num_workers`` is negative.
 
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
@@ -66,9 +68,8 @@ class FederatedDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, size in {"batch_size": batch_size, "eval_batch_size": eval_batch_size}.items():
-            if size is not None and size < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {size}.")
+        check_dealt(train, partitioner)
+        check_sizes(batch_size, eval_batch_size, num_workers, seed)
         self.train = train
         self.partitioner = partitioner
         self.val = val

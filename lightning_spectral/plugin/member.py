@@ -193,7 +193,7 @@ class Member(ServerHooks, Trained):
         logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
         self._logged |= logged
         self._outdated = self._logged - logged
-        self._rests = not summary.clients
+        self._rests = not summary.averaged
 
     def step_schedules(self, round_idx: int) -> None:
         """Step the schedules at the end of a round, whether or not anybody trained this model."""
@@ -204,7 +204,7 @@ class Member(ServerHooks, Trained):
     def step_schedules_on(self, metrics: dict[str, torch.Tensor], round_idx: int) -> None:
         """Step the schedules that wait for a metric, under the names that the user's module logs.
 
-        One that waits for a metric of training skips a round in which nobody trained the model.
+        One that waits for a metric of training skips a round in which no client is in the average.
         """
         prefix = f"{self.name}/" if self.name else ""
         new = {name: value for name, value in metrics.items() if name not in self._outdated}

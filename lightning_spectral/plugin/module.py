@@ -15,6 +15,7 @@ from lightning_spectral.participation import Population, Sampler, UniformPartici
 from lightning_spectral.plugin.checkpoint_files import write_whole_files
 from lightning_spectral.plugin.checkpoints import described
 from lightning_spectral.plugin.checks import (
+    check_algorithm,
     check_clipping,
     check_datamodule,
     check_member,
@@ -62,7 +63,7 @@ class FederatedModule(SavedRounds, Member, Host):
         clock: Simulated duration of each client's turn: deadline, over-selection, length of a round; ``None`` for none.
 
     Raises:
-        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``.
+        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``, or an argument is of another type.
         ValueError: If a count is out of range, or the module does something that federated training cannot honour.
 
     Note:
@@ -102,13 +103,13 @@ class FederatedModule(SavedRounds, Member, Host):
     ) -> None:
         super().__init__()
         check_module(module)
-        check_settings(local_epochs, clients_per_round, client_engine, server_optimizer, local_hooks)
+        check_settings(local_epochs, clients_per_round, client_engine, server_optimizer, local_hooks, seed)
         check_user_module(module, client_engine)
         warn_of_compiled_in_place(module)
         self.automatic_optimization = False
         self.module = module
         self.algorithm: Algorithm[Any] = FedAvg() if algorithm is None else algorithm
-        check_is("algorithm", self.algorithm, Algorithm)
+        check_algorithm(self.algorithm)
         self.algorithm.check(module)
         self.clients_per_round = clients_per_round
         self.participation = _participation(clients_per_round, participation)

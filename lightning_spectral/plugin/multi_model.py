@@ -92,6 +92,7 @@ class MultiModelModule(MultiModelHooks, Host):
         super().__init__()
         check_models(models)
         check_is("participation", participation, Sampler)
+        check_is("seed", seed, int)
         self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
         self.participation = participation

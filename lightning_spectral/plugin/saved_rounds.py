@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_spectral.plugin.checkpoints import check_checkpoint, fit_slots, settle_progress
+from lightning_spectral.plugin.checkpoints import (
+    TRAINER_SETTINGS,
+    check_checkpoint,
+    fit_slots,
+    settle_progress,
+)
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.round_hooks import RoundHooks
 
@@ -31,7 +36,15 @@ class SavedRounds(RoundHooks):
             if data is not None:
                 found[f"{prefix}batch_size"] = data.batch_size
                 found[f"{prefix}partition"] = member.data.partition.fingerprint()
-        return found
+        return found | self._trainer_settings()
+
+    def _trainer_settings(self) -> dict[str, str | int]:
+        """Settings of the Trainer that change a run's result; none of a quick try, which goes on from any run."""
+        trainer = self.trainer
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return {}
+        settings = self._limit, trainer.overfit_batches or 0.0, trainer.precision  # type: ignore[attr-defined]
+        return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # text: a limit of 1 is not 1.0
 
     def _data_or_none(self, name: str) -> FederatedDataModule | None:
         """One model's data; ``None`` when evaluating with a loader of one's own."""

@@ -195,6 +195,11 @@ class RoundSummary:
     model: str = ""
     measured: tuple[ClientOutcome, ...] = ()
 
+    @property
+    def averaged(self) -> tuple[ClientOutcome, ...]:
+        """Outcomes of the clients in the average."""
+        return tuple(client for client in self.clients if not client.left_out)
+
     def metric(self, name: str) -> str:
         """What one of the round's metrics is called; of several models it begins with the model's name."""
         return f"{self.model}/{name}" if self.model else name

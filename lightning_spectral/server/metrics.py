@@ -23,17 +23,17 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: what a sampler measured before.
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
-        Of several models, all but the first begin with the model's name. A model that nobody was asked to train has no
-        loss.
+        Of several models, all but the first begin with the model's name. A round whose clients were all left out has no
+        loss, and neither has a model that nobody was asked to train.
     """
     own = {f"fl/{name}": value for name, value in _own_metrics(summary).items()}
     return {"fl/round": float(summary.round_idx), **{summary.metric(name): value for name, value in own.items()}}
 
 
 def _own_metrics(summary: RoundSummary) -> dict[str, float]:
-    kept = [client for client in summary.clients if not client.left_out]
+    kept = summary.averaged
     return {
-        **({"loss": mean_loss(summary)} if summary.clients else {}),
+        **({"loss": mean_loss(summary)} if kept else {}),  # a NaN would stop a run that monitors it
         "clients": float(len(kept)),
         "clients_left_out": float(len(summary.clients) - len(kept)),
         **{f"left_out_{reason}": float(count) for reason, count in summary.left_out.items()},
@@ -63,8 +63,8 @@ def logged_by_clients(summary: RoundSummary) -> dict[str, LoggedValue]:
 
 def mean_loss(summary: RoundSummary) -> float:
     """Training loss per example over the clients in the average; NaN if none took a step."""
-    kept = [client for client in summary.clients if not client.left_out and client.num_steps > 0]
-    return _weighted_mean([(client.loss, client.num_examples) for client in kept])
+    trained = [client for client in summary.averaged if client.num_steps > 0]
+    return _weighted_mean([(client.loss, client.num_examples) for client in trained])
 
 
 def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:

@@ -1,6 +1,7 @@
 """No half-written checkpoint is ever picked up."""
 
 import os
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,30 @@ import lightning_spectral as ls
 CONTENT = {"weights": torch.arange(1000.0), "round": 3}
 
 
+def write(path: Path, num_rounds: int, **more: Any) -> None:
+    """A checkpoint of a Trainer, as far as it matters here."""
+    progress = {"epoch": num_rounds - 1, "global_step": num_rounds, "loops": {}, "optimizer_states": []}
+    ls.AtomicCheckpointIO().save_checkpoint({**CONTENT, **progress, **more}, path)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Two checkpoints; the second is newer."""
-    for age, name in ((200, "one.ckpt"), (100, "two.ckpt")):
-        ls.AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / name)
-        set_age(tmp_path / name, age)
+    """Two checkpoints, of one round and of two; the file of the first is newer."""
+    for num_rounds, name in ((1, "one.ckpt"), (2, "two.ckpt")):
+        write(tmp_path / name, num_rounds)
+        set_age(tmp_path / name, 100 * num_rounds)
     return tmp_path
 
 
 def set_age(path: Path, seconds: int) -> None:
     os.utime(path, (2e9 - seconds, 2e9 - seconds))
+
+
+class Untrusted:
+    """What a user may keep in a checkpoint: an object that runs code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was executed",)
 
 
 class TestWriting:
@@ -53,7 +67,7 @@ class TestWriting:
         assert (saved / "two.ckpt").read_bytes() == before
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
         monkeypatch.undo()
-        ls.AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
+        write(saved / "two.ckpt", 2)
         assert sorted(file.name for file in saved.iterdir()) == ["one.ckpt", "two.ckpt"]  # what was left is gone
 
     def test_a_link_is_replaced_and_what_it_shows_stays(self, saved: Path) -> None:
@@ -75,25 +89,57 @@ class TestWriting:
 
 
 class TestFinding:
-    def test_the_newest_is_found(self, saved: Path) -> None:
+    def test_the_most_rounds_are_found_whatever_the_age_of_the_files(self, saved: Path) -> None:
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
-        set_age(saved / "one.ckpt", 50)
-        assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
+        write(saved / "another.ckpt", 2)  # of two of the same round the newer one
+        set_age(saved / "another.ckpt", 300)
+        assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
+        set_age(saved / "another.ckpt", 50)
+        assert ls.latest_checkpoint(saved) == str(saved / "another.ckpt")
+
+    def test_sub_folders_are_searched(self, lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+        save = ModelCheckpoint(tmp_path, filename="{epoch}-{fl/loss:.2f}")
+        fit(lit, data, callbacks=[save], trainer={"enable_checkpointing": True})
+        found = ls.latest_checkpoint(tmp_path)
+        assert found == save.best_model_path
+        assert Path(found).parent != tmp_path
+
+    def test_nothing_in_a_file_is_executed(self, saved: Path) -> None:
+        write(saved / "three.ckpt", 3, own=Untrusted(), folder=saved, names=OrderedDict(a=torch.float16))
+        assert ls.latest_checkpoint(saved) == str(saved / "three.ckpt")
+
+    def test_weights_alone_are_passed_over(self, saved: Path) -> None:
+        torch.save({"epoch": 5, "global_step": 6, "loops": {}, "state_dict": {}}, saved / "weights.ckpt")
+        with pytest.warns(ls.SpectralWarning, match=r"weights.ckpt .* it has no optimizer_states, and a run"):
+            assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
+
+    @pytest.mark.filterwarnings("ignore:.*cannot be resumed from and is skipped")
+    def test_no_damaged_bit_is_believed(self, tmp_path: Path) -> None:
+        """Of files that differ in one bit those that are found hold what was written."""
+        path, found = tmp_path / "one.ckpt", 0
+        write(path, 4, weights=torch.arange(5.0))
+        whole = path.read_bytes()
+        for position in range(0, len(whole), 3):
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+            if ls.latest_checkpoint(tmp_path) is not None:
+                found += 1
+                loaded = torch.load(path, weights_only=True)
+                assert loaded["global_step"] == 4
+                assert torch.equal(loaded["weights"], torch.arange(5.0))
+        assert 0 < found < len(whole) // 3  # padding holds nothing
 
     @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
     def test_a_file_that_was_cut_short_is_passed_over(self, saved: Path, share: float) -> None:
         whole = (saved / "two.ckpt").read_bytes()
         (saved / "two.ckpt").write_bytes(whole[: int(share * len(whole))])
-        set_age(saved / "two.ckpt", 100)
-        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt is not a whole checkpoint and is skipped"):
+        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot be resumed from and is skipped: \w+: "):
             assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
 
     def test_a_damaged_weight_is_noticed(self, saved: Path) -> None:
         damaged = bytearray((saved / "two.ckpt").read_bytes())
         damaged[damaged.index(CONTENT["weights"].numpy().tobytes()) + 2000] ^= 1  # type: ignore[attr-defined]
         (saved / "two.ckpt").write_bytes(damaged)
-        set_age(saved / "two.ckpt", 100)
-        with pytest.warns(ls.SpectralWarning, match="not a whole checkpoint"):
+        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot .* the checksum of archive/data/0 is another"):
             assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
 
     def test_nothing_is_found_where_nothing_is(self, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 import lightning_spectral as ls
+from lightning_spectral.plugin.checkpoints import TRAINER_SETTINGS
 
 FitAndSave = Callable[..., Fitted]
 MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
@@ -267,6 +268,35 @@ class TestResume:
         fit(lit, data).trainer.save_checkpoint(tmp_path / "1.ckpt")
         with pytest.raises(ValueError, match=f"(?s)another configuration.*{named}"):
             fit(lit, data, max_epochs=2, ckpt_path=tmp_path / "1.ckpt", **change)
+
+    @pytest.mark.parametrize(
+        ("saved", "now", "named"),
+        [
+            ({}, {"limit_train_batches": 2}, "limit_train_batches: '1.0' in the checkpoint, '2' now"),
+            ({"limit_train_batches": 1}, {}, "limit_train_batches: '1' in the checkpoint, '1.0' now"),
+            ({}, {"overfit_batches": 0.5}, "overfit_batches: '0.0' in the checkpoint, '0.5' now"),
+            ({"precision": "bf16-mixed"}, {}, "precision: 'bf16-mixed' in the checkpoint, '32-true' now"),
+        ],
+    )
+    def test_checkpoint_of_another_trainer_is_refused(
+        self, saved: Any, now: Any, named: str, lit: Any, data: Any, fit: Fit, tmp_path: Path
+    ) -> None:
+        data.val = None
+        fit(lit, data, trainer=saved).trainer.save_checkpoint(tmp_path / "1.ckpt")
+        with pytest.raises(ValueError, match=f"(?s)another configuration.*{named}"):
+            fit(lit, data, max_epochs=2, trainer=now, ckpt_path=tmp_path / "1.ckpt")
+        assert fit(lit, data, max_epochs=2, trainer=saved, ckpt_path=tmp_path / "1.ckpt").trainer.global_step == 2
+
+    def test_checkpoint_that_names_no_settings_of_the_trainer_is_resumed(
+        self, lit: Any, data: Any, fit: Fit, tmp_path: Path
+    ) -> None:
+        fit(lit, data).trainer.save_checkpoint(tmp_path / "1.ckpt")
+        older = torch.load(tmp_path / "1.ckpt", weights_only=True)
+        for name in TRAINER_SETTINGS:
+            del older["federation"][name]
+        torch.save(older, tmp_path / "older.ckpt")
+        resumed = fit(lit, data, max_epochs=2, trainer={"limit_train_batches": 2}, ckpt_path=tmp_path / "older.ckpt")
+        assert resumed.trainer.global_step == 2
 
     def test_checkpoint_of_another_split_is_refused(
         self, lit: Any, toy: Any, data: Any, fit: Fit, tmp_path: Path

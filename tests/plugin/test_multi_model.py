@@ -197,6 +197,12 @@ def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
     assert trainer.global_step == 12
 
 
+def test_the_seed_is_an_integer() -> None:
+    models = {name: ls.FederatedModule(LitLine(width)) for name, width in WIDTHS.items()}
+    with pytest.raises(TypeError, match=r"`seed` must be an instance of int, got 1\.5; write a whole number"):
+        ls.MultiModelModule(models, participation=ls.Uniform(active=1), seed=1.5)  # type: ignore[arg-type]
+
+
 def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
     model, data = two_lines(ls.LossVarianceReduced(active=3))
     before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}

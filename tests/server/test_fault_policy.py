@@ -3,13 +3,15 @@
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from federation import Fit, Fitted, same_state
+from federation import Fit, Fitted, same_state, seeded
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -204,8 +206,34 @@ def test_a_round_without_survivors_changes_nothing_and_warns(
     assert [(row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) for row in fitted.rows] == [
         (0.0, 6.0, 0.0)
     ] * 2
-    assert all(math.isnan(row["fl/loss"]) for row in fitted.rows)
+    assert not any(row.keys() & {"fl/loss", "seen", "plain"} for row in fitted.rows)
     assert not fitted.model.optimizers()[0].state  # type: ignore[union-attr,index]
+
+
+@pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+def test_monitors_of_the_loss_wait_for_a_round_with_survivors(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    class LitOnceAway(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch == 1:
+                raise RuntimeError("nobody is there")
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+            return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "fl/loss"}
+
+    stop = EarlyStopping("fl/loss", patience=2, check_on_train_epoch_end=True)
+    faults = ls.Faults(on_error=ls.LeaveOut(1.0))
+    fitted = fit(seeded(LitOnceAway), data, clients_per_round=12, max_epochs=4, callbacks=[stop], faults=faults)
+    assert fitted.trainer.global_step == 4
+    assert ["fl/loss" in row for row in fitted.rows] == [True, False, True, True]
+    losses = fitted.history.column("fl/loss")
+    assert losses == sorted(losses, reverse=True)
+    assert fitted.history.column("fl/lr") == [0.1] * 4  # the loss falls: no plateau
+    fitted.history.plot("fl/loss", tmp_path / "loss.png")
 
 
 def test_what_a_failing_client_left_behind_does_not_reach_the_next_round(fit_with: FitWith) -> None:

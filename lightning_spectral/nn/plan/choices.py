@@ -24,7 +24,8 @@ class LayerChoices:
             traced, else of registration. An embedding before the first affine layer is the first layer.
         keep_buffers: Patterns of buffers that keep the server's value; other finite floating-point ones are averaged.
         term_granularity: Numbers of terms are rounded up to a multiple of this, as far as there are terms: 16 terms
-            often take no more time than 7.
+            often take no more time than 7. Where a layer has no more terms than this, every client holds all of them;
+            that is warned about, and refused if it is so in every layer.
 
     Raises:
         ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to integers of at least 2, or

@@ -80,6 +80,13 @@ class ModulePlan:
         return {block.name: block for layer in self.sharded.values() for block in layer.blocks}
 
     @property
+    def whole(self) -> Mapping[str, int]:
+        """The number of terms of each sharded matrix of which every client holds all, by rounding up."""
+        granularity = self.choices.term_granularity
+        counts = {name: block.num_singular for name, block in self.blocks.items()}
+        return {name: count for name, count in counts.items() if 1 < count <= granularity}
+
+    @property
     def sharded_weights(self) -> tuple[str, ...]:
         """Names of the dense weights that are sharded, once each."""
         return tuple(dict.fromkeys(block.parameter for block in self.blocks.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -34,6 +35,12 @@ def problems_of(
         yield (
             "No layer of this module can be sharded; the first and the last layer stay dense unless "
             "`keep_first_and_last_dense=False`, and `exclude` takes layers out."
+        )
+    largest = max((block.num_singular for layer in sharded for block in layer.blocks), default=math.inf)
+    if 1 < largest <= choices.term_granularity:
+        yield (
+            f"`term_granularity={choices.term_granularity}` rounds up to all terms of every sharded layer, of which "
+            f"the largest has N = {largest}: every client would hold them all. Lower it far below that."
         )
     if zero := [layer.name for layer in sharded if _has_zero_block(module, layer)]:
         yield (

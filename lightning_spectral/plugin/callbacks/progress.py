@@ -84,8 +84,11 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         """Take the figures of the finished round; bytes are those of all models."""
         self._bytes[0] += sum(client.downlink_bytes for client in (*summary.clients, *summary.measured))
         self._bytes[1] += sum(client.uplink_bytes for client in (*summary.clients, *summary.measured))
-        if summary.clients:
-            self._progress[f"{summary.model} loss" if summary.model else "loss"] = mean_loss(summary)
+        name = f"{summary.model} loss" if summary.model else "loss"
+        if summary.averaged:
+            self._progress[name] = mean_loss(summary)
+        elif summary.clients:
+            self._progress.pop(name, None)  # those who trained were left out afterwards
         down, up = map(_megabytes, self._bytes)
         self._progress.update({"down": down, "up": up, "s/round": time.perf_counter() - self._start})
 

@@ -46,6 +46,22 @@ def test_a_wrong_choice_is_refused_with_what_to_write(choices: Any, message: str
         ls.LayerChoices(**choices)
 
 
+def test_a_granularity_that_gives_everybody_everything_is_refused() -> None:
+    message = r"`term_granularity=8` rounds up to all terms of every sharded layer, .* N = 8: every client would hold"
+    for granularity in (8, 1000):
+        with pytest.raises(ValueError, match=message.replace("=8`", f"={granularity}`")):
+            plan_of(net()[:3], ls.LayerChoices(term_granularity=granularity))
+    plan_of(net()[:3], ls.LayerChoices(term_granularity=7))
+
+
+def test_layers_of_which_every_client_would_hold_all_terms_are_named() -> None:
+    sharding = ls.SpectralSharding(layers=ls.LayerChoices(term_granularity=8))
+    with pytest.warns(
+        ls.SpectralWarning, match=r"`term_granularity=8` rounds up to all terms of 1 \(N = 8\), 2 \(N = 8"
+    ):
+        sharding.check(net())  # and not 4, which has 12
+
+
 def test_whether_the_ends_stay_dense_is_a_bool() -> None:
     with pytest.raises(TypeError, match="`keep_first_and_last_dense` must be an instance of bool, got 'no'"):
         ls.LayerChoices(keep_first_and_last_dense="no")  # type: ignore[arg-type]

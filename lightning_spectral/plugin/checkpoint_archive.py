@@ -1,0 +1,95 @@
+"""Which round a checkpoint file holds, and whether it is intact; nothing that stands in it is executed."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+NEEDED = ("epoch", "global_step", "loops", "optimizer_states")
+
+
+class DamagedFile(Exception):
+    """The file cannot be resumed from; the message says why."""
+
+
+def saved_progress(path: Path) -> tuple[int, int]:
+    """Steps of the server, and Lightning's epoch, of a checkpoint; tensors are mapped and not read.
+
+    Raises:
+        DamagedFile: If it is no checkpoint of a Trainer, or its structure is damaged.
+    """
+    try:
+        content = _structure(path)
+    except Exception as error:  # damage surfaces as nearly any exception: of zipfile, of pickle, of torch, of Unicode
+        raise DamagedFile(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    missing = [name for name in NEEDED if not isinstance(content, dict) or name not in content]
+    if missing:
+        raise DamagedFile(f"it has no {', '.join(missing)}, and a run is resumed from them, not from weights alone")
+    return int(content["global_step"]), int(content["epoch"])
+
+
+def check_contents(path: Path) -> None:
+    """Read all of a checkpoint, and compare it with the checksums that every entry of the archive has.
+
+    Raises:
+        DamagedFile: If one differs.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:
+        raise DamagedFile(f"{type(error).__name__}: {error}") from error
+    if damaged is not None:
+        raise DamagedFile(f"the checksum of {damaged} is another")
+
+
+def _structure(path: Path) -> Any:
+    """The checkpoint with everything but plain values left empty."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("its directory names more bytes than there are")  # torch would allocate them
+        for entry in entries:
+            if entry.filename.endswith("data.pkl"):
+                archive.read(entry)  # compares its checksum, before it is interpreted
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an old pickle is no business of somebody who looks for a file
+        # torch finds every tensor's entry itself: it reads fields of the archive that zipfile does not look at
+        return torch.load(path, map_location="cpu", pickle_module=_Nothing, weights_only=False, mmap=True)
+
+
+class _Empty(dict[Any, Any]):
+    """Stands for every object of a class, and takes whatever state it is given."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __new__(cls, *args: Any, **options: Any) -> _Empty:
+        return dict.__new__(cls)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def __call__(self, *args: Any, **options: Any) -> _Empty:
+        return self
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def append(self, value: Any) -> None: ...
+
+    def extend(self, values: Any) -> None: ...
+
+
+class _EmptyUnpickler(pickle.Unpickler):
+    """Imports and calls nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Empty
+
+
+_Nothing = SimpleNamespace(Unpickler=_EmptyUnpickler, load=None, __name__=__name__)

@@ -73,6 +73,10 @@ class MultiModelHooks(SavedRounds):
         """The data of all models."""
         raise NotImplementedError
 
+    def _loader(self, index: int) -> tuple[str, int, int]:
+        """Of one of all models' evaluation loaders: its model, its index there, and how many that model has."""
+        return self.multi_data.evaluated("test" if self.trainer.testing else "validate")[index]
+
     @contextmanager
     def evaluating(self, index: int) -> Iterator[tuple[Member, int]]:
         """Within the block, the model whose evaluation loader this is logs under its name.
@@ -80,8 +84,7 @@ class MultiModelHooks(SavedRounds):
         Args:
             index: Index among the loaders of all models.
         """
-        stage = "test" if self.trainer.testing else "validate"
-        name, own_index, count = self.multi_data.evaluated(stage)[index]
+        name, own_index, count = self._loader(index)
         member = self.members[name]
         member.seat.suffix = f"/dataloader_idx_{own_index}" if count > 1 else ""
         try:
@@ -121,8 +124,7 @@ class MultiModelHooks(SavedRounds):
         """Call one model's batch hook, or Lightning's own for models without; clients move theirs while they train."""
         if isinstance(batch, Slot):
             return batch
-        stage = "test" if self.trainer.testing else "validate"
-        name, own_index, _ = self.multi_data.evaluated(stage)[args[-1]]
+        name, own_index, _ = self._loader(args[-1])
         if name in own:
             return getattr(own[name], hook)(batch, *args[:-1], own_index)
         return getattr(super(), hook)(batch, *args)

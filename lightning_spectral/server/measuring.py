@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from lightning_spectral.errors import ClientError
-from lightning_spectral.protocol.records import ClientOutcome, Upload
+from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.processes import raise_everywhere
@@ -72,10 +71,5 @@ def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOu
             downlink_bytes=download.num_bytes,
             uplink_bytes=NUMBER,
             left_out="error" if upload.failure is not None else None,
-            update_norm=opened.update_norm(download, _whole(upload)),
+            update_norm=opened.update_norm(download, upload),
         )
-
-
-def _whole(upload: Upload) -> Upload:
-    """The upload without what only counts in a round."""
-    return replace(upload, left_out=None)

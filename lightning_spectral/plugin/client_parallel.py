@@ -146,3 +146,9 @@ def processes_of(trainer: pl.Trainer) -> Processes:
     """The processes that train the clients of a Trainer's rounds."""
     strategy = trainer.strategy
     return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()
+
+
+def log_options(module: pl.LightningModule) -> dict[str, bool]:
+    """Options of ``log`` that keep Lightning from warning about values that are the same in every process."""
+    trainer = module._trainer
+    return {"sync_dist": True} if trainer is not None and isinstance(trainer.strategy, ClientParallelStrategy) else {}

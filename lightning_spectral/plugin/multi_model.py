@@ -21,7 +21,7 @@ from lightning_spectral.plugin.checks import (
     check_stage,
     check_trainer,
 )
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.client_parallel import log_options
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member
@@ -226,6 +226,4 @@ class MultiModelModule(MultiModelHooks, Host):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; in several processes, without being warned that it is not synchronised: it is the same."""
-        if self._trainer is not None and isinstance(self.trainer.strategy, ClientParallelStrategy):
-            options["sync_dist"] = True
-        super().log(name, value, *args, **options)
+        super().log(name, value, *args, **{**options, **log_options(self)})

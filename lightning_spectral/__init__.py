@@ -80,6 +80,8 @@ from lightning_spectral.sharding import (
 )
 from lightning_spectral.simulation import ClientDropout, DeviceProfile, VirtualClock
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Aggregation",
     "Algorithm",

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_spectral.extras import from_extra
 from lightning_spectral.partition.partition import Partition
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class PartitionReport:
             The axes.
         """
         if isinstance(path_or_ax, str | os.PathLike):
-            from matplotlib.figure import Figure  # not pyplot: that would choose a backend for the process
+            with from_extra("examples"):
+                from matplotlib.figure import Figure  # not pyplot: that would choose a backend for the process
 
             figure = Figure(figsize=(8, 3), layout="constrained")
             axes = self.plot(figure.subplots())

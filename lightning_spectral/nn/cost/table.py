@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_spectral.extras import from_extra
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import costs_of
 from lightning_spectral.nn.cost.rows import Columns, CostRows, show_bytes, show_count
@@ -53,7 +54,8 @@ class CostTable(CostRows[Cost]):
 
     def plot(self) -> Figure:
         """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
-        from matplotlib.figure import Figure
+        with from_extra("examples"):
+            from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.0, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel="keep ratio", ylabel="share of the whole model's")

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_spectral.extras import from_extra
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
@@ -58,10 +59,13 @@ class RoundHistory(RoundCallback):
 
     def plot(self, name: str, path: str | Path) -> None:
         """Plot one metric over the rounds into an image file; needs matplotlib (the ``examples`` extra)."""
-        from matplotlib.figure import Figure
+        with from_extra("examples"):
+            from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(6.0, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel="round", ylabel=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
         axes.plot(*zip(*points, strict=True), marker=".")
         axes.grid(alpha=0.3)

@@ -28,7 +28,8 @@ def test_an_extra_that_errors_name_exists(monkeypatch: pytest.MonkeyPatch, tmp_p
     history.rows = [{"fl/round": 0.0, "fl/loss": 1.0}]
     with pytest.raises(ModuleNotFoundError, match=needs):
         history.plot("fl/loss", tmp_path / "loss.png")
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
     with pytest.raises(ModuleNotFoundError, match=needs):
-        ls.cost_table(torch.nn.Linear(4, 4), example_input=torch.zeros(1, 4)).plot()
+        ls.cost_table(net, example_input=torch.zeros(1, 4)).plot()
     with pytest.raises(ModuleNotFoundError, match=needs):
         report(Partition.from_lists([[0]])).plot(tmp_path / "partition.png")

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.gradient_watch import GradientWatch
+from lightning_spectral.client.kept_tensors import KeptTensors
 from lightning_spectral.client.local_hooks import BeforeStep, start_hooks
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe
@@ -77,6 +78,7 @@ class Device:
         self.local_trainer = local_trainer
         self._attach = attach
         self._profile = profile
+        self._kept = KeptTensors()
         self._sub_models: dict[float, SubModel] = {}
         self._gradients_checked = False
 
@@ -90,6 +92,7 @@ class Device:
         clock = StageClock(self._profile)
         try:
             with clock.measure("load"), _during("loading"):
+                download = self._kept.complete(download)
                 sub_model = self.sub_model(download.capacity)
                 self.side.load(sub_model.module, download)
             upload = self._train(sub_model, download, clock)

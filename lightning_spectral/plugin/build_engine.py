@@ -26,6 +26,7 @@ from lightning_spectral.plugin.schedules import RoundScheduler
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.plugin.user_hooks import defines, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.gradient_hooks import check_gradient_hooks
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.server.engine import Engine
@@ -84,6 +85,7 @@ def build_engine(
     state: nn.Module | None = None,
     conditions: Conditions | None = None,
     store: ClientStore | None = None,
+    frozen_base: FrozenBase | None = None,
 ) -> Engine:
     """Build an engine with the clients, the seed and the settings of a run.
 
@@ -94,6 +96,7 @@ def build_engine(
         state: What the algorithm owns between rounds.
         conditions: Simulated dropout and device speed; ``None`` if all clients report back.
         store: State of single clients that the server keeps; ``None`` for a new, empty one.
+        frozen_base: Which frozen parameters they have already; ``None`` if none.
     """
     check_gradient_hooks(server)
     algorithm = algorithm.prepare(server)
@@ -113,6 +116,7 @@ def build_engine(
         conditions=Conditions() if conditions is None else conditions,
         processes=owner.processes,
         store=ClientStore() if store is None else store,
+        frozen_base=FrozenBase() if frozen_base is None else frozen_base,
         profile=partial(stage_profile, owner.trainer),
     )
     losses = partial(sequential_executor, owner, run, LossLoop) if owner.figure == "loss" else None

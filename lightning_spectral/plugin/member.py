@@ -22,6 +22,7 @@ from lightning_spectral.plugin.host import Seat, Trained
 from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
 from lightning_spectral.plugin.server_hooks import ServerHooks
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import suspecting_weights
@@ -50,6 +51,7 @@ class Member(ServerHooks, Trained):
     schedulers: list[RoundScheduler]
     seat: Seat
     _store: ClientStore
+    _frozen_base: FrozenBase
     _engine: Engine | None
     _first_rounds: FirstRounds
     _logged: set[str]
@@ -148,12 +150,14 @@ class Member(ServerHooks, Trained):
         self.module.on_fit_start()
         algorithm = self.algorithm.prepare(self.module)
         if not resumed:
+            self._frozen_base = FrozenBase()
             self._initialize(algorithm)
         self._logged, self._outdated, self._rests = set(), set(), False
         self._first_rounds = FirstRounds(speaks=self.processes.rank == 0)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
-        self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, self._store)
+        kept = self._store, self._frozen_base
+        self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, *kept)
 
     def _initialize(self, algorithm: Algorithm[Any]) -> None:
         with suspecting_weights(self.module, 0):
@@ -217,8 +221,13 @@ class Member(ServerHooks, Trained):
         """What the server remembers of single clients, for the checkpoint."""
         return self._store.state_dict()
 
-    def restore(self, clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]]) -> None:
+    def frozen(self) -> dict[str, Any]:
+        """The record of frozen parameters and of the clients that have them, for the checkpoint."""
+        return self._frozen_base.state_dict()
+
+    def restore(self, clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]], frozen: Mapping[str, Any]) -> None:
         """Take what is this model's from a checkpoint."""
+        self._frozen_base = FrozenBase.from_state_dict(frozen)
         self._store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == self.seat.key})
 
     def drop_round(self) -> None:

@@ -34,6 +34,7 @@ from lightning_spectral.plugin.round_boundaries import with_boundaries
 from lightning_spectral.plugin.saved_rounds import SavedRounds
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -126,6 +127,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self.seat = Seat()
         self._limit, self._sampled = 1.0, None
         self._store, self._engine, self._first_rounds = ClientStore(), None, FirstRounds()
+        self._frozen_base = FrozenBase()
         self._turn = None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False

@@ -66,6 +66,8 @@ class SavedRounds(RoundHooks):
         checkpoint["federation_slots"] = self.num_slots
         if clients := {key: entry for member in self.members.values() for key, entry in member.stored().items()}:
             checkpoint["federation_clients"] = clients
+        if frozen := {name: record for name, member in self.members.items() if (record := member.frozen())}:
+            checkpoint["federation_frozen"] = frozen
         if self._sampled is not None and (known := self._sampled.state_dict()):
             checkpoint["federation_sampler"] = known
         if engines:
@@ -81,8 +83,9 @@ class SavedRounds(RoundHooks):
             check_checkpoint(checkpoint, self.full_configuration())
             fit_slots(checkpoint, self.num_slots)
             self._resumed = True
-            for member in self.members.values():
-                member.restore(checkpoint.get("federation_clients", {}))
+            frozen = checkpoint.get("federation_frozen", {})
+            for name, member in self.members.items():
+                member.restore(checkpoint.get("federation_clients", {}), frozen.get(name, {}))
             if self._sampled is not None:
                 self._sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
         for name, member in self.members.items():

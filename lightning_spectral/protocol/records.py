@@ -34,6 +34,10 @@ class Download:
         options: For each of the user's optimizers, the options of each parameter group, its learning rate in this
             round among them.
         seed: The run's seed, from which the order of the data and every other draw on the device is derived.
+        frozen: For each frozen parameter among the tensors, a digest of its value: the device keeps it for later
+            rounds.
+        held: Names of those that the client has from an earlier round, which do not travel. Within a process they are
+            among the tensors all the same; pickling leaves them out.
     """
 
     unit: WorkUnit
@@ -43,6 +47,8 @@ class Download:
     local_epochs: int = 1
     options: tuple[tuple[Options, ...], ...] = ()
     seed: int = 0
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
 
     @property
     def ids(self) -> tuple[int | str, ...]:
@@ -50,9 +56,23 @@ class Download:
         return self.round_idx, *self.unit.ids
 
     @property
+    def travelling(self) -> Tensors:
+        """The tensors that travel: all but those that the client has."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.held}
+
+    @property
     def num_bytes(self) -> int:
         """Size of the tensors that travel down."""
-        return num_bytes(self.tensors)
+        return num_bytes(self.travelling)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Size of those among them that are frozen: they travel this once."""
+        return num_bytes({name: tensor for name, tensor in self.travelling.items() if name in self.frozen})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process."""
+        return {**vars(self), "tensors": self.travelling}
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +169,7 @@ class ClientOutcome:
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
         update_norm: Norm of its update, if the sampler goes by it; else NaN.
+        frozen_bytes: Bytes among those sent to it that are of frozen parameters, which it did not have yet.
     """
 
     round_idx: int
@@ -163,11 +184,17 @@ class ClientOutcome:
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
     update_norm: float = math.nan
+    frozen_bytes: int = 0
 
     @property
     def client_id(self) -> int:
         """The client's id, from 0."""
         return self.unit.client_id
+
+    @property
+    def reported_back(self) -> bool:
+        """Whether an update came back from it, usable or not."""
+        return self.left_out in (None, "not_finite", "no_update")
 
 
 @dataclass(frozen=True)

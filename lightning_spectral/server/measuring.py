@@ -52,6 +52,7 @@ def measure_figures(
     gathered = processes.gather((None if failure is None else str(failure), outcomes))
     raise_everywhere([text for text, _ in gathered], failure, ClientError)
     by_client = {outcome.client_id: outcome for _, part in gathered for outcome in part}
+    engine.run.frozen_base.note(outcome.unit for outcome in by_client.values() if outcome.reported_back)
     return [by_client[unit.client_id] for unit in units]
 
 
@@ -69,6 +70,7 @@ def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOu
             num_steps=upload.num_steps,
             loss=upload.loss,
             downlink_bytes=download.num_bytes,
+            frozen_bytes=download.frozen_bytes,
             uplink_bytes=NUMBER,
             left_out="error" if upload.failure is not None else None,
             update_norm=opened.update_norm(download, upload),

@@ -57,6 +57,7 @@ class OpenRound:
         run.store.discard()
         with self.clock.measure("refresh"), suspecting_weights(run.server, round_idx):
             self.cohort = self._cohort()
+            run.frozen_base.refresh(run.server)
             self.opened: Any = run.algorithm.open(run.server, run.state, self.cohort)
             tasks = {unit: self._simulated_task(unit) for unit in num_examples}
             self.simulated = run.simulation.outcomes(round_idx, tasks)
@@ -76,15 +77,22 @@ class OpenRound:
         run, size = self.run, SubModelSize()
         if run.conditions.clock is not None:
             size = run.sizes.of(run.algorithm, run.server, self.opened, unit, self.cohort.keep_ratio_of(unit))
+            size = size._replace(downlink_bytes=size.downlink_bytes - run.frozen_base.bytes_held_by(unit))
         return SimulatedTask(self.cohort.keep_ratio_of(unit), self.num_examples[unit.key], run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with what is common to all of them."""
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
             download, receipt = self.run.algorithm.send(self.opened, unit)
-        run, round_idx = self.run, self.round_idx
+        run, base = self.run, self.run.frozen_base
         common = replace(
-            download, round_idx=round_idx, local_epochs=run.local_epochs, options=self._options, seed=run.seed
+            download,
+            round_idx=self.round_idx,
+            local_epochs=run.local_epochs,
+            options=self._options,
+            seed=run.seed,
+            frozen={name: value for name, value in base.digests.items() if name in download.tensors},
+            held=base.held_by(unit) & download.tensors.keys(),
         )
         return common, receipt
 
@@ -169,6 +177,8 @@ class OpenRound:
         if run.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
         run.store.commit()
+        run.frozen_base.note(outcome.unit for outcome in outcomes if outcome.reported_back)
+        run.frozen_base.commit()
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)
         left_out = clients_by_reason(outcomes)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.protocol.stage_clock import Profile
@@ -48,6 +49,7 @@ class Run:
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own `Run`, with the same weights.
         store: State of single clients that the server keeps.
+        frozen_base: Which frozen parameters they have already.
         sizes: Sizes of sub-models, measured for a virtual clock.
         profile: Maps the name of a stage to a context manager that is entered around it.
     """
@@ -67,6 +69,7 @@ class Run:
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)
     store: ClientStore = field(default_factory=ClientStore)
+    frozen_base: FrozenBase = field(default_factory=FrozenBase)
     sizes: SubModelSizes = field(default_factory=SubModelSizes)
     profile: Profile = nullcontext
 

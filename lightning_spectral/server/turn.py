@@ -116,6 +116,7 @@ class Turn:
             num_steps=upload.num_steps,
             loss=upload.loss,
             downlink_bytes=0 if self.download is None else self.download.num_bytes,
+            frozen_bytes=0 if self.download is None else self.download.frozen_bytes,
             uplink_bytes=upload.num_bytes,
             left_out=left_out,
             logged=upload.logged if left_out is None else {},

@@ -19,6 +19,7 @@ class Cost:
         kept_bytes: Bytes of the same.
         downlink_bytes: Bytes sent to the client in a round.
         uplink_bytes: Bytes it sends back.
+        frozen_bytes: Bytes sent to it once, besides: frozen parameters.
     """
 
     parameters: int = 0
@@ -27,10 +28,11 @@ class Cost:
     kept_bytes: int = 0
     downlink_bytes: int = 0
     uplink_bytes: int = 0
+    frozen_bytes: int = 0
 
     @property
     def round_bytes(self) -> int:
-        """Bytes that travel in a round, down and up."""
+        """Bytes that travel in a round, down and up, without what travels once."""
         return self.downlink_bytes + self.uplink_bytes
 
     def __add__(self, other: Cost) -> Cost:

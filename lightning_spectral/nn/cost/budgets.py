@@ -43,7 +43,8 @@ def keep_ratio_for(
     Args:
         module: Any module; it is not changed.
         example_input: As in `cost_table`.
-        budget_bytes: Bytes that may travel in a round, down and up together.
+        budget_bytes: Bytes that may travel in a round, down and up together, without frozen parameters, which travel
+            once.
         budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
         budget_params: Number of parameters that the sub-model may have.
         layers: As in `cost_table`.

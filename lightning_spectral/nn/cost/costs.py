@@ -92,10 +92,12 @@ def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
 
 def sent_whole(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
     """Parameters and bytes of all but some parameters, computed by the functions that a round uses."""
+    frozen = num_bytes({name: p for name, p in module.named_parameters() if not p.requires_grad})
     return Cost(
         parameters=sum(p.numel() for name, p in module.named_parameters() if name not in without),
-        downlink_bytes=num_bytes(travelling_tensors(module, without)),
+        downlink_bytes=num_bytes(travelling_tensors(module, without)) - frozen,
         uplink_bytes=num_bytes(averaged_tensors(module, without, keep_buffers)),
+        frozen_bytes=frozen,
     )
 
 

@@ -31,13 +31,19 @@ class CostRows(Generic[C]):
     columns: ClassVar[Columns]
 
     def __str__(self) -> str:
-        rows = [("full", *(show(getattr(self.full, name)) for name, (_, show) in self.columns.items()))]
+        rows = [("full", *(show(getattr(self.full, name)) for name, (_, show) in self._shown.items()))]
         rows += [(f"{option:g}", *self._cells(cost)) for option, cost in self.at.items()]
-        return "\n".join(aligned([(self.title, *(title for title, _ in self.columns.values())), *rows]))
+        return "\n".join(aligned([(self.title, *(title for title, _ in self._shown.values())), *rows]))
+
+    @property
+    def _shown(self) -> Columns:
+        """All columns, but that of frozen parameters only if there are some."""
+        hidden = () if getattr(self.full, "frozen_bytes", 0) else ("frozen_bytes",)
+        return {name: column for name, column in self.columns.items() if name not in hidden}
 
     def _cells(self, cost: C) -> list[str]:
         """Numbers with their shares of the whole model's, where it has any."""
-        shown = {name: show(getattr(cost, name)) for name, (_, show) in self.columns.items()}
+        shown = {name: show(getattr(cost, name)) for name, (_, show) in self._shown.items()}
         return [f"{s} ({_percent(self.share(n, cost))})" if getattr(self.full, n) else s for n, s in shown.items()]
 
     def share(self, name: str, cost: C) -> float:

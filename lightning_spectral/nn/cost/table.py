@@ -28,6 +28,7 @@ COLUMNS: Columns = MappingProxyType(
         "kept_bytes": ("kept bytes", show_bytes),
         "downlink_bytes": ("down", show_bytes),
         "uplink_bytes": ("up", show_bytes),
+        "frozen_bytes": ("down once", show_bytes),
     }
 )
 # Titles, and line styles that remain distinguishable where lines overlap.

@@ -43,7 +43,8 @@ def compression_for(
 
     Args:
         module: Any module; it is not changed.
-        budget_bytes: Bytes that may travel in a client's turn, down and up together.
+        budget_bytes: Bytes that may travel in a client's turn, down and up together, without frozen parameters, which
+            travel once.
         budget_uplink_bytes: Bytes that may travel up.
         budget_downlink_bytes: Bytes that may travel down.
         budget_params: Number of parameters that a client may train or hold.

@@ -26,6 +26,7 @@ class ZamplingCost:
         matrix_bytes: Bytes of Q in memory: an index and a value for each of its m d entries.
         downlink_bytes: Bytes sent to the client in a round.
         uplink_bytes: Bytes it sends back.
+        frozen_bytes: Bytes sent to it once, besides: frozen parameters.
     """
 
     parameters: int
@@ -34,10 +35,11 @@ class ZamplingCost:
     matrix_bytes: int
     downlink_bytes: int
     uplink_bytes: int
+    frozen_bytes: int = 0
 
     @property
     def round_bytes(self) -> int:
-        """Bytes that travel in a round, down and up."""
+        """Bytes that travel in a round, down and up, without what travels once."""
         return self.downlink_bytes + self.uplink_bytes
 
 
@@ -79,6 +81,7 @@ class ZamplingCosts:
             matrix_bytes=BYTES_PER_ENTRY * entries,
             downlink_bytes=down + self.dense.downlink_bytes,
             uplink_bytes=packed + self.dense.uplink_bytes,
+            frozen_bytes=self.dense.frozen_bytes,
         )
 
 
@@ -105,7 +108,7 @@ def zampling_costs_of(
     weights = how.weights_of(module)
     whole = sent_whole(module, (), keep_buffers)
     return ZamplingCosts(
-        ZamplingCost(whole.parameters, macs, 0, 0, whole.downlink_bytes, whole.uplink_bytes),
+        ZamplingCost(whole.parameters, macs, 0, 0, whole.downlink_bytes, whole.uplink_bytes, whole.frozen_bytes),
         sent_whole(module, {weight.name for weight in weights}, keep_buffers),
         sum(weight.num_values for weight in weights),
         1 if how.degree is None else how.degree,

@@ -34,6 +34,7 @@ class ZamplingCostTable(CostRows[ZamplingCost]):
             "matrix_bytes": ("bytes of Q", show_bytes),
             "downlink_bytes": ("down", show_bytes),
             "uplink_bytes": ("up", show_bytes),
+            "frozen_bytes": ("down once", show_bytes),
         }
     )
 

@@ -109,10 +109,12 @@ class ModulePlan:
         return self
 
     def check_module(self, module: nn.Module) -> None:
-        """Raise ``ValueError`` if this is the plan of another module, whose weights have other names or shapes."""
+        """Raise ``ValueError`` if this is the plan of another module: of other weights, or with others frozen."""
         own = dict(module.named_parameters())
         if missing := [name for name in self.sharded_weights if name not in own]:
             raise ValueError(_of_another_module(f"this one has no weights {', '.join(missing)}"))
+        if frozen := [name for name in self.sharded_weights if not own[name].requires_grad]:
+            raise ValueError(_of_another_module(f"in this one {', '.join(frozen)} would be sharded but is frozen"))
         for name, blocks in by_parameter(list(self.blocks.values())):
             planned = blocks[-1].rows[1], blocks[0].shape[1]
             if (found := tuple(as_rows(own[name], blocks[0].transposed).shape)) != planned:

@@ -26,6 +26,7 @@ class LedgerRow(NamedTuple):
         virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
         model: Which model it trained; ``""`` if there is only one.
         measured: Whether it only measured something for a sampler before the round, and sent one number back.
+        frozen_bytes: Bytes among those sent to it that are of frozen parameters, which it did not have yet.
     """
 
     round_idx: int
@@ -37,6 +38,7 @@ class LedgerRow(NamedTuple):
     virtual_seconds: float | None = None
     model: str = ""
     measured: bool = False
+    frozen_bytes: int = 0
 
 
 class CommunicationLedger(RoundCallback):
@@ -63,7 +65,7 @@ class CommunicationLedger(RoundCallback):
         return sum(row.downlink_bytes + row.uplink_bytes for row in self.rows)
 
     def bytes_per_client(self) -> dict[float, tuple[float, float]]:
-        """For each keep ratio, the mean bytes (down, up) of one client's turn in a round."""
+        """For each keep ratio, the mean bytes (down, up) of a client's turn, without frozen parameters."""
         groups: dict[float, list[LedgerRow]] = defaultdict(list)
         for row in self.rows:
             if not row.measured:
@@ -82,10 +84,11 @@ class CommunicationLedger(RoundCallback):
 def _row(client: ClientOutcome) -> LedgerRow:
     seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
     turn = client.round_idx, client.client_id, client.keep_ratio
-    return LedgerRow(*turn, client.downlink_bytes, client.uplink_bytes, client.left_out, seconds, client.unit.model)
+    sent = client.downlink_bytes, client.uplink_bytes
+    return LedgerRow(*turn, *sent, client.left_out, seconds, client.unit.model, frozen_bytes=client.frozen_bytes)
 
 
 def _mean_bytes(rows: list[LedgerRow]) -> tuple[float, float]:
-    down = sum(row.downlink_bytes for row in rows)
+    down = sum(row.downlink_bytes - row.frozen_bytes for row in rows)
     up = sum(row.uplink_bytes for row in rows)
     return down / len(rows), up / len(rows)

@@ -1,0 +1,125 @@
+"""Frozen parameters travel to a client once: the server's record of their values, and of who has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Key = tuple[int, str]
+
+
+class FrozenBase:
+    """Which frozen parameters each client of a model has, so that they need not be sent to it again.
+
+    A client has what it was sent once an update of it has come back; until then everything is sent again. If the
+    server's value of a frozen parameter changes between rounds, by a callback perhaps, it travels to everyone once
+    more. Values are compared by digests, which also see writes through ``.data``: about a second for each gigabyte in
+    each round.
+
+    Holders noted during a round count at once, but are committed only when the round ends, as in a `ClientStore`.
+
+    Attributes:
+        digests: For each frozen parameter by name, a digest of its value when the last round opened.
+
+    Example:
+        >>> net, base, client = nn.Linear(2, 2).requires_grad_(False), FrozenBase(), WorkUnit(3)
+        >>> base.refresh(net)
+        >>> base.note([client])
+        >>> sorted(base.held_by(client))
+        ['bias', 'weight']
+        >>> net.weight.data.zero_()
+        tensor([[0., 0.],
+                [0., 0.]])
+        >>> base.refresh(net)
+        >>> sorted(base.held_by(client))
+        ['bias']
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self._version = 0  # counts the changes of any of them
+        self._since: dict[str, int] = {}  # for each parameter, the version that brought its value
+        self._num_bytes: dict[str, int] = {}
+        self._holders: dict[Key, int] = {}  # for each client, the version that it has
+        self._noted: dict[Key, int] = {}
+        self._names: frozenset[str] | None = None
+
+    def refresh(self, server: nn.Module) -> None:
+        """Compare the frozen parameters with what they were when the last round opened.
+
+        Args:
+            server: The server's module.
+
+        Raises:
+            ValueError: If others are frozen than in the first round of the fit.
+        """
+        frozen = {name: p.detach() for name, p in server.named_parameters() if not p.requires_grad}
+        self._check_names(frozenset(frozen))
+        digests = {name: digest(tensor) for name, tensor in frozen.items()}
+        changed = {name for name in digests if digests[name] != self.digests.get(name)}
+        self._version += bool(changed)
+        self._since = {name: self._version if name in changed else self._since[name] for name in digests}
+        self._num_bytes = {name: tensor.numel() * tensor.element_size() for name, tensor in frozen.items()}
+        self.digests = digests
+
+    def _check_names(self, frozen: frozenset[str]) -> None:
+        self._names = frozen if self._names is None else self._names
+        if changed := sorted(frozen ^ self._names):
+            raise ValueError(
+                f"`requires_grad` of {', '.join(changed)} changed during the fit, in which clients, server and "
+                "optimizers train the parameters of its first round. Freeze or unfreeze between two fits: call "
+                "`Trainer.fit` again, with a new Trainer and without `ckpt_path`."
+            )
+
+    def held_by(self, unit: WorkUnit) -> frozenset[str]:
+        """Names of the frozen parameters whose value a client has already."""
+        version = self._noted.get(unit.key, self._holders.get(unit.key, -1))
+        return frozenset(name for name, since in self._since.items() if since <= version)
+
+    def bytes_held_by(self, unit: WorkUnit) -> int:
+        """Bytes that need not be sent to a client again."""
+        return sum(self._num_bytes[name] for name in self.held_by(unit))
+
+    def note(self, units: Iterable[WorkUnit]) -> None:
+        """Note that some clients have all frozen parameters now."""
+        self._noted.update({unit.key: self._version for unit in units if self.digests})
+
+    def commit(self) -> None:
+        """Keep what was noted in a round that has ended."""
+        self._holders.update(self._noted)
+        self._noted = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record as of the last finished round, for the checkpoint; empty if nothing is frozen."""
+        if not self.digests:
+            return {}
+        known = {"digests": dict(self.digests), "since": dict(self._since)}
+        return {"version": self._version, "holders": dict(self._holders), **known}
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> FrozenBase:
+        """The record that a checkpoint holds; an empty one if it holds none."""
+        base = cls()
+        if state_dict:
+            base._version, base._holders = state_dict["version"], dict(state_dict["holders"])
+            base.digests, base._since = dict(state_dict["digests"]), dict(state_dict["since"])
+        return base
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's type, shape and values; equal digests mean equal bits.
+
+    Example:
+        >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
+        (True, False)
+    """
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    hashed.update(values.numpy().data)
+    return hashed.hexdigest()

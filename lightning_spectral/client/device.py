@@ -164,4 +164,14 @@ def _during(stage: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _Failed(Failure(stage, f"{type(error).__name__}: {error}", error)) from error
+        raise _Failed(Failure(stage, f"{type(error).__name__}: {error}{_remedy(error)}", error)) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to write, for an error of torch's that federated data cause."""
+    if "Expected more than 1 value per channel" not in str(error):
+        return ""
+    return (
+        ". BatchNorm cannot train on a batch of one example: leave such last batches out with "
+        "FederatedDataModule(..., drop_last=True), and give every client, and every batch, at least two examples."
+    )

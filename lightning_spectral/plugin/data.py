@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
+from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader, examples_per_epoch
 from lightning_spectral.client.worker_batches import Collate
+from lightning_spectral.errors import check_is
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
 from lightning_spectral.plugin.data_checks import check_dealt, check_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
@@ -30,6 +31,9 @@ class FederatedDataModule(pl.LightningDataModule):
         val: Validation data: a data set, a dataloader of your own, or a list of these.
         test: Test data, likewise.
         batch_size: Examples per local step of a client.
+        drop_last: Whether a client leaves out the last batch of a local epoch if it is smaller than ``batch_size``, as
+            BatchNorm needs, which cannot train on one example. Which examples these are changes from epoch to epoch. A
+            client with less than one batch trains on all it has.
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
         labels: Class of each training example, shape ``(len(train),)``; ``None`` to read them from the data set.
         collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
@@ -61,6 +65,7 @@ class FederatedDataModule(pl.LightningDataModule):
         val: EvaluationData = None,
         test: EvaluationData = None,
         batch_size: int = 32,
+        drop_last: bool = False,
         eval_batch_size: int | None = None,
         labels: Tensor | None = None,
         collate_fn: Collate | None = None,
@@ -75,6 +80,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self.val = val
         self.test = test
         self.batch_size = batch_size
+        check_is("drop_last", drop_last, bool)
+        self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size or max(batch_size, 256)
         self.collate_fn = collate_fn
         self.num_workers = num_workers
@@ -124,7 +131,11 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""
         indices = self.partition[download.unit.client_id]
-        return ClientData(self._source, indices, self.batch_size, download.seed, download.ids)
+        return ClientData(self._source, indices, self.batch_size, download.seed, download.ids, self.drop_last)
+
+    def examples_per_epoch(self, num_examples: int) -> int:
+        """How many of a client's examples it trains on in a local epoch."""
+        return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""

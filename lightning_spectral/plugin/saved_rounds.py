@@ -35,6 +35,7 @@ class SavedRounds(RoundHooks):
             data = self._data_or_none(name)
             if data is not None:
                 found[f"{prefix}batch_size"] = data.batch_size
+                found[f"{prefix}drop_last"] = data.drop_last
                 found[f"{prefix}partition"] = member.data.partition.fingerprint()
         return found | self._trainer_settings()
 

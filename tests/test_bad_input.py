@@ -91,6 +91,11 @@ class TestConstructor:
             ({"batch_size": None}, "`batch_size` must be an instance of int, got None"),
             ({"eval_batch_size": 0}, "`eval_batch_size` must be at least 1, got 0"),
             ({"eval_batch_size": 8.0}, r"`eval_batch_size` must be an instance of int, got 8\.0; write 8"),
+            (
+                {"train": {"train": [1], "test": [2]}},
+                r"dict of 'train', 'test'; pass one.*splits\['train'\], part",
+            ),
+            ({"labels": [0, 1]}, r"one class per example, shape \(120,\), got shape \(2,\)"),
             ({"drop_last": 1}, "`drop_last` must be an instance of bool, got 1"),
             ({"seed": 1.5}, r"`seed` must be an instance of int, got 1\.5"),
             ({"partitioner": ls.IIDPartitioner}, r"got the class IIDPartitioner; write IIDPartitioner\(\.\.\.\)"),

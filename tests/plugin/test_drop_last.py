@@ -47,7 +47,7 @@ def with_batch_norm(lit_mlp: Any) -> Any:
 def test_batch_norm_on_one_example_ends_with_the_remedy(
     client_engine: str, with_batch_norm: Any, toy: TensorDataset, fit: Fit
 ) -> None:
-    with pytest.raises(ls.ClientError, match=r"client [01], local training: .*one example: leave such .* drop_last=True\)"):
+    with pytest.raises(ls.ClientError, match=r"client [01], local .*one example: leave such .* drop_last=True\)"):
         fit(with_batch_norm, uneven(toy), client_engine=client_engine)
 
 

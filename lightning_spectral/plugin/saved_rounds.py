@@ -67,6 +67,8 @@ class SavedRounds(RoundHooks):
         checkpoint["federation_slots"] = self.num_slots
         if clients := {key: entry for member in self.members.values() for key, entry in member.stored().items()}:
             checkpoint["federation_clients"] = clients
+        if unreached := {m.seat.key: m.unreached for m in self.members.values() if m.unreached is not None}:
+            checkpoint["federation_unreached"] = unreached
         if self._sampled is not None and (known := self._sampled.state_dict()):
             checkpoint["federation_sampler"] = known
         if engines:
@@ -83,7 +85,7 @@ class SavedRounds(RoundHooks):
             fit_slots(checkpoint, self.num_slots)
             self._resumed = True
             for member in self.members.values():
-                member.restore(checkpoint.get("federation_clients", {}))
+                member.restore(checkpoint.get("federation_clients", {}), checkpoint.get("federation_unreached", {}))
             if self._sampled is not None:
                 self._sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
         for name, member in self.members.items():

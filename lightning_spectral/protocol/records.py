@@ -106,6 +106,7 @@ class Upload:
         left_out: Why the upload cannot be averaged; ``None`` if it can.
         failure: What failed on the device; ``None`` if nothing did.
         seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.
+        unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
     """
 
     unit: WorkUnit
@@ -116,6 +117,7 @@ class Upload:
     left_out: ExclusionReason | None = None
     failure: Failure | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    unreached: tuple[str, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -149,6 +151,7 @@ class ClientOutcome:
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
         update_norm: Norm of its update, if the sampler goes by it; else NaN.
+        unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
     """
 
     round_idx: int
@@ -163,6 +166,7 @@ class ClientOutcome:
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
     update_norm: float = math.nan
+    unreached: tuple[str, ...] | None = None
 
     @property
     def client_id(self) -> int:

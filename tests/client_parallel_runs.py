@@ -51,6 +51,20 @@ class WithPlainSGD(LitMLP):
         super().__init__(momentum=0.0)
 
 
+class WithExperts(LitMLP):
+    """Two layers of which each client uses one, by its first example, and a third that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if batch_idx == 0:
+            self.own = int(x[0, 0] > 0)
+        return super().training_step((self.experts[self.own](x), y), batch_idx)
+
+
 class FailsForClient(LitMLP):
     """Fails in round 1 on example 0, which client 0 has."""
 
@@ -108,6 +122,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
+    "experts": {"algorithm": SPECTRAL, "module": WithExperts, "clients_per_round": 4},
     "the start alone": {"algorithm": SPECTRAL, "clients_per_round": 3, "local_epochs": 0, "rounds": 1},
     "spectral, FedAdam": {"algorithm": SPECTRAL, "clients_per_round": 5, "server_optimizer": ls.FedAdam(lr=0.01)},
     "a client's own Trainer": {
@@ -155,6 +170,7 @@ ONLY_WITH_TWO = {
     "batch norm",
     "cut cohort",
     "clients left out",
+    "experts",
     "a store of clients",
     "sampled networks",
     "SCAFFOLD",
@@ -232,6 +248,7 @@ def run(
         "global_step": runner.global_step,
         "error": error,
         "tested": tested,
+        "unreached": [member.unreached for member in model.members.values()],
     }
 
 

@@ -6,6 +6,7 @@ A file whose tests share further settings overrides the fixture, e.g. ``partial(
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,3 +135,11 @@ def same_state(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 def without_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics that two runs of the same federation share."""
     return {name: value for name, value in metrics.items() if "seconds" not in name}
+
+
+def said_during(run: Callable[[], Any]) -> list[str]:
+    """The package's warnings during a run, each as often as it was given."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, ls.SpectralWarning)]

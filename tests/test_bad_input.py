@@ -91,6 +91,12 @@ class TestConstructor:
             ({"batch_size": None}, "`batch_size` must be an instance of int, got None"),
             ({"eval_batch_size": 0}, "`eval_batch_size` must be at least 1, got 0"),
             ({"eval_batch_size": 8.0}, r"`eval_batch_size` must be an instance of int, got 8\.0; write 8"),
+            (
+                {"train": {"train": [1], "test": [2]}},
+                r"dict of 'train', 'test'; pass one.*splits\['train'\], part",
+            ),
+            ({"labels": [0, 1]}, r"one class per example, shape \(120,\), got shape \(2,\)"),
+            ({"drop_last": 1}, "`drop_last` must be an instance of bool, got 1"),
             ({"seed": 1.5}, r"`seed` must be an instance of int, got 1\.5"),
             ({"partitioner": ls.IIDPartitioner}, r"got the class IIDPartitioner; write IIDPartitioner\(\.\.\.\)"),
             ({"train": ls.IIDPartitioner(2), "partitioner": []}, "the data set comes first: FederatedDataModule"),
@@ -207,7 +213,7 @@ class TestSetup:
                 self.last = nn.Linear(5, 5)
 
         sharding = ls.SpectralSharding()
-        with pytest.raises(ValueError, match=r"forward pass of `training_step`: forgotten\. Keep them dense"):
+        with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient .*: forgotten\. If .*exclude="):
             fit(LitUnused(), data, algorithm=sharding)
         dense = ls.SpectralSharding(exclude=["forgotten"])
         lit = fit(LitUnused(), data, algorithm=dense).module

@@ -86,25 +86,56 @@ class ClientData:
         batch_size: Examples per local step; the last batch of an epoch may be smaller.
         seed: The run's seed.
         ids: The round and the unit; with ``seed``, they determine the order.
+        drop_last: Whether an epoch leaves its last batch out if that is smaller, unless there is no other.
     """
 
     def __init__(
-        self, source: BatchSource, indices: Tensor, batch_size: int, seed: int, ids: tuple[int | str, ...]
+        self,
+        source: BatchSource,
+        indices: Tensor,
+        batch_size: int,
+        seed: int,
+        ids: tuple[int | str, ...],
+        drop_last: bool = False,
     ) -> None:
         self.source = source
         self.indices = indices
         self.batch_size = batch_size
         self.seed = seed
         self.ids = ids
+        self.num_examples = examples_per_epoch(len(indices), batch_size, drop_last)
+
+    @property
+    def num_batches(self) -> int:
+        """Number of local steps in an epoch."""
+        return -(-self.num_examples // self.batch_size)
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
-        """One shuffled pass over the client's examples: pairs of (batch, number of examples in it)."""
+        """One shuffled pass over the client's examples: pairs of (batch, number of examples in it).
+
+        What `drop_last` leaves out are other examples in each epoch.
+        """
         ids = (*self.ids, local_epoch)
         generator = derived_generator(self.seed, "data order", *ids)
         order = self.indices[torch.randperm(len(self.indices), generator=generator)]
-        index_batches = torch.split(order, self.batch_size)
+        index_batches = torch.split(order[: self.num_examples], self.batch_size)
         batches = self.source.batches(index_batches, self.seed, ids)
         return zip(batches, map(len, index_batches), strict=True)
+
+
+def examples_per_epoch(num_examples: int, batch_size: int, drop_last: bool) -> int:
+    """How many of a client's examples it trains on in a local epoch.
+
+    A client with less than one batch trains on all it has, also with ``drop_last``: otherwise it would never train.
+
+    Example:
+        >>> examples_per_epoch(11, 4, drop_last=False), examples_per_epoch(11, 4, drop_last=True)
+        (11, 8)
+        >>> examples_per_epoch(3, 4, drop_last=True)
+        3
+    """
+    whole = num_examples - num_examples % batch_size
+    return whole if drop_last and whole else num_examples
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.gradient_watch import GradientWatch
+from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS, GradientWatch, check_untouched
 from lightning_spectral.client.kept_tensors import KeptTensors
 from lightning_spectral.client.local_hooks import BeforeStep, start_hooks
 from lightning_spectral.client.local_loop import LocalLoop
@@ -80,14 +80,13 @@ class Device:
         self._profile = profile
         self._kept = KeptTensors()
         self._sub_models: dict[float, SubModel] = {}
-        self._gradients_checked = False
+        self._server_is_checked = False
 
     def run(self, download: Download) -> Upload:
         """Train for one client; a failure is reported in the upload.
 
         Raises:
-            ValueError: If the first client's turn shows a sharded layer that takes no part in training, or gradients
-                that reach the original module's own weights.
+            ValueError: If gradients reach the original module's own weights.
         """
         clock = StageClock(self._profile)
         try:
@@ -103,19 +102,21 @@ class Device:
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
     def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
-        watched = {} if self._gradients_checked else self.side.watched(sub_model.module)
+        is_watched = download.round_idx < WATCHED_ROUNDS
+        watched = self.side.watched(sub_model.module) if is_watched else {}
         with GradientWatch(watched) as watch, clock.measure("train"), _during("local training"):
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             result = sub_model.train(self._start(sub_model, download))
-        if result.num_steps > 0 and not self._gradients_checked:
-            watch.check(self.module)
-            self._gradients_checked = True
+        if result.num_steps > 0 and not self._server_is_checked:
+            check_untouched(self.module)
+            self._server_is_checked = not is_watched
         if result.num_steps == 0 and download.local_epochs > 0:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         with _during("collecting"):
             upload = self.side.collect(sub_model.module, download)
             logged = sub_model.recorder.finish_client()
-        return replace(upload, num_steps=result.num_steps, loss=result.loss, logged=logged)
+        unreached = watch.unreached if is_watched and result.num_steps > 0 else None
+        return replace(upload, num_steps=result.num_steps, loss=result.loss, logged=logged, unreached=unreached)
 
     def _start(self, sub_model: SubModel, download: Download) -> LocalTask:
         """Reset the state of the previous client and prepare the new one's task."""
@@ -167,4 +168,14 @@ def _during(stage: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _Failed(Failure(stage, f"{type(error).__name__}: {error}", error)) from error
+        raise _Failed(Failure(stage, f"{type(error).__name__}: {error}{_remedy(error)}", error)) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to write, for an error of torch's that federated data cause."""
+    if "Expected more than 1 value per channel" not in str(error):
+        return ""
+    return (
+        ". BatchNorm cannot train on a batch of one example: leave such last batches out with "
+        "FederatedDataModule(..., drop_last=True), and give every client, and every batch, at least two examples."
+    )

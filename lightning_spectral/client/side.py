@@ -59,5 +59,5 @@ class ClientSide(ABC):
         """Return the unit and the tensors that a trained sub-model sends back."""
 
     def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
-        """One parameter of each layer that must take part in training, by the layer's name. By default none."""
+        """One parameter of each layer that some client should train, by the layer's name. By default none."""
         return {}

@@ -3,7 +3,7 @@
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.dirichlet import DirichletPartitioner
 from lightning_spectral.partition.iid import IIDPartitioner
-from lightning_spectral.partition.labels import dataset_labels
+from lightning_spectral.partition.labels import Labels, class_indices, dataset_labels
 from lightning_spectral.partition.natural import NaturalPartitioner
 from lightning_spectral.partition.partition import Partition
 from lightning_spectral.partition.report import PartitionReport, report
@@ -11,10 +11,12 @@ from lightning_spectral.partition.report import PartitionReport, report
 __all__ = [
     "DirichletPartitioner",
     "IIDPartitioner",
+    "Labels",
     "NaturalPartitioner",
     "Partition",
     "PartitionReport",
     "Partitioner",
+    "class_indices",
     "dataset_labels",
     "report",
 ]

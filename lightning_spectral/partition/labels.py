@@ -1,12 +1,17 @@
 """The labels of a data set, without the examples where possible."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-__all__ = ["dataset_labels"]
+__all__ = ["Labels", "class_indices", "dataset_labels"]
+
+Labels = Tensor | Sequence[int | str] | npt.NDArray[np.generic]
 
 _REMEDY = "pass labels=... with one class index per example."
 
@@ -41,6 +46,36 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
     return _read(dataset) if stored is None else stored
 
 
+def class_indices(labels: Labels, num_examples: int) -> Tensor:
+    """Class index of each example, from labels that a user gives.
+
+    Args:
+        labels: Integers, or names of classes, which are numbered in sorted order: a tensor, an array, a list, or a
+            column of a table, shape ``(num_examples,)``.
+        num_examples: Number of examples.
+
+    Returns:
+        Class indices, int64, shape ``(num_examples,)``, on the CPU.
+
+    Raises:
+        ValueError: If there is not one per example, or they are neither integers nor names.
+
+    Example:
+        >>> class_indices(["dog", "cat", "dog"], num_examples=3)
+        tensor([1, 0, 1])
+    """
+    if not isinstance(labels, Tensor):
+        is_lazy = hasattr(labels, "__iter__") and not hasattr(labels, "__array__")  # a column: slow to index
+        labels = np.asarray(list(labels) if is_lazy else labels)
+        if labels.dtype.kind == "U" or (labels.dtype == object and all(isinstance(label, str) for label in labels)):
+            labels = np.unique(labels, return_inverse=True)[1]
+    if labels.ndim != 1 or len(labels) != num_examples:
+        raise ValueError(
+            f"`labels` must hold one class per example, shape ({num_examples},), got shape {tuple(labels.shape)}."
+        )
+    return _as_classes(labels, "`labels`")
+
+
 def _stored(dataset: Any) -> Tensor | None:
     """Labels that the data set stores as a whole, or ``None``."""
     for name in ("targets", "labels"):
@@ -65,9 +100,10 @@ def _read(dataset: Any) -> Tensor:
     for index in range(len(dataset)):
         example = dataset[index]
         if not isinstance(example, tuple | list) or len(example) < 2:
+            column = ", e.g. the column: labels=train['label']" if isinstance(example, Mapping) else ""
             raise ValueError(
                 f"Examples of {type(dataset).__name__} must be tuples that end in a label, got "
-                f"{type(example).__name__}; {_REMEDY}"
+                f"{type(example).__name__}; {_REMEDY.rstrip('.')}{column}."
             )
         labels.append(_as_classes(example[-1], f"The label of example {index}").reshape(-1))
         if labels[-1].numel() != 1:

@@ -109,6 +109,7 @@ def build_engine(
         local_epochs=owner.local_epochs,
         absolute=owner.absolute,
         num_examples=owner.total_examples,
+        examples_per_epoch=owner.data.examples_per_epoch,
         model=owner.name,
         figure=owner.figure,
         options=partial(_options, owner),

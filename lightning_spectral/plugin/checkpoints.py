@@ -7,6 +7,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
+DEFAULTS = {"drop_last": False}  # of settings that older checkpoints do not name
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
@@ -24,10 +25,11 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "module first: module.load_state_dict(torch.load(path)['state_dict'])."
         )
     uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
+    before = {name: DEFAULTS.get(name.rpartition(": ")[2]) for name in configuration} | saved
     changed = [
-        f"{name}: {saved.get(name)!r} in the checkpoint, {configuration.get(name)!r} now"
-        for name in {**configuration, **saved}
-        if name not in uncompared and saved.get(name) != configuration.get(name)
+        f"{name}: {value!r} in the checkpoint, {configuration.get(name)!r} now"
+        for name, value in before.items()
+        if name not in uncompared and value != configuration.get(name)
     ]
     if changed:
         raise ValueError(

@@ -108,7 +108,7 @@ class _Batches:
         self.first_epoch = first_epoch
 
     def __len__(self) -> int:
-        return -(-len(self.data.indices) // self.data.batch_size)
+        return self.data.num_batches
 
     def __iter__(self) -> Iterator[Any]:
         # Lightning asks for more iterators than it uses; nothing happens before the first batch is fetched

@@ -159,5 +159,6 @@ class CohortHooks(pl.LightningModule):
         """Predicted time of a unit's turn; of several models relative to their sizes."""
         member = self.by_key[unit.model]
         (num_examples,) = member.num_examples([unit])
+        num_examples = member.data.examples_per_epoch(num_examples)
         work = scheduling.predicted_work(num_examples, member.engine.run.keep_ratio_of(unit))
         return work if len(self.members) == 1 else work * sum(p.numel() for p in member.module.parameters())

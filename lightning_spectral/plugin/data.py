@@ -10,9 +10,18 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
+from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader, examples_per_epoch
 from lightning_spectral.client.worker_batches import Collate
-from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
+from lightning_spectral.errors import check_is
+from lightning_spectral.partition import (
+    Labels,
+    Partition,
+    Partitioner,
+    PartitionReport,
+    class_indices,
+    dataset_labels,
+    report,
+)
 from lightning_spectral.plugin.data_checks import check_dealt, check_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
@@ -25,13 +34,17 @@ class FederatedDataModule(pl.LightningDataModule):
     """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
 
     Args:
-        train: Any map-style data set.
+        train: Any map-style data set, one of Hugging Face's too (``with_format("torch")``).
         partitioner: Decides which examples belong to whom.
         val: Validation data: a data set, a dataloader of your own, or a list of these.
         test: Test data, likewise.
         batch_size: Examples per local step of a client.
+        drop_last: Whether a client leaves out the last batch of a local epoch if it is smaller than ``batch_size``, as
+            BatchNorm needs, which cannot train on one example. Which examples these are changes from epoch to epoch. A
+            client with less than one batch trains on all it has.
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
-        labels: Class of each training example, shape ``(len(train),)``; ``None`` to read them from the data set.
+        labels: Class of each training example, shape ``(len(train),)``: integers, or names, which are numbered in
+            sorted order; a tensor, an array, a list or a column. ``None`` to read them from the data set.
         collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
         num_workers: Worker processes for data that is not in memory; those for clients stay alive from client to
             client. Whatever their number, the run is the same.
@@ -39,7 +52,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     Raises:
         TypeError: If ``train`` is a DataLoader, ``partitioner`` is none, or a number is no integer.
-        ValueError: If a size is not positive, or ``num_workers`` is negative.
+        ValueError: If a size is not positive, or ``num_workers`` is negative, or there is not one label per example.
 
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
@@ -61,8 +74,9 @@ class FederatedDataModule(pl.LightningDataModule):
         val: EvaluationData = None,
         test: EvaluationData = None,
         batch_size: int = 32,
+        drop_last: bool = False,
         eval_batch_size: int | None = None,
-        labels: Tensor | None = None,
+        labels: Labels | None = None,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -75,11 +89,13 @@ class FederatedDataModule(pl.LightningDataModule):
         self.val = val
         self.test = test
         self.batch_size = batch_size
+        check_is("drop_last", drop_last, bool)
+        self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size or max(batch_size, 256)
         self.collate_fn = collate_fn
         self.num_workers = num_workers
         self.seed = seed
-        self._labels = labels
+        self._labels = None if labels is None else class_indices(labels, _length(train))
         self._source = BatchSource(train, collate_fn, num_workers)
 
     @cached_property
@@ -124,7 +140,11 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""
         indices = self.partition[download.unit.client_id]
-        return ClientData(self._source, indices, self.batch_size, download.seed, download.ids)
+        return ClientData(self._source, indices, self.batch_size, download.seed, download.ids, self.drop_last)
+
+    def examples_per_epoch(self, num_examples: int) -> int:
+        """How many of a client's examples it trains on in a local epoch."""
+        return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -21,6 +22,11 @@ def check_dealt(train: Any, partitioner: Any) -> None:
         raise TypeError(
             "`train` must be a data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, "
             "batch_size=...), because each client gets batches of its own."
+        )
+    if isinstance(train, Mapping):
+        raise TypeError(
+            f"`train` must be a data set, got a {type(train).__name__} of {', '.join(map(repr, train))}; pass one of "
+            f"them: FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)."
         )
     check_is("partitioner", partitioner, Partitioner)
 

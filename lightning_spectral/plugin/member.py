@@ -54,6 +54,7 @@ class Member(ServerHooks, Trained):
     _frozen_base: FrozenBase
     _engine: Engine | None
     _first_rounds: FirstRounds
+    _unreached: list[str] | None
     _logged: set[str]
     _outdated: set[str]
     _rests: bool
@@ -153,7 +154,8 @@ class Member(ServerHooks, Trained):
             self._frozen_base = FrozenBase()
             self._initialize(algorithm)
         self._logged, self._outdated, self._rests = set(), set(), False
-        self._first_rounds = FirstRounds(speaks=self.processes.rank == 0)
+        unreached = self._unreached if resumed else None
+        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
         kept = self._store, self._frozen_base
@@ -182,6 +184,11 @@ class Member(ServerHooks, Trained):
         summary = self.engine.apply_round()
         self._first_rounds.end(self.module, summary)
         return summary
+
+    def on_train_end(self) -> None:
+        """Say what the first rounds have shown, and call the user's hook."""
+        self._first_rounds.finish()
+        super().on_train_end()
 
     def settle(self) -> None:
         """After the server's step: bring the module up to date with the algorithm's state."""
@@ -225,9 +232,20 @@ class Member(ServerHooks, Trained):
         """The record of frozen parameters and of the clients that have them, for the checkpoint."""
         return self._frozen_base.state_dict()
 
-    def restore(self, clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]], frozen: Mapping[str, Any]) -> None:
+    @property
+    def unreached(self) -> list[str] | None:
+        """Layers that no client has given a gradient, for the checkpoint of one of the first rounds."""
+        return self._first_rounds.unreached
+
+    def restore(
+        self,
+        clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]],
+        frozen: Mapping[str, Any],
+        unreached: list[str] | None,
+    ) -> None:
         """Take what is this model's from a checkpoint."""
         self._frozen_base = FrozenBase.from_state_dict(frozen)
+        self._unreached = unreached
         self._store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == self.seat.key})
 
     def drop_round(self) -> None:

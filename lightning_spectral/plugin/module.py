@@ -128,7 +128,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self._limit, self._sampled = 1.0, None
         self._store, self._engine, self._first_rounds = ClientStore(), None, FirstRounds()
         self._frozen_base = FrozenBase()
-        self._turn = None
+        self._turn = self._unreached = None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False
         self.save_hyperparameters({"federation": self.configuration(), "user_module": dict(module.hparams)})

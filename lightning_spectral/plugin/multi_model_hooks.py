@@ -66,7 +66,11 @@ class MultiModelHooks(SavedRounds):
 
     on_fit_end = _on_each("on_fit_end")
     on_train_start = _on_each("on_train_start")
-    on_train_end = _on_each("on_train_end")
+
+    def on_train_end(self) -> None:
+        """Call the users' hooks."""
+        for member in self.members.values():
+            member.on_train_end()
 
     @property
     def multi_data(self) -> MultiModelDataModule:

@@ -35,6 +35,7 @@ class SavedRounds(RoundHooks):
             data = self._data_or_none(name)
             if data is not None:
                 found[f"{prefix}batch_size"] = data.batch_size
+                found[f"{prefix}drop_last"] = data.drop_last
                 found[f"{prefix}partition"] = member.data.partition.fingerprint()
         return found | self._trainer_settings()
 
@@ -68,6 +69,8 @@ class SavedRounds(RoundHooks):
             checkpoint["federation_clients"] = clients
         if frozen := {name: record for name, member in self.members.items() if (record := member.frozen())}:
             checkpoint["federation_frozen"] = frozen
+        if unreached := {name: m.unreached for name, m in self.members.items() if m.unreached is not None}:
+            checkpoint["federation_unreached"] = unreached
         if self._sampled is not None and (known := self._sampled.state_dict()):
             checkpoint["federation_sampler"] = known
         if engines:
@@ -83,9 +86,10 @@ class SavedRounds(RoundHooks):
             check_checkpoint(checkpoint, self.full_configuration())
             fit_slots(checkpoint, self.num_slots)
             self._resumed = True
-            frozen = checkpoint.get("federation_frozen", {})
+            clients = checkpoint.get("federation_clients", {})
+            frozen, unreached = checkpoint.get("federation_frozen", {}), checkpoint.get("federation_unreached", {})
             for name, member in self.members.items():
-                member.restore(checkpoint.get("federation_clients", {}), frozen.get(name, {}))
+                member.restore(clients, frozen.get(name, {}), unreached.get(name))
             if self._sampled is not None:
                 self._sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
         for name, member in self.members.items():

@@ -126,6 +126,7 @@ class Upload:
         left_out: Why the upload cannot be averaged; ``None`` if it can.
         failure: What failed on the device; ``None`` if nothing did.
         seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.
+        unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
     """
 
     unit: WorkUnit
@@ -136,6 +137,7 @@ class Upload:
     left_out: ExclusionReason | None = None
     failure: Failure | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    unreached: tuple[str, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -170,6 +172,7 @@ class ClientOutcome:
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
         update_norm: Norm of its update, if the sampler goes by it; else NaN.
         frozen_bytes: Bytes among those sent to it that are of frozen parameters, which it did not have yet.
+        unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
     """
 
     round_idx: int
@@ -185,6 +188,7 @@ class ClientOutcome:
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
     update_norm: float = math.nan
     frozen_bytes: int = 0
+    unreached: tuple[str, ...] | None = None
 
     @property
     def client_id(self) -> int:

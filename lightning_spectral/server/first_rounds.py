@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
+from lightning_spectral.server.unreached_layers import UnreachedLayers
 
 ROUNDS_OF_UPDATES = 10
 LARGEST_UPDATE = 10.0  # in units of the tensor's own norm
@@ -29,13 +31,17 @@ class FirstRounds:
 
     Args:
         speaks: Whether this process warns; one of several is enough, because all of them see the same.
+        unreached: Layers that no client had given a gradient before the checkpoint that a run is resumed from; ``None``
+            if it is not, or nobody had trained.
     """
 
-    def __init__(self, speaks: bool = True) -> None:
+    def __init__(self, speaks: bool = True, unreached: Collection[str] | None = None) -> None:
         self._speaks = speaks
         self._first: tuple[int, float] | None = None
         self._update_is_watched = speaks
         self._loss_is_watched = speaks
+        self._unreached = UnreachedLayers(unreached)
+        self._last_watched = -1
 
     def begin(self, algorithm: Algorithm[Any], opened: Any, round_idx: int) -> None:
         """Pass on what the algorithm has to say about its first round, before anybody trains.
@@ -60,6 +66,25 @@ class FirstRounds:
             self._look_at_update(server, summary.round_idx)
         if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
             self._look_at_loss(mean_loss(summary), summary.round_idx)
+        if summary.round_idx < WATCHED_ROUNDS:
+            self._unreached.note(summary.clients)
+            self._last_watched = summary.round_idx
+            if summary.round_idx == WATCHED_ROUNDS - 1:
+                self._say_what_is_unreached()
+
+    def finish(self) -> None:
+        """Look back at a fit that has ended, perhaps before all of the first rounds."""
+        if 0 <= self._last_watched < WATCHED_ROUNDS - 1:
+            self._say_what_is_unreached()
+
+    def _say_what_is_unreached(self) -> None:
+        if self._speaks and (concern := self._unreached.concern()):
+            _warn(self._last_watched, concern)
+
+    @property
+    def unreached(self) -> list[str] | None:
+        """For a checkpoint: layers that no client has given a gradient; ``None`` once nobody watches any more."""
+        return self._unreached.names if self._last_watched < WATCHED_ROUNDS - 1 else None
 
     def _look_at_update(self, server: nn.Module, round_idx: int) -> None:
         ratio, name = max(relative_updates(server), default=(0.0, ""))

@@ -78,7 +78,8 @@ class OpenRound:
         if run.conditions.clock is not None:
             size = run.sizes.of(run.algorithm, run.server, self.opened, unit, self.cohort.keep_ratio_of(unit))
             size = size._replace(downlink_bytes=size.downlink_bytes - run.frozen_base.bytes_held_by(unit))
-        return SimulatedTask(self.cohort.keep_ratio_of(unit), self.num_examples[unit.key], run.local_epochs, *size)
+        num_examples = run.examples_per_epoch(self.num_examples[unit.key])
+        return SimulatedTask(self.cohort.keep_ratio_of(unit), num_examples, run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with what is common to all of them."""

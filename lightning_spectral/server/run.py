@@ -29,6 +29,10 @@ def _no_options() -> tuple[tuple[Options, ...], ...]:
     return ()
 
 
+def _all(num_examples: int) -> int:
+    return num_examples
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """One federated run: settings and state shared by all of its rounds.
@@ -42,6 +46,7 @@ class Run:
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
         absolute: Whether units' coefficients are weights as they are; see `Cohort`.
         num_examples: Training examples of all clients together.
+        examples_per_epoch: Maps a client's number of examples to how many of them it trains on in a local epoch.
         options: Called once a round: for each of the user's optimizers, the options of its parameter groups.
         model: The model's name; empty if there is only one.
         figure: Which norm of each update to measure, for a sampler that goes by it; "" for none.
@@ -62,6 +67,7 @@ class Run:
     local_epochs: int = 1
     absolute: bool = False
     num_examples: int = 0
+    examples_per_epoch: Callable[[int], int] = _all
     options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
     model: str = ""
     figure: Figure = ""

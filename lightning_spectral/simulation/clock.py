@@ -43,7 +43,7 @@ class SimulatedTask:
 
     Attributes:
         keep_ratio: Share of singular terms of its sub-model.
-        num_examples: Its training examples.
+        num_examples: Examples that it trains on in a local epoch.
         local_epochs: Passes over them.
         num_parameters: Parameters of its sub-model.
         downlink_bytes: Bytes that it is sent.

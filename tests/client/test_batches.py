@@ -29,6 +29,24 @@ def test_one_epoch_passes_every_example_of_the_client_once(dataset: TensorDatase
     assert torch.equal(x[:, 0], 2.0 * y)
 
 
+@pytest.mark.parametrize("make", [lambda data: data, lambda data: ConcatDataset([data])], ids=["in memory", "loaded"])
+@pytest.mark.parametrize("num_examples", range(1, 10))
+def test_a_short_last_batch_is_left_out_as_a_dataloader_does_but_for_the_only_one(
+    num_examples: int, make: Any, dataset: TensorDataset
+) -> None:
+    data = ClientData(BatchSource(make(dataset)), torch.arange(num_examples), 4, 0, (), drop_last=True)
+    expected = [len(labels) for _, labels in DataLoader(Subset(dataset, range(num_examples)), 4, drop_last=True)]
+    batches = list(data.epoch(0))
+    assert [size for _, size in batches] == (expected or [num_examples])
+    assert [len(labels) for (_, labels), _ in batches] == (expected or [num_examples])
+    assert data.num_batches == len(batches)
+
+
+def test_what_is_left_out_changes_from_epoch_to_epoch(dataset: TensorDataset) -> None:
+    data = ClientData(BatchSource(dataset), torch.arange(5), 4, 0, (), drop_last=True)
+    assert len({frozenset(examples(data, epoch)) for epoch in range(20)}) > 1
+
+
 def test_indexing_in_memory_gives_what_a_dataloader_gives(dataset: TensorDataset) -> None:
     class Hidden(Dataset[Any]):
         def __len__(self) -> int:

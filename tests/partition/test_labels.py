@@ -1,6 +1,6 @@
 """Labels of all kinds of data sets against reading every example."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_spectral.partition import dataset_labels
+from lightning_spectral.partition import class_indices, dataset_labels
 
 
 class Stored(Dataset[Any]):
@@ -85,6 +85,66 @@ def test_labels_are_found(dataset: Dataset[Any], expected: list[int]) -> None:
 def test_labels_that_are_no_classes_are_refused_with_the_remedy(dataset: Dataset[Any]) -> None:
     with pytest.raises(ValueError, match=r"pass labels=\.\.\. with one class index per example"):
         dataset_labels(dataset)
+
+
+class Column(Sequence[Any]):
+    """Labels that are read as they are asked for."""
+
+    def __init__(self, labels: list[Any]) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("one after another is slow")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([2, 0, 1], [2, 0, 1]),
+        ((2, 0, 1), [2, 0, 1]),
+        (np.array([2, 0, 1], dtype=np.uint8), [2, 0, 1]),
+        (torch.tensor([2, 0, 1], dtype=torch.int16), [2, 0, 1]),
+        ([torch.tensor(2), torch.tensor(0), torch.tensor(1)], [2, 0, 1]),
+        ([True, False, True], [1, 0, 1]),
+        (Column([2, 0, 1]), [2, 0, 1]),
+        (["b", "a", "b"], [1, 0, 1]),
+        (np.array(["b", "a", "b"], dtype=object), [1, 0, 1]),
+        (Column(["b", "a", "c"]), [1, 0, 2]),
+    ],
+    ids=repr,
+)
+def test_given_labels_become_class_indices(labels: Any, expected: list[int]) -> None:
+    found = class_indices(labels, num_examples=3)
+    assert found.dtype == torch.int64
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 1], r"one class per example, shape \(3,\), got shape \(2,\)"),
+        (torch.zeros(3, 1, dtype=torch.long), r"one class per example, shape \(3,\), got shape \(3, 1\)"),
+        (2, r"one class per example, shape \(3,\), got shape \(\)"),
+        ([0.0, 1.0, 1.0], "`labels` must be one integer per example, got torch.float64"),
+        (["a", None, "b"], "`labels` must be integers, got ndarray"),
+        (["a", 1.5, None], "`labels` must be integers, got ndarray"),
+    ],
+    ids=repr,
+)
+def test_given_labels_that_are_no_classes_are_refused(labels: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        class_indices(labels, num_examples=3)
+
+
+def test_examples_that_are_dictionaries_are_told_to_pass_a_column() -> None:
+    with pytest.raises(ValueError, match=r"got dict; pass .*, e\.g\. the column: labels=train\['label'\]\."):
+        dataset_labels(Examples([{"x": 1, "label": 0}]))
 
 
 def test_stream_is_refused_with_the_remedy() -> None:

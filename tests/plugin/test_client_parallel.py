@@ -88,7 +88,7 @@ def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["weights"].keys() == theirs["weights"].keys()
     for name, value in ours["weights"].items():
         assert torch.equal(value, theirs["weights"][name]), name
-    for key in ("history", "ledger", "metrics", "global_step", "error", "tested"):
+    for key in ("history", "ledger", "metrics", "global_step", "error", "tested", "unreached"):
         assert repr(ours[key]) == repr(theirs[key]), key
 
 
@@ -114,6 +114,7 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     assert rows["coordinated, one client"]["fl/clients"] == 1
     assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
     assert len(results("dense", 1)[0]["ledger"]) == 14
+    assert results("experts", 1)[0]["unreached"] == [["experts.2"]]
     assert results("dense", 1)[0]["tested"][0]["test_loss"] > 0
 
 

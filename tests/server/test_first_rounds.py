@@ -2,8 +2,7 @@
 
 import math
 import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, Fitted, seeded
+from federation import Fit, Fitted, said_during, seeded
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,14 +19,6 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.first_rounds import FirstRounds, relative_updates
-
-
-def said_during(run: Callable[[], Any]) -> list[str]:
-    """The package's warnings during a run, each as often as it was given."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(warning.message) for warning in caught if issubclass(warning.category, ls.SpectralWarning)]
 
 
 class LitPushed(pl.LightningModule):

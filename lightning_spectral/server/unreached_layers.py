@@ -1,0 +1,45 @@
+"""Sharded layers that no client gives a gradient: only all clients of some rounds together can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from lightning_spectral.protocol.records import ClientOutcome
+
+
+class UnreachedLayers:
+    """The sharded layers that no client has given a gradient so far.
+
+    One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
+
+    Args:
+        names: Those of the rounds before a checkpoint; ``None`` if nobody has trained yet.
+
+    Attributes:
+        names: Names of the layers, sorted; ``None`` if nobody has trained yet.
+
+    Example:
+        >>> layers = UnreachedLayers(["experts.0", "experts.1"])
+        >>> layers.concern()[:75]
+        'no client has given a gradient to these sharded layers: experts.0, experts.'
+    """
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self.names = None if names is None else sorted(names)
+
+    def note(self, outcomes: Iterable[ClientOutcome]) -> None:
+        """Take in a round: a layer counts as reached if it was in one turn."""
+        for outcome in outcomes:
+            if outcome.unreached is not None:
+                unreached = set(outcome.unreached)
+                self.names = sorted(unreached if self.names is None else unreached & set(self.names))
+
+    def concern(self) -> str:
+        """What to warn of; empty if there is nothing."""
+        if not self.names:
+            return ""
+        return (
+            f"no client has given a gradient to these sharded layers: {', '.join(self.names)}. If `training_step` "
+            "never uses them, keep them dense with `SpectralSharding(exclude=[...])`, or remove them from the module. "
+            "If it does for other clients or in later rounds, as with experts or gradual unfreezing, nothing is wrong."
+        )

@@ -65,6 +65,7 @@ from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
+from lightning_spectral.plugin.saved_modules import load_user_module
 from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
@@ -169,6 +170,7 @@ __all__ = [
     "estimate",
     "keep_ratio_for",
     "latest_checkpoint",
+    "load_user_module",
     "replace_layers",
     "spectral_start",
     "tune_allocator",

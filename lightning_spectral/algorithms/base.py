@@ -1,6 +1,6 @@
 """The interface of the server half of an algorithm."""
 
-from __future__ import annotations
+# Annotations are evaluated here: jsonargparse evaluates those that a class inherits in the file of the subclass.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

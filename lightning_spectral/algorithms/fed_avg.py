@@ -12,6 +12,7 @@ from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
+from lightning_spectral.nn.plan.choices import as_patterns
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -77,6 +78,9 @@ class FedAvg(Algorithm[DenseRound]):
     Args:
         keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
 
+    Raises:
+        ValueError: If patterns are not a sequence of strings.
+
     Reference:
         McMahan et al. (2017), Algorithm 1.
 
@@ -88,6 +92,9 @@ class FedAvg(Algorithm[DenseRound]):
     side: ClassVar[type[DenseSide]] = DenseSide
 
     keep_buffers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep_buffers", as_patterns("keep_buffers", self.keep_buffers))
 
     def prepare(self, server: nn.Module) -> FedAvg:
         """Decide which buffers keep the server's value, once for all rounds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,13 +100,13 @@ class SpectralSharding(Algorithm[SpectralRound]):
     design: Design | Schedule[Design | None] | None = None
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
-    exclude: InitVar[Sequence[str]] = ()
+    exclude: Sequence[str] = field(default=(), repr=False, compare=False)
     layers: LayerChoices | ModulePlan = LayerChoices()
     weigh_clients: bool = False
     clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
 
-    def __post_init__(self, exclude: Sequence[str]) -> None:
+    def __post_init__(self) -> None:
         check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
         check_tau(self.clip_tau)
         check_weight_lr(self.clip_weight_lr)
@@ -123,8 +123,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
         if not self.frobenius_decay >= 0.0:
             raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
         check_layers(self.layers)
-        if exclude:
-            object.__setattr__(self, "layers", _excluding(exclude, self.layers))
+        if self.exclude:
+            object.__setattr__(self, "layers", _excluding(self.exclude, self.layers))
+            object.__setattr__(self, "exclude", ())
 
     @classmethod
     def published(

@@ -130,6 +130,7 @@ class StaleUpdates(FedAvg):
     num_terms: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"`beta` must be in [0, 1], got {self.beta!r}: it is the weight of stale updates.")
         for name, choice in (("coefficients", Coefficients), ("unseen", Unseen)):

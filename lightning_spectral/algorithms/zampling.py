@@ -20,6 +20,7 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.bits import bit_entropy, draw_bits, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
+from lightning_spectral.nn.plan.choices import as_patterns
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
 from lightning_spectral.nn.zampling.sampled_weights import split_weights
 from lightning_spectral.protocol.bit_sum import MeanBits
@@ -73,7 +74,7 @@ class Zampling(Algorithm[ZamplingRound]):
             not fit is drawn again in every product.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or patterns are not a sequence of strings.
 
     Reference:
         Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning.
@@ -103,6 +104,8 @@ class Zampling(Algorithm[ZamplingRound]):
     _matrices: MatrixCache = field(default_factory=MatrixCache, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("exclude", "include", "keep_buffers"):
+            object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
         check_is("link", self.link, Link)
         if not 0.0 <= self.smoothing < float("inf"):
             raise ValueError(f"`smoothing` is a pseudo-count, at least 0 and finite, got {self.smoothing!r}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -27,7 +27,8 @@ from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
 
-EvaluationData = Dataset[Any] | Iterable[Any] | Sequence[Any] | None
+# `Dataset` without a type argument, because of a class with one jsonargparse builds no subclasses
+EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -68,7 +69,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        train: Dataset[Any],
+        train: Dataset,  # type: ignore[type-arg]
         partitioner: Partitioner,
         *,
         val: EvaluationData = None,

@@ -31,12 +31,13 @@ from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
+from lightning_spectral.server.optimizers import FedOptimizer
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Figure, Run
 from lightning_spectral.simulation import Conditions
 
-ServerOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Member(ServerHooks, Trained):

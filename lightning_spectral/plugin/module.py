@@ -90,7 +90,8 @@ class FederatedModule(SavedRounds, Member, Host):
         self,
         module: pl.LightningModule,
         *,
-        algorithm: Algorithm[Any] | None = None,
+        # of a class with type arguments, jsonargparse builds no subclasses
+        algorithm: Algorithm | None = None,  # type: ignore[type-arg]
         clients_per_round: int | None = None,
         participation: Sampler | None = None,
         local_epochs: int = 1,

@@ -14,6 +14,7 @@ from lightning_spectral.plugin.checkpoints import (
 )
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.round_hooks import RoundHooks
+from lightning_spectral.plugin.saved_modules import given_arguments, write_arguments
 
 Checkpoint = dict[str, Any]
 
@@ -22,6 +23,37 @@ class SavedRounds(RoundHooks):
     """The checkpoints of a federation: whole rounds, of all of its models."""
 
     _resumed: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given = given_arguments()
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the federation and load its weights, as for any LightningModule.
+
+        The checkpoint of a run of LightningCLI says all that is needed. Pass what any other cannot say: the modules,
+        and the arguments of the federation that are not the default. `load_user_module` loads your module alone.
+
+        Args:
+            checkpoint_path: The checkpoint.
+            *args: As for any LightningModule.
+            **kwargs: As for any LightningModule; among them arguments of the federation.
+
+        Raises:
+            TypeError: If an argument is missing.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except TypeError as error:
+            missing = str(error).partition(f"{cls.__name__}.__init__() missing ")[2]
+            if not missing:
+                raise
+            raise TypeError(
+                f"Only the checkpoint of a LightningCLI run says how to build a {cls.__name__}; this one lacks "
+                f"{missing}: pass it, {cls.__name__}.load_from_checkpoint(path, ...=...), or load your own module "
+                "alone: load_user_module(path, YourModule)."
+            ) from error
 
     def configuration(self) -> dict[str, str | int]:
         """What must be the same for a checkpoint to be resumed, apart from the data."""
@@ -63,6 +95,7 @@ class SavedRounds(RoundHooks):
         for name, member in self.members.items():
             with own_checkpoint(checkpoint, name) as own:
                 member.module.on_save_checkpoint(own)
+        write_arguments(checkpoint, self._given, {name: member.module for name, member in self.members.items()})
         checkpoint["federation"] = self.full_configuration()
         checkpoint["federation_slots"] = self.num_slots
         if clients := {key: entry for member in self.members.values() for key, entry in member.stored().items()}:

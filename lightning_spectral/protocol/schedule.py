@@ -9,8 +9,12 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+class _NamedInYaml:
+    """Makes jsonargparse ask for a ``class_path``, as a dataclass among other dataclasses alone would not."""
+
+
 @dataclass(frozen=True, repr=False)
-class Schedule(Generic[T]):
+class Schedule(_NamedInYaml, Generic[T]):
     """A setting by round: each value holds from its round on, until the next one's.
 
     `SpectralSharding` takes schedules for its strategy and its design.

@@ -21,13 +21,17 @@ REMEDIES: dict[ExclusionReason, str] = {
 }
 
 
+class FaultPolicy:
+    """What to do about a client with a fault: `Raise` or `LeaveOut`."""
+
+
 @dataclass(frozen=True)
-class Raise:
+class Raise(FaultPolicy):
     """End the run with an error that names the round and the client."""
 
 
 @dataclass(frozen=True)
-class LeaveOut:
+class LeaveOut(FaultPolicy):
     """Continue without the client: it is left out of the average, and counted.
 
     Args:
@@ -71,12 +75,12 @@ class Faults:
         Raise()
     """
 
-    on_error: Raise | LeaveOut = Raise()
-    on_not_finite: Raise | LeaveOut = LeaveOut()
-    on_no_update: Raise | LeaveOut = LeaveOut()
-    on_no_data: Raise | LeaveOut = Raise()
-    on_dropped_out: Raise | LeaveOut = LeaveOut(max_share=1.0)
-    on_late: Raise | LeaveOut = LeaveOut(max_share=1.0)
+    on_error: FaultPolicy = Raise()
+    on_not_finite: FaultPolicy = LeaveOut()
+    on_no_update: FaultPolicy = LeaveOut()
+    on_no_data: FaultPolicy = Raise()
+    on_dropped_out: FaultPolicy = LeaveOut(max_share=1.0)
+    on_late: FaultPolicy = LeaveOut(max_share=1.0)
 
     def __post_init__(self) -> None:
         for field in fields(self):

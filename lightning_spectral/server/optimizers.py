@@ -7,6 +7,7 @@ torch optimizer, so Lightning runs its steps, counts them and saves its state.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,8 +17,16 @@ from torch.optim import SGD, Optimizer
 from lightning_spectral.server.adaptive import ServerAdagrad, ServerAdam, ServerYogi
 
 
+class FedOptimizer(ABC):
+    """Base class of server optimizers: a choice that makes the optimizer once there are parameters."""
+
+    @abstractmethod
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Create the optimizer of the server's parameters."""
+
+
 @dataclass(frozen=True)
-class FedAvgM:
+class FedAvgM(FedOptimizer):
     """Averaging with server momentum: ``v <- momentum v + pseudo-gradient``, then a step of ``lr v``.
 
     Momentum 0 and learning rate 1 are plain averaging, which is what ``server_optimizer=None`` does.
@@ -51,7 +60,7 @@ class FedAvgM:
 
 
 @dataclass(frozen=True)
-class FedAdagrad:
+class FedAdagrad(FedOptimizer):
     r"""Adagrad on the server: :math:`v_t = v_{t-1} + \Delta_t^2`.
 
     Args:
@@ -91,7 +100,7 @@ class FedAdagrad:
 
 
 @dataclass(frozen=True)
-class _TwoMoments:
+class _TwoMoments(FedOptimizer):
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     tau: float = 1e-3

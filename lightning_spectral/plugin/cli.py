@@ -1,0 +1,47 @@
+"""FederatedCLI: federations from YAML and the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.multi_model import MultiModelModule
+from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
+from lightning_spectral.plugin.saved_rounds import SavedRounds
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI for a federation of one model or of several; needs jsonargparse, the ``cli`` extra.
+
+    ``model`` and ``data`` take the arguments of `FederatedModule` and `FederatedDataModule`, or those of
+    `MultiModelModule` and `MultiModelDataModule`, or a ``class_path`` of a subclass with its ``init_args``.
+
+    Args:
+        args: Arguments, as on the command line or as a mapping; ``None`` for those of the command line.
+        **options: As for LightningCLI. ``seed_everything`` is 0 by default, so that a run can be repeated.
+    """
+
+    def __init__(self, args: ArgsType = None, **options: Any) -> None:
+        defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False}
+        super().__init__(
+            SavedRounds,  # the common base, whose subclasses learn what they were built from, for checkpoints
+            pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=args,
+            **{**defaults, **options},
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the Trainer's arguments, and those of either module and either data module."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+        for key, classes in {
+            "model": (FederatedModule, MultiModelModule),
+            "data": (FederatedDataModule, MultiModelDataModule),
+        }.items():
+            parser.add_subclass_arguments(classes, key, fail_untyped=False, required=True)

@@ -1,0 +1,110 @@
+"""What a checkpoint says of the modules in it: with which arguments to build them, and which weights are whose."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.mixins import hparams_mixin
+
+ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
+HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+HPARAMS_NAME = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_NAME
+OF_USERS = "federation_hparams"
+OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", HPARAMS, HPARAMS_NAME)
+
+
+def given_arguments() -> dict[str, Any]:
+    """What LightningCLI was told of the federation that it is building; nothing outside of LightningCLI."""
+    given = getattr(hparams_mixin, "_given_hyperparameters", None)  # there is no public way to ask
+    return dict(given.get() or {}) if given is not None else {}
+
+
+def write_arguments(checkpoint: dict[str, Any], given: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
+    """Make a checkpoint say how to build the federation, if that is known, and the users' modules.
+
+    Lightning has put into it what loggers get, which are no arguments.
+
+    Args:
+        checkpoint: Where to write.
+        given: Arguments of the federation, as plain values.
+        modules: The users' modules, by name.
+    """
+    checkpoint.pop(HPARAMS, None)
+    if given:
+        checkpoint[HPARAMS] = dict(given)
+    checkpoint[OF_USERS] = {
+        name: {HPARAMS: dict(module.hparams), HPARAMS_NAME: getattr(module, "_hparams_name", None)}
+        for name, module in modules.items()
+    }
+
+
+def load_user_module(
+    path: Any,
+    kind: type[ModuleT],
+    name: str = "",
+    /,
+    *,
+    map_location: Any = None,
+    weights_only: bool = True,
+    **arguments: Any,
+) -> ModuleT:
+    """Load your own module, with the server's weights, from a checkpoint of a federation.
+
+    As ``kind.load_from_checkpoint(path)`` would, had your module been trained by itself: that call does not know the
+    names under which a federation saves the weights.
+
+    Args:
+        path: The checkpoint.
+        kind: Class of your module.
+        name: Which model; needed if there are several.
+        map_location: Where to put tensors, as for `torch.load`.
+        weights_only: Whether to refuse to unpickle anything but tensors and plain values. Hyper-parameters of your
+            module that are other objects need ``False``, which can execute code: only for files that you trust.
+        **arguments: Arguments of your module that it has not saved with ``save_hyperparameters``, or that shall differ;
+            ``strict``, as for ``load_from_checkpoint``.
+
+    Raises:
+        ValueError: If the checkpoint is not of a federation, or ``name`` is not among its models.
+        TypeError: If an argument is missing.
+
+    Example:
+        >>> import tempfile
+        >>> import lightning_spectral as ls
+        >>> from lightning_spectral.models import MLP, LitClassifier
+        >>> examples = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+        >>> data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=4))
+        >>> model = ls.FederatedModule(LitClassifier(MLP(6, [8], 3), num_classes=3, lr=0.2), clients_per_round=2)
+        >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        >>> trainer = pl.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet)
+        >>> trainer.fit(model, data)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer.save_checkpoint(f"{folder}/last.ckpt")
+        ...     lit = ls.load_user_module(f"{folder}/last.ckpt", LitClassifier, model=MLP(6, [8], 3))
+        >>> lit.lr, torch.equal(lit.model.head.weight, model.module.model.head.weight)
+        (0.2, True)
+    """
+    checkpoint = torch.load(path, map_location, weights_only=weights_only)
+    buffer = io.BytesIO()
+    torch.save(_without_federation(checkpoint, name), buffer)
+    buffer.seek(0)
+    return kind.load_from_checkpoint(buffer, map_location, weights_only=weights_only, **arguments)
+
+
+def _without_federation(checkpoint: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The checkpoint of one of its modules alone, as Lightning would have written it."""
+    hparams = checkpoint.get(OF_USERS)
+    if hparams is None:
+        raise ValueError("The checkpoint was not written by a federation; use the class's own `load_from_checkpoint`.")
+    if name not in hparams:
+        asked = f"has no model {name!r}" if name else "is of several models"
+        names = f"give the name of one of them: {', '.join(hparams)}" if all(hparams) else "leave the name out"
+        raise ValueError(f"The checkpoint {asked}; {names}.")
+    prefix = f"models.{name}.module." if name else "module."
+    weights = {key.removeprefix(prefix): t for key, t in checkpoint["state_dict"].items() if key.startswith(prefix)}
+    own = checkpoint.get("federation_models", {}).get(name, {})
+    kept = {k: v for k, v in checkpoint.items() if k not in OF_THE_RUN and not k.startswith("federation")}
+    return {**kept, **own, "state_dict": weights, **hparams[name]}

@@ -2,6 +2,7 @@
 
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.dirichlet import DirichletPartitioner
+from lightning_spectral.partition.held_out import hold_out
 from lightning_spectral.partition.iid import IIDPartitioner
 from lightning_spectral.partition.labels import dataset_labels
 from lightning_spectral.partition.natural import NaturalPartitioner
@@ -16,5 +17,6 @@ __all__ = [
     "PartitionReport",
     "Partitioner",
     "dataset_labels",
+    "hold_out",
     "report",
 ]

@@ -7,13 +7,14 @@ from functools import cached_property
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
 from lightning_spectral.client.worker_batches import Collate
-from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
-from lightning_spectral.plugin.data_checks import check_dealt, check_sizes
+from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, hold_out, report
+from lightning_spectral.plugin.data_checks import check_dealt, check_fraction, check_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -36,10 +37,11 @@ class FederatedDataModule(pl.LightningDataModule):
         num_workers: Worker processes for data that is not in memory; those for clients stay alive from client to
             client. Whatever their number, the run is the same.
         seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
+        client_val_fraction: Share of each client's examples on which it does not train, for `ClientEvaluation`.
 
     Raises:
         TypeError: If ``train`` is a DataLoader, ``partitioner`` is none, or a number is no integer.
-        ValueError: If a size is not positive, or ``num_workers`` is negative.
+        ValueError: If a size is not positive, ``num_workers`` is negative, or the fraction is not in ``[0, 1)``.
 
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
@@ -66,10 +68,12 @@ class FederatedDataModule(pl.LightningDataModule):
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         seed: int = 0,
+        client_val_fraction: float = 0.0,
     ) -> None:
         super().__init__()
         check_dealt(train, partitioner)
         check_sizes(batch_size, eval_batch_size, num_workers, seed)
+        check_fraction("client_val_fraction", client_val_fraction)
         self.train = train
         self.partitioner = partitioner
         self.val = val
@@ -79,6 +83,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.collate_fn = collate_fn
         self.num_workers = num_workers
         self.seed = seed
+        self.client_val_fraction = client_val_fraction
         self._labels = labels
         self._source = BatchSource(train, collate_fn, num_workers)
 
@@ -88,11 +93,20 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._labels if self._labels is not None else dataset_labels(self.train)
 
     @cached_property
-    def partition(self) -> Partition:
-        """Which examples belong to whom; drawn once from the seed."""
+    def _parts(self) -> tuple[Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
-        generator = derived_generator(self.seed, "partition")
-        return self.partitioner(_length(self.train), labels, generator)
+        whole = self.partitioner(_length(self.train), labels, derived_generator(self.seed, "partition"))
+        return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Which examples each client trains on; drawn once from the seed."""
+        return self._parts[0]
+
+    @cached_property
+    def held_out(self) -> Partition:
+        """Which examples of each client are held out, by ``client_val_fraction``; drawn once from the seed."""
+        return self._parts[1]
 
     def report(self) -> PartitionReport:
         """Examples and label histogram of every client; it prints and plots."""
@@ -125,6 +139,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """The data of a download's client, in an order that depends on the round."""
         indices = self.partition[download.unit.client_id]
         return ClientData(self._source, indices, self.batch_size, download.seed, download.ids)
+
+    def client_val_batches(self, client_id: int) -> Iterator[Any]:
+        """A client's held-out examples in order, in batches of ``eval_batch_size``."""
+        index_batches = torch.split(self.held_out[client_id], self.eval_batch_size)
+        return self._source.batches(index_batches, self.seed, ("held out", client_id))
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""

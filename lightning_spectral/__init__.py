@@ -48,6 +48,9 @@ from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, N
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
+    ClientEvaluation,
+    ClientRow,
+    ClientTable,
     CommunicationLedger,
     RoundHistory,
     RoundProgressBar,
@@ -90,7 +93,10 @@ __all__ = [
     "Brewer",
     "ClientDropout",
     "ClientError",
+    "ClientEvaluation",
     "ClientParallelStrategy",
+    "ClientRow",
+    "ClientTable",
     "Clip",
     "Collective",
     "CommunicationLedger",

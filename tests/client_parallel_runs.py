@@ -28,13 +28,13 @@ SIZES = (30, 24, 20, 17, 13, 12, 9, 8, 6, 5, 3, 3)
 BATCH_SIZE = 4
 
 
-def uneven_data() -> ls.FederatedDataModule:
-    """Clients with 3 to 30 examples."""
+def uneven_data(held_out: float = 0.0) -> ls.FederatedDataModule:
+    """Clients with 3 to 30 examples, of which they train on all or on some."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(SIZES), 6, generator=generator)
     toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
     partitioner = ls.NaturalPartitioner([client_id for client_id, size in enumerate(SIZES) for _ in range(size)])
-    return ls.FederatedDataModule(toy, partitioner, val=toy, batch_size=BATCH_SIZE)
+    return ls.FederatedDataModule(toy, partitioner, val=toy, batch_size=BATCH_SIZE, client_val_fraction=held_out)
 
 
 class WithBatchNorm(LitMLP):
@@ -157,6 +157,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
         "trainer": {"callbacks": [ls.SampledNetworks(3)]},
     },
+    "evaluation on clients": {
+        "clients_per_round": 5,
+        "held_out": 0.3,
+        "trainer": {"callbacks": [ls.ClientEvaluation(clients=7)]},
+    },
     "several models": {"models": {"dense": ls.FedAvg(), "spectral": SPECTRAL, "bits": ls.Zampling(4, degree=3)}},
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
     "the server's step fails, dense": {"server_optimizer": breaking, "clients_per_round": 7},
@@ -166,6 +171,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # three take turns on small machines
 ONLY_WITH_TWO = {
     "errors, dropout and over-selection",
+    "evaluation on clients",
     "a client's own Trainer",
     "batch norm",
     "cut cohort",
@@ -204,6 +210,7 @@ def run(
     trainer: dict[str, Any] | None = None,
     num_processes: int = 1,
     models: dict[str, ls.Algorithm[Any]] | None = None,
+    held_out: float = 0.0,
     **federation: Any,
 ) -> dict[str, Any]:
     """The outcome of a run, in plain tensors and numbers."""
@@ -227,7 +234,7 @@ def run(
     )
     error, tested = None, None
     try:
-        data = uneven_data()
+        data = uneven_data(held_out)
         if loader:
             data.val = torch.utils.data.DataLoader(data.train, batch_size=7)
         if models is not None:
@@ -267,6 +274,17 @@ def say_and_share(processes: Processes) -> dict[str, Any]:
         processes.share_out(weights, fails_on_the_largest, lambda weight: weight.numel())
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
+
+    def fails_in_the_last() -> int:
+        if processes.rank == processes.size - 1:
+            raise ls.ClientError("client 7")
+        return processes.rank
+
+    not_gathered = ""
+    try:
+        processes.gather_results(fails_in_the_last, ls.ClientError)
+    except ls.ClientError as caught:
+        not_gathered = str(caught)
     sums = [
         torch.full((3,), 1.0 + processes.rank).double(),
         torch.full((2**22 + 1,), 0.5).double(),
@@ -274,7 +292,8 @@ def say_and_share(processes: Processes) -> dict[str, Any]:
     ]
     processes.add_up(sums)
     return {
-        "gathered": processes.gather(processes.rank),
+        "gathered": processes.gather_results(lambda: processes.rank, ls.ClientError),
+        "not gathered": not_gathered,
         "terms": terms,
         "error": error,
         "sums": [t.max() for t in sums],

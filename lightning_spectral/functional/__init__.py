@@ -8,6 +8,7 @@ from lightning_spectral.functional.figures.discrepancy import (
 )
 from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.functional.figures.fairness import decile_means, gini_coefficient, jain_index
 from lightning_spectral.functional.figures.participation import (
     sampled_update_variance,
     sampled_variance,
@@ -49,6 +50,7 @@ __all__ = [
     "conditional_poisson_joint_probs",
     "coordinated_discrepancy",
     "coordinated_multipliers",
+    "decile_means",
     "draw_brewer",
     "draw_conditional_poisson",
     "draw_coordinated",
@@ -60,7 +62,9 @@ __all__ = [
     "expected_coverage",
     "fit_conditional_poisson",
     "fit_log_sizes",
+    "gini_coefficient",
     "group_discrepancy",
+    "jain_index",
     "joint_discrepancy",
     "joint_multipliers",
     "manly_inclusion_probs",

@@ -2,6 +2,7 @@
 
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.dirichlet import DirichletPartitioner
+from lightning_spectral.partition.held_out import hold_out
 from lightning_spectral.partition.iid import IIDPartitioner
 from lightning_spectral.partition.labels import Labels, class_indices, dataset_labels
 from lightning_spectral.partition.natural import NaturalPartitioner
@@ -18,5 +19,6 @@ __all__ = [
     "Partitioner",
     "class_indices",
     "dataset_labels",
+    "hold_out",
     "report",
 ]

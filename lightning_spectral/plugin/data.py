@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,9 +21,10 @@ from lightning_spectral.partition import (
     PartitionReport,
     class_indices,
     dataset_labels,
+    hold_out,
     report,
 )
-from lightning_spectral.plugin.data_checks import check_dealt, check_sizes
+from lightning_spectral.plugin.data_checks import check_dealt, check_fraction, check_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -50,10 +52,12 @@ class FederatedDataModule(pl.LightningDataModule):
         num_workers: Worker processes for data that is not in memory; those for clients stay alive from client to
             client. Whatever their number, the run is the same.
         seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
+        client_val_fraction: Share of each client's examples on which it does not train, for `ClientEvaluation`.
 
     Raises:
         TypeError: If ``train`` is a DataLoader, ``partitioner`` is none, or a number is no integer.
-        ValueError: If a size is not positive, or ``num_workers`` is negative, or there is not one label per example.
+        ValueError: If a size is not positive, ``num_workers`` is negative, the fraction is not in ``[0, 1)``, or there
+            is not one label per example.
 
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
@@ -81,10 +85,12 @@ class FederatedDataModule(pl.LightningDataModule):
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         seed: int = 0,
+        client_val_fraction: float = 0.0,
     ) -> None:
         super().__init__()
         check_dealt(train, partitioner)
         check_sizes(batch_size, eval_batch_size, num_workers, seed)
+        check_fraction("client_val_fraction", client_val_fraction)
         self.train = train
         self.partitioner = partitioner
         self.val = val
@@ -96,6 +102,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.collate_fn = collate_fn
         self.num_workers = num_workers
         self.seed = seed
+        self.client_val_fraction = client_val_fraction
         self._labels = None if labels is None else class_indices(labels, _length(train))
         self._source = BatchSource(train, collate_fn, num_workers)
 
@@ -105,11 +112,20 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._labels if self._labels is not None else dataset_labels(self.train)
 
     @cached_property
-    def partition(self) -> Partition:
-        """Which examples belong to whom; drawn once from the seed."""
+    def _parts(self) -> tuple[Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
-        generator = derived_generator(self.seed, "partition")
-        return self.partitioner(_length(self.train), labels, generator)
+        whole = self.partitioner(_length(self.train), labels, derived_generator(self.seed, "partition"))
+        return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Which examples each client trains on; drawn once from the seed."""
+        return self._parts[0]
+
+    @cached_property
+    def held_out(self) -> Partition:
+        """Which examples of each client are held out, by ``client_val_fraction``; drawn once from the seed."""
+        return self._parts[1]
 
     def report(self) -> PartitionReport:
         """Examples and label histogram of every client; it prints and plots."""
@@ -146,6 +162,11 @@ class FederatedDataModule(pl.LightningDataModule):
     def examples_per_epoch(self, num_examples: int) -> int:
         """How many of a client's examples it trains on in a local epoch."""
         return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
+
+    def client_val_batches(self, client_id: int) -> Iterator[Any]:
+        """A client's held-out examples in order, in batches of ``eval_batch_size``."""
+        index_batches = torch.split(self.held_out[client_id], self.eval_batch_size)
+        return self._source.batches(index_batches, self.seed, ("held out", client_id))
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""

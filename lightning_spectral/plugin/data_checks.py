@@ -46,3 +46,16 @@ def check_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: A
         check_is(name, value, int)
         if value < smallest:
             raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Check that an argument is a share that leaves something.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not in ``[0, 1)``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"`{name}` must be a number in [0, 1), got {value!r}.")
+    if not 0 <= value < 1:
+        raise ValueError(f"`{name}` must be in [0, 1), got {value}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -28,12 +28,24 @@ def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
         own.update(round_metrics(summary))
         clients.update(logged_by_clients(summary))
     values = {**own, **{name: entry.value for name, entry in clients.items()}}
-    logged = {name: value for name, value in values.items() if name in own or clients[name].logger}
+    hidden = {name for name, entry in clients.items() if name not in own and not entry.logger}
+    trainer.progress_bar_metrics.update({name: entry.value for name, entry in clients.items() if entry.prog_bar})
+    log_values(trainer, summaries[0].round_idx, values, hidden)
+
+
+def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float], hidden: Container[str] = ()) -> None:
+    """Log values of a finished round to callbacks at once, and to each logger as one row.
+
+    Args:
+        trainer: The Trainer of the run.
+        round_idx: The round, from 0.
+        values: Values by name.
+        hidden: Names that loggers do not get.
+    """
     tensors = dict(zip(values, torch.tensor(list(values.values()), dtype=torch.float64).unbind(), strict=True))
+    logged = {name: value for name, value in values.items() if name not in hidden}
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update({name: tensors[name] for name in logged})
-    trainer.progress_bar_metrics.update({name: entry.value for name, entry in clients.items() if entry.prog_bar})
-    round_idx = summaries[0].round_idx
     for logger in trainer.loggers:
         logger.log_metrics({**logged, "epoch": round_idx}, step=round_idx)
         logger.save()

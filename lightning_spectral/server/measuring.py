@@ -8,7 +8,6 @@ from lightning_spectral.errors import ClientError
 from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
-from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.round import OpenRound, client_error
 
 NUMBER = 4  # bytes of the one number that comes up
@@ -38,20 +37,16 @@ def measure_figures(
     processes = engine.run.processes
     executor = engine.measuring_executor
     opened = OpenRound(engine.run, executor, round_idx, dict(zip(units, num_examples, strict=True)))
-    executor.begin_round()
-    failure: Exception | None = None
-    outcomes: list[ClientOutcome] = []
-    try:
-        outcomes = list(_measured(opened, units[processes.rank :: processes.size]))
-    except Exception as error:
-        if processes.size == 1:
-            raise
-        failure = error
-    finally:
-        executor.end_round()
-    gathered = processes.gather((None if failure is None else str(failure), outcomes))
-    raise_everywhere([text for text, _ in gathered], failure, ClientError)
-    by_client = {outcome.client_id: outcome for _, part in gathered for outcome in part}
+
+    def measure() -> list[ClientOutcome]:
+        executor.begin_round()
+        try:
+            return list(_measured(opened, units[processes.rank :: processes.size]))
+        finally:
+            executor.end_round()
+
+    gathered = processes.gather_results(measure, ClientError)
+    by_client = {outcome.client_id: outcome for part in gathered for outcome in part}
     engine.run.frozen_base.note(outcome.unit for outcome in by_client.values() if outcome.reported_back)
     return [by_client[unit.client_id] for unit in units]
 

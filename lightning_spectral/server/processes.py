@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +44,24 @@ class Processes:
             values = [None] * self.size
             dist.all_gather_object(values, value)
         return values
+
+    def gather_results(self, do: Callable[[], T], kind: type[Exception]) -> list[T]:
+        """Let every process do its part of some work, and gather the picklable results in the order of the ranks.
+
+        Args:
+            do: Does this process's part.
+            kind: Class of the error that all processes raise if one of several fails.
+
+        Example:
+            >>> Processes().gather_results(lambda: 2 + 3, RuntimeError)
+            [5]
+        """
+        if self.size == 1:
+            return [do()]
+        mine, error = _try(do)
+        gathered = self.gather((_text(error, kind), mine))
+        raise_everywhere([text for text, _ in gathered], error, kind)
+        return [cast(T, result) for _, result in gathered]
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -119,8 +137,18 @@ def _try_all(do: Callable[[T], Tensors], pieces: Sequence[T]) -> tuple[list[Tens
         return [], error
 
 
-def _text(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+def _try(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+def _text(error: Exception | None, kind: type[Exception] | None = None) -> str | None:
+    """An error with its class; without, where the error that all raise is of the same one."""
+    if error is None:
+        return None
+    return str(error) if kind is not None and type(error) is kind else f"{type(error).__name__}: {error}"
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -113,6 +113,7 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
         assert sum(row[f"fl/left_out_{reason}"] for row in rounds) > 0, reason
     assert rows["coordinated, one client"]["fl/clients"] == 1
     assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
+    assert "fl/clients/val_acc/mean" in rows["evaluation on clients"]
     assert len(results("dense", 1)[0]["ledger"]) == 14
     assert results("experts", 1)[0]["unreached"] == [["experts.2"]]
     assert results("dense", 1)[0]["tested"][0]["test_loss"] > 0
@@ -192,6 +193,7 @@ def test_processes_of_different_runs_are_refused(num_processes: int, results: Re
 def test_work_is_shared_out_and_its_failures_are_everywhere(num_processes: int, results: Results) -> None:
     for said in results("said", num_processes):
         assert said["gathered"] == list(range(num_processes))
+        assert said["not gathered"] == f"client 7 (process {num_processes - 1})"
         for n, terms in zip((7, 2, 5, 4, 9), said["terms"], strict=True):
             slow = singular_terms(torch.randn(n, n + 3, generator=torch.Generator().manual_seed(n)))
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(terms, slow, strict=True))

@@ -2,6 +2,8 @@
 
 from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
+from lightning_spectral.plugin.callbacks.client_evaluation import ClientEvaluation
+from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
@@ -11,6 +13,9 @@ from lightning_spectral.plugin.callbacks.wandb import WandbRounds
 
 __all__ = [
     "Aggregation",
+    "ClientEvaluation",
+    "ClientRow",
+    "ClientTable",
     "CommunicationLedger",
     "RoundHistory",
     "RoundProgressBar",

@@ -15,7 +15,7 @@ from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 
 
 class RoundHistory(RoundCallback):
-    """One row of metrics per round: the round's own (``fl/...``), what clients logged, and validation's.
+    """One row of metrics per round: the round's own (``fl/...``), what clients and callbacks logged, and validation's.
 
     It is part of the checkpoint, so a resumed run has the rounds before it.
 
@@ -42,16 +42,30 @@ class RoundHistory(RoundCallback):
         last = self.rows[-1] if self.rows else {}
         return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what was logged before: Lightning keeps the last value of every metric, however old."""
         self._before = dict(trainer.callback_metrics)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note it also where no round precedes: in ``Trainer.validate``."""
+        if trainer.state.fn != "fit":
+            self._before = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the validation metrics of the aggregated model."""
-        if self.rows and not trainer.sanity_checking:
-            new = {n: v for n, v in trainer.callback_metrics.items() if v is not self._before.get(n)}
-            self.rows[-1].update({n: float(v) for n, v in new.items() if n not in self._from_clients})
-        self._before = {}
+        if not trainer.sanity_checking:
+            self._add_new(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add what other callbacks logged of the round."""
+        self._add_new(trainer)
+
+    def _add_new(self, trainer: pl.Trainer) -> None:
+        now = dict(trainer.callback_metrics)
+        new = {n: float(v) for n, v in now.items() if v is not self._before.get(n) and n not in self._from_clients}
+        if self.rows:
+            self.rows[-1].update(new)
+        self._before = now
 
     def column(self, name: str) -> list[float]:
         """One metric over the rounds that have it."""

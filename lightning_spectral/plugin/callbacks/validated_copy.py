@@ -40,11 +40,16 @@ class ValidatedCopy:
         isolate_metrics(self.module)
         self.module.trainer = trainer
         self.module.log, self.module.log_dict = self._log, self._log_dict
-        self._recorder = Recorder()
+        self._recorder = Recorder(self.module)
         self._trainer = trainer
         self._batch: Any = None
         self._dataloader_idx: int | None = None
         self._ended: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Forget what was logged so far, and reset the module's metrics: other data follows."""
+        self._recorder.start_client()
+        self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
         """Validate on one batch, which stays as it is.

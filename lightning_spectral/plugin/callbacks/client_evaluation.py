@@ -1,0 +1,230 @@
+"""Evaluates the server's model on each client's own held-out examples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spectral.errors import ClientError, SpectralWarning
+from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.callbacks.validated_copy import ValidatedCopy
+from lightning_spectral.plugin.client_parallel import processes_of
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Host, Trained, is_host
+from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.plugin.round_log import log_values
+from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.round import client_error
+from lightning_spectral.server.scheduling import deal
+
+
+class Evaluated(Trained, Protocol):
+    """What an evaluation needs from a model."""
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data of its clients."""
+
+
+class Federation(Host, Protocol):
+    """What an evaluation needs from the module that is fitted."""
+
+    @property
+    def members(self) -> Mapping[str, Trained]:
+        """The models by name."""
+
+    def data_of(self, name: str) -> FederatedDataModule:
+        """The data of one model's clients."""
+
+
+class ClientEvaluation(RoundCallback):
+    """Evaluates the server's model on each client's held-out examples, and logs how evenly it serves the clients.
+
+    The examples are those of ``FederatedDataModule(..., client_val_fraction=0.1)``, on which nobody trains. On those of
+    one client after another it runs your ``validation_step``, in eval mode, on a copy of your module with its metrics
+    reset; no other hook but those that move batches. For each metric M that the step logs, and that Lightning averages
+    over examples or computes, it logs ``fl/clients/M/mean`` and the other figures of `ClientTable.figures`.
+
+    The global random generators stay as they are, and so does the run. Several processes share the clients.
+
+    Args:
+        every_n_rounds: Evaluate after rounds 0, n, 2n, ... and after the last.
+        clients: Whom to evaluate: ``"all"``, ``"participants"`` (those in the round's average), or a number of clients
+            that are drawn anew each time.
+
+    Attributes:
+        tables: The last `ClientTable` of each model by its name; that of a single model is ``tables[""]``, or `table`.
+            Part of the checkpoint.
+
+    Raises:
+        ValueError: If a number is below 1, or ``clients`` is another word; when it is set up, if no example is held
+            out, or there is no ``validation_step``.
+        TypeError: When it is set up, if the module is not federated.
+
+    Example:
+        >>> evaluation = ClientEvaluation(every_n_rounds=10, clients=100)  # Trainer(callbacks=[evaluation])
+    """
+
+    def __init__(self, every_n_rounds: int = 1, clients: Literal["all", "participants"] | int = "all") -> None:
+        is_number = isinstance(clients, int) and not isinstance(clients, bool)
+        if not is_number and clients not in ("all", "participants"):
+            raise ValueError(f'`clients` must be "all", "participants" or a number of clients, got {clients!r}.')
+        for name, number in {"every_n_rounds": every_n_rounds, **({"clients": clients} if is_number else {})}.items():
+            if number < 1:  # type: ignore[operator]
+                raise ValueError(f"`{name}` must be at least 1, got {number}.")
+        self.every_n_rounds = every_n_rounds
+        self.clients = clients
+        self.tables: dict[str, ClientTable] = {}
+
+    @property
+    def table(self) -> ClientTable | None:
+        """The last table of the only model; ``None`` before there is one."""
+        return self.tables.get("")
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Check that there is something to evaluate on, and with."""
+        if stage != "fit":
+            return
+        if not is_host(pl_module):
+            raise TypeError(
+                f"ClientEvaluation evaluates clients, and {type(pl_module).__name__} trains on batches; wrap it: "
+                "FederatedModule(module, clients_per_round=...)."
+            )
+        check_evaluated(pl_module)  # type: ignore[arg-type]
+
+    def on_round_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Evaluated, summary: RoundSummary
+    ) -> None:
+        """Evaluate, if it is time, and log."""
+        round_idx = summary.round_idx
+        if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
+            return
+        if not (client_ids := self._chosen(pl_module, summary)):
+            return
+        table = ClientTable(round_idx, evaluate_clients(trainer, pl_module, round_idx, client_ids), summary.model)
+        self.tables[summary.model] = table
+        if not table.metrics and trainer.is_global_zero:
+            warnings.warn(
+                f"`{type(pl_module.module).__name__}.validation_step` logs no mean and no metric with `self.log`, so "
+                "ClientEvaluation has nothing to report; log there, and not in `on_validation_epoch_end`.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+        figures = {summary.metric(f"fl/clients/{name}"): value for name, value in table.figures().items()}
+        log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
+
+    def _chosen(self, pl_module: Evaluated, summary: RoundSummary) -> list[int]:
+        """Ids of those to be evaluated, ascending; a client without held-out examples cannot be."""
+        held_out = pl_module.data.held_out.sizes > 0
+        if self.clients == "participants":
+            return sorted(client.client_id for client in summary.averaged if held_out[client.client_id])
+        able: list[int] = held_out.nonzero().flatten().tolist()
+        if self.clients == "all":
+            return able
+        generator = derived_generator(pl_module.seed, "client evaluation", summary.round_idx)
+        drawn = torch.randperm(len(able), generator=generator)[: self.clients]
+        return sorted(able[i] for i in drawn.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last tables, for the checkpoint."""
+        return {"tables": [table.state_dict() for table in self.tables.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the last tables."""
+        tables = map(ClientTable.from_state_dict, state_dict["tables"])
+        self.tables = {table.model: table for table in tables}
+
+
+def check_evaluated(federation: Federation) -> None:
+    """Check that some clients have held-out examples, and that their models can be validated.
+
+    Raises:
+        ValueError: If not.
+    """
+    members = federation.members
+    evaluated = [name for name in members if federation.data_of(name).held_out.num_assigned]
+    if not evaluated:
+        raise ValueError(
+            "ClientEvaluation finds no held-out examples; give the data a share to hold out: "
+            "FederatedDataModule(..., client_val_fraction=0.1)."
+        )
+    for name in evaluated:
+        if not is_overridden(members[name].module, "validation_step"):
+            raise ValueError(
+                f"ClientEvaluation runs `{type(members[name].module).__name__}.validation_step`, which is not there; "
+                "define it."
+            )
+
+
+def evaluate_clients(
+    trainer: pl.Trainer, model: Evaluated, round_idx: int, client_ids: Sequence[int]
+) -> tuple[ClientRow, ...]:
+    """Evaluate the server's model on the held-out examples of some clients; several processes share them.
+
+    Args:
+        trainer: The Trainer of the run.
+        model: The model.
+        round_idx: The round, from 0.
+        client_ids: Whom to evaluate.
+
+    Returns:
+        One row for each client, in the same order, the same in all processes.
+
+    Raises:
+        ClientError: If an evaluation fails.
+    """
+    sizes = model.data.held_out.sizes_of(client_ids)
+    processes = processes_of(trainer)
+    mine = deal(sizes, processes.size)[processes.rank]
+
+    def evaluate() -> list[ClientRow]:
+        copied = ValidatedCopy(model.module, {}, trainer)
+        copied.module.eval()
+        return [_evaluated(trainer, model, copied, round_idx, client_ids[i]) for i in mine]
+
+    with validating(trainer), torch.no_grad():
+        gathered = processes.gather_results(evaluate, ClientError)
+    rows = {row.client_id: row for part in gathered for row in part}
+    return tuple(rows[client_id] for client_id in client_ids)
+
+
+@contextmanager
+def validating(trainer: pl.Trainer) -> Iterator[None]:
+    """Within the block, ``trainer.validating`` is true, as it is in a validation within a fit."""
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.training = True
+
+
+def _evaluated(
+    trainer: pl.Trainer, model: Evaluated, copied: ValidatedCopy, round_idx: int, client_id: int
+) -> ClientRow:
+    device = trainer.strategy.root_device
+    seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
+    copied.start()
+    try:
+        with isolated_rng(seed, [device]):  # a step may draw
+            for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
+                copied.step(_moved(batch, copied.module, trainer), batch_idx)
+    except Exception as error:
+        raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
+    (num_examples,) = model.data.held_out.sizes_of([client_id])
+    return ClientRow(client_id, num_examples, copied.logged())
+
+
+def _moved(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
+    """A batch as ``validation_step`` gets it."""
+    batch = module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+    batch = module.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+    return module.on_after_batch_transfer(batch, 0)

@@ -1,0 +1,298 @@
+"""The server's model on each client's held-out examples: what is found, and that the run does not notice."""
+
+import random
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from federation import Fit, Fitted, same_state, seeded
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.partition import Partition
+from lightning_spectral.protocol.rng import derived_generator
+
+SIZES = (1, 2, 7, 9, 11, 13, 14, 15, 20, 28)  # client 0 has none to spare
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of two rounds of four clients."""
+    return partial(fit, max_epochs=2)
+
+
+def with_held_out(train: Dataset[Any]) -> ls.FederatedDataModule:
+    """Ten clients of several sizes, of whose examples a quarter is held out, in batches of 3."""
+    owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
+    partitioner = ls.NaturalPartitioner(owners)
+    return ls.FederatedDataModule(train, partitioner, batch_size=4, eval_batch_size=3, client_val_fraction=0.25)
+
+
+@pytest.fixture
+def data(toy: TensorDataset) -> ls.FederatedDataModule:
+    return with_held_out(toy)
+
+
+@torch.no_grad()
+def by_hand(module: Any, toy: TensorDataset, examples: Tensor) -> dict[str, float]:
+    x, y = (tensor[examples] for tensor in toy.tensors)
+    logits = module.eval()(x)
+    picked = logits.double().log_softmax(1)[torch.arange(len(y)), y]
+    return {"val_loss": float(-picked.mean()), "val_acc": float((logits.argmax(1) == y).double().mean())}
+
+
+def test_the_table_is_what_the_final_model_does_on_examples_nobody_trained_on(
+    lit_mlp: Any, toy: TensorDataset, data: ls.FederatedDataModule, fit: Fit
+) -> None:
+    trained_on: list[Tensor] = []
+
+    class Watched(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            trained_on.append(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    evaluation = ls.ClientEvaluation()
+    fitted = fit(seeded(Watched), data, clients_per_round=10, callbacks=[evaluation])
+    table = evaluation.table
+    assert table is not None
+    assert table.round_idx == 1
+    assert [row.client_id for row in table.rows] == list(range(1, 10))
+    for row in table.rows:
+        held_out = data.held_out[row.client_id]
+        assert row.num_examples == len(held_out)
+        assert row.metrics == pytest.approx(by_hand(fitted.module, toy, held_out), rel=1e-5)
+    seen = {tuple(x.tolist()) for x in torch.cat(trained_on)}
+    assert not seen & {tuple(x.tolist()) for x in toy.tensors[0][data.held_out.indices]}
+    assert len(seen) == 120 - data.held_out.num_assigned
+
+
+def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any, fit: Fit) -> None:
+    evaluation = ls.ClientEvaluation()
+    fitted = fit(lit, data, callbacks=[evaluation])
+    assert evaluation.table is not None
+    values = np.array(list(evaluation.table.column("val_loss").values()))
+    sizes = np.array([row.num_examples for row in evaluation.table.rows])
+    figures = {
+        "mean": values.mean(),
+        "weighted_mean": np.average(values, weights=sizes),
+        "std": np.sqrt(np.mean((values - values.mean()) ** 2)),
+        "lowest_decile": values.min(),  # a tenth of nine clients is one
+        "highest_decile": values.max(),
+        "jain": values.sum() ** 2 / (9 * (values**2).sum()),
+        "gini": np.abs(values[:, None] - values).mean() / (2 * values.mean()),
+    }
+    assert figures["mean"] != pytest.approx(figures["weighted_mean"], rel=1e-3)
+    expected = {f"fl/clients/val_loss/{name}": pytest.approx(value, rel=1e-9) for name, value in figures.items()}
+    for found in (fitted.rows[-1], fitted.logged):
+        assert {name: value for name, value in found.items() if "/val_loss/" in name} == expected
+    assert fitted.rows[0]["fl/clients/val_loss/mean"] != fitted.rows[1]["fl/clients/val_loss/mean"]
+
+
+def test_a_value_that_may_be_negative_has_no_share() -> None:
+    rows = tuple(ls.ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
+    assert set(ls.ClientTable(0, rows).figures()) == {
+        f"score/{figure}" for figure in ("mean", "weighted_mean", "std", "lowest_decile", "highest_decile")
+    }
+
+
+class Draws(pl.Callback):
+    """Global generators after each round."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        numpys = np.random.get_state()[1]
+        self.states.append((torch.get_rng_state().tolist(), random.getstate(), numpys.tolist()))  # type: ignore[union-attr]
+
+
+class Noisy(Dataset[Any]):
+    """Examples that are drawn anew whenever they are read, and come as lists."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.dataset[index]
+        return [x + 0.1 * torch.rand(()), y]
+
+
+def test_the_run_is_the_same_with_and_without(lit_mlp: Any, toy: TensorDataset, fit: Fit) -> None:
+    class Stirring(lit_mlp):  # type: ignore[misc]
+        """Has a buffer that its steps change, and draws from the global generator."""
+
+        def __init__(self) -> None:
+            super().__init__(dropout=0.3)
+            self.net.insert(1, nn.BatchNorm1d(12))
+            self.register_buffer("num_validated", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not self.training
+            assert self.trainer.validating
+            y, x = batch.pop(), batch[0]
+            self.num_validated += 1
+            super().validation_step((x + 0.1 * torch.randn_like(x), y), batch_idx)
+
+    runs: list[tuple[Fitted, Draws]] = []
+    for callbacks in ([], [ls.ClientEvaluation()]):
+        torch.manual_seed(3)
+        drawn = Draws()
+        noisy, partitioner = Noisy(toy), ls.IIDPartitioner(12)
+        data = ls.FederatedDataModule(noisy, partitioner, val=noisy, batch_size=4, client_val_fraction=0.2)
+        runs.append((fit(seeded(Stirring), data, callbacks=[*callbacks, drawn]), drawn))
+    (plain, drawn), (watched, again) = runs
+    assert same_state(plain.state, watched.state)
+    without = [{n: v for n, v in row.items() if "fl/clients/" not in n} for row in watched.rows]
+    assert repr(plain.rows) == repr(without)
+    assert without != watched.rows
+    assert plain.ledger.rows == watched.ledger.rows
+    assert drawn.states == again.states
+
+
+def test_without_held_out_examples_the_partition_is_the_partitioners_own(toy: TensorDataset) -> None:
+    partitioner = ls.IIDPartitioner(10)
+    plain = ls.FederatedDataModule(toy, partitioner)
+    with_some = ls.FederatedDataModule(toy, partitioner, client_val_fraction=0.5)
+    whole = [sorted([*with_some.partition[c].tolist(), *with_some.held_out[c].tolist()]) for c in range(10)]
+    own = partitioner(120, None, derived_generator(0, "partition"))
+    assert whole == [examples.tolist() for examples in plain.partition] == [examples.tolist() for examples in own]
+    assert plain.held_out.num_assigned == 0
+
+
+def ids(table: ls.ClientTable | None) -> list[int]:
+    assert table is not None
+    return [row.client_id for row in table.rows]
+
+
+class Tables(ls.RoundCallback):
+    """The tables of an evaluation, which is listed before, after each round."""
+
+    def __init__(self, evaluation: ls.ClientEvaluation) -> None:
+        self.evaluation = evaluation
+        self.found: list[tuple[int, int, list[int], list[int]]] = []
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+        table = self.evaluation.table
+        assert table is not None
+        trained = sorted(client.client_id for client in summary.averaged)
+        self.found.append((summary.round_idx, table.round_idx, ids(table), trained))
+
+
+def test_rounds_and_clients_are_chosen(lit: Any, data: Any, fit: Fit) -> None:
+    found = {}
+    for clients in ("all", "participants", 3):
+        evaluation = ls.ClientEvaluation(every_n_rounds=2, clients=clients)  # type: ignore[arg-type]
+        tables = Tables(evaluation)
+        fit(lit, data, max_epochs=4, callbacks=[evaluation, tables])
+        assert [last for _, last, _, _ in tables.found] == [0, 0, 2, 3]
+        found[clients] = [(chosen, trained) for round_idx, last, chosen, trained in tables.found if round_idx == last]
+    everybody = list(range(1, 10))
+    assert [chosen for chosen, _ in found["all"]] == [everybody] * 3
+    for chosen, trained in found["participants"]:
+        assert chosen == [client for client in trained if client != 0]
+    drawn = [tuple(chosen) for chosen, _ in found[3]]
+    assert len(set(drawn)) > 1
+    assert all(len(set(chosen)) == 3 and set(chosen) <= set(everybody) for chosen in drawn)
+
+
+def test_several_models_have_tables_of_their_own_and_resume_with_them(
+    lit_mlp: Any, toy: TensorDataset, quiet: Any, tmp_path: Any
+) -> None:
+    def run(max_epochs: int, **options: Any) -> tuple[Fitted, ls.ClientEvaluation]:
+        models = {name: ls.FederatedModule(seeded(lit_mlp, width=width)) for name, width in {"a": 8, "b": 12}.items()}
+        model: Any = ls.MultiModelModule(models, participation=ls.Uniform(active=6))
+        datas = {"a": with_held_out(toy), "b": ls.FederatedDataModule(toy, ls.IIDPartitioner(10), batch_size=4)}
+        evaluation = ls.ClientEvaluation(every_n_rounds=2)
+        history = ls.RoundHistory()
+        trainer = pl.Trainer(max_epochs=max_epochs, callbacks=[history, evaluation], **quiet)
+        trainer.fit(model, ls.MultiModelDataModule(datas), **options)
+        return Fitted(model, trainer, history, ls.CommunicationLedger()), evaluation
+
+    whole, evaluation = run(4)
+    assert list(evaluation.tables) == ["a"]  # the other has no held-out examples
+    assert evaluation.tables["a"].model == "a"
+    assert evaluation.table is None
+    mean = np.mean(list(evaluation.tables["a"].column("val_acc").values()))
+    assert whole.rows[-1]["a/fl/clients/val_acc/mean"] == pytest.approx(mean)
+    run(2)[0].trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, again = run(4, ckpt_path=tmp_path / "two.ckpt")
+    assert again.tables == evaluation.tables
+    assert [row for row in resumed.rows if row["fl/round"] != 1] == [row for row in whole.rows if row["fl/round"] != 1]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
+def test_batches_come_through_the_users_hooks(lit_mlp: Any, toy: TensorDataset, data: Any, fit: Fit) -> None:
+    class Doubling(lit_mlp):  # type: ignore[misc]
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [2 * batch[0], batch[1]]
+
+    evaluation = ls.ClientEvaluation()
+    fitted = fit(seeded(Doubling), data, callbacks=[evaluation])
+    x, y = toy.tensors
+    assert evaluation.table is not None
+    row = evaluation.table.rows[-1]
+    expected = by_hand(fitted.module, TensorDataset(2 * x, y), data.held_out[row.client_id])
+    assert row.metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_data_module_may_bring_test_examples_of_its_own(lit: Any, toy: TensorDataset, fit: Fit) -> None:
+    class WithTests(ls.FederatedDataModule):
+        held_out = Partition.from_lists([[], [3, 4], [5]])  # type: ignore[assignment]
+
+        def client_val_batches(self, client_id: int) -> Any:
+            yield [tensor[self.held_out[client_id]] for tensor in toy.tensors]
+
+    evaluation = ls.ClientEvaluation()
+    fitted = fit(lit, WithTests(toy, ls.IIDPartitioner(3)), clients_per_round=2, callbacks=[evaluation])
+    assert evaluation.table is not None
+    expected = by_hand(fitted.module, toy, torch.tensor([3, 4]))
+    assert evaluation.table.rows[0] == ls.ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
+    assert evaluation.table.rows[1].num_examples == 1
+
+
+def test_a_failing_step_says_where(lit: Any, data: Any, fit: Fit) -> None:
+    lit.validation_step = lambda batch, batch_idx: [][0]
+    with pytest.raises(ls.ClientError, match="Round 0, client 9, evaluation: IndexError: list index out of range"):
+        fit(lit, data, callbacks=[ls.ClientEvaluation()])
+
+
+def test_a_step_that_logs_nothing_is_warned_about(lit: Any, data: Any, fit: Fit) -> None:
+    lit.validation_step = lambda batch, batch_idx: None
+    with pytest.warns(ls.SpectralWarning, match="`LitMLP.validation_step` logs no mean"):
+        fit(lit, data, max_epochs=1, callbacks=[ls.ClientEvaluation()])
+
+
+def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
+    lit: Any, lit_mlp: Any, toy: TensorDataset, data: Any, fit: Fit, quiet: Any
+) -> None:
+    callback = ls.ClientEvaluation()
+    with pytest.raises(ValueError, match=r"no held-out examples; give .*client_val_fraction=0\.1"):
+        fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(4)), callbacks=[callback])
+    with pytest.raises(TypeError, match="ClientEvaluation evaluates clients, and LitMLP trains on batches"):
+        callback.setup(pl.Trainer(**quiet), lit, "fit")
+
+    class WithoutStep(lit_mlp):  # type: ignore[misc]
+        validation_step = pl.LightningModule.validation_step
+
+    with pytest.raises(ValueError, match=r"`WithoutStep\.validation_step`, which is not there; define it"):
+        fit(seeded(WithoutStep), data, callbacks=[callback])
+    for options in ({"every_n_rounds": 0}, {"clients": 0}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+            ls.ClientEvaluation(**options)
+    for clients in ("some", True, 0.5):
+        with pytest.raises(ValueError, match=f'"participants" or a number of clients, got {clients!r}'):
+            ls.ClientEvaluation(clients=clients)  # type: ignore[arg-type]
+    for fraction, error in ((1.0, ValueError), ("0.1", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"`client_val_fraction` must be"):
+            ls.FederatedDataModule(toy, ls.IIDPartitioner(4), client_val_fraction=fraction)  # type: ignore[arg-type]

@@ -66,7 +66,11 @@ class WithExperts(LitMLP):
 
 
 class FailsForClient(LitMLP):
-    """Fails in round 1 on example 0, which client 0 has."""
+    """Fails in round 1 on example 0, which client 0 has; one layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.current_epoch == 1 and bool((batch[0] == uneven_data().train.tensors[0][0]).all(1).any()):
@@ -193,6 +197,7 @@ RESUMED = "spectral, FedAdam"
 def several_models(algorithms: dict[str, ls.Algorithm[Any]], seed: int) -> tuple[Any, Any]:
     """A model for each algorithm, drawn by losses that all processes must measure alike."""
     models = {name: ls.FederatedModule(LitMLP(), algorithm=algorithm) for name, algorithm in algorithms.items()}
+    models["dense"].module.net[0].requires_grad_(False)
     sampler = ls.LossVarianceReduced(active=5, measure=7)
     model = ls.MultiModelModule(models, participation=sampler, processors={2: 0.5, 1: 0.5}, seed=seed)
     return model, ls.MultiModelDataModule({name: uneven_data() for name in algorithms})

@@ -96,6 +96,19 @@ class LitPlain(LitMLP):
         super().__init__(momentum=0.0)
 
 
+class LitFrozen(LitMLP):
+    """The first layer is frozen, and yet every step of a client writes to it, as one that keeps an average would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.net[0].weight.mul_(1.01)
+        return super().training_step(batch, batch_idx)
+
+
 class Unpicklable(RuntimeError):
     """An error that cannot travel."""
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.plugin.callbacks.ledger import LedgerRow
 
 SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
 SECONDS = 300  # for all runs; within them nobody waits for another longer than a minute
@@ -111,6 +112,9 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     rounds = results("errors, dropout and over-selection", 1)[0]["history"]
     for reason in ("error", "dropped_out", "surplus"):
         assert sum(row[f"fl/left_out_{reason}"] for row in rounds) > 0, reason
+    for name in ("errors, dropout and over-selection", "several models"):
+        frozen = [LedgerRow(*row).frozen_bytes for row in results(name, 1)[0]["ledger"]]
+        assert {0, 4 * (6 * 12 + 12)} == set(frozen), name
     assert rows["coordinated, one client"]["fl/clients"] == 1
     assert {"fl/discrepancy", "fl/fedavg_alignment"} <= results("spectral", 1)[0]["metrics"].keys()
     assert "fl/clients/val_acc/mean" in rows["evaluation on clients"]

@@ -1,13 +1,14 @@
 """The device half in another process, against the sequential executor: the same bits, ledger and logged values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from conftest import LitMLP
 from federation import Fit, Fitted, same_state, seeded
-from other_process import LitFails, LitPlain, OtherProcess, data_of_clients, toy_data
+from other_process import LitFails, LitFrozen, LitPlain, OtherProcess, data_of_clients, toy_data
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of
@@ -56,10 +57,15 @@ def closing(model: ls.FederatedModule) -> Iterator[None]:
 def fit_as(fit: Fit) -> FitAs:
     """Fits of three rounds with the given class of federation."""
 
-    def fit_as(federated: type[ls.FederatedModule], algorithm: Any, lit: type[LitMLP] = LitMLP) -> Fitted:
+    def fit_as(
+        federated: type[ls.FederatedModule],
+        algorithm: Any,
+        lit: type[LitMLP] = LitMLP,
+        callbacks: Sequence[pl.Callback] = (),
+    ) -> Fitted:
         model = federated(seeded(lit), algorithm=algorithm, clients_per_round=4, local_epochs=2, seed=3)
         with closing(model):
-            return fit(model, toy_data(), max_epochs=3)
+            return fit(model, toy_data(), max_epochs=3, callbacks=callbacks)
 
     return fit_as
 
@@ -74,6 +80,24 @@ def test_a_device_in_another_process_gives_the_same_bits(name: str, fit_as: FitA
     assert all(row["train_loss"] > 0 and row["train_acc"] > 0 for row in ours.rows)
     assert ours.rows == theirs.rows
     assert ours.logged == theirs.logged
+
+
+class WritesFrozenWeight(pl.Callback):
+    """Before round 1, so that what the other process was given at the start is out of date."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.module.net[0].weight.data.mul_(0.5)
+
+
+def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) -> None:
+    ours, theirs = (
+        fit_as(federated, ALGORITHMS["spectral"], LitFrozen, [WritesFrozenWeight()])
+        for federated in (Elsewhere, ls.FederatedModule)
+    )
+    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.ledger.rows == theirs.ledger.rows
+    assert {4 * 6 * 12, 0} <= {row.frozen_bytes for row in ours.ledger.rows if row.round_idx > 0}
 
 
 def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:

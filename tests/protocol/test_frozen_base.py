@@ -1,0 +1,196 @@
+"""A frozen base travels to a client once: by the ledger, by what is pickled, in every kind of run, to the same bits."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import LitMLP
+from federation import Fit, Fitted, same_state, seeded
+from torch import nn
+
+import lightning_spectral as ls
+from lightning_spectral.client.kept_tensors import KeptTensors
+from lightning_spectral.protocol.frozen_base import FrozenBase
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+BASE = 4 * (6 * 12 + 12)
+
+
+class LitFrozen(LitMLP):
+    """The first layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0)
+        self.net[0].requires_grad_(False)
+
+
+class Writes(pl.Callback):
+    """Writes a frozen weight before a round, past autograd's version counter."""
+
+    def __init__(self, round_idx: int) -> None:
+        self.round_idx = round_idx
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == self.round_idx:
+            pl_module.module.net[0].weight.data.mul_(0.5)
+
+
+def first_turns(fitted: Fitted) -> list[bool]:
+    """For each row of the ledger whether its client got the frozen base."""
+    return [row.frozen_bytes > 0 for row in fitted.ledger.rows]
+
+
+def expected(fitted: Fitted) -> list[bool]:
+    """The same by the rule: everything, until an update has come back."""
+    have: set[int] = set()
+    sent = []
+    for row in fitted.ledger.rows:
+        sent.append(row.client_id not in have and row.left_out != "no_data")
+        have |= {row.client_id} if row.left_out in (None, "not_finite", "no_update") else set()
+    return sent
+
+
+ALGORITHMS: list[ls.Algorithm[Any]] = [
+    ls.FedAvg(),
+    ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
+    ls.Zampling(4, degree=3),
+    ls.Scaffold(),
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: Fit, monkeypatch: Any) -> None:
+    fitted = fit(seeded(LitFrozen), data, algorithm=algorithm, max_epochs=4)
+    rows = fitted.ledger.rows
+    assert first_turns(fitted) == expected(fitted)
+    assert {row.frozen_bytes for row in rows} == {0, BASE}
+    assert len({(row.downlink_bytes - row.frozen_bytes, row.keep_ratio) for row in rows}) == len(
+        {row.keep_ratio for row in rows}
+    )
+    monkeypatch.setattr(FrozenBase, "held_by", lambda self, unit: frozenset())
+    always = fit(seeded(LitFrozen), data, algorithm=algorithm, max_epochs=4)
+    assert same_state(fitted.state, always.state)
+    assert sum(r.downlink_bytes for r in always.ledger.rows) - sum(r.downlink_bytes for r in rows) == BASE * (
+        first_turns(fitted).count(False)
+    )
+
+
+def test_it_is_sent_again_until_an_update_comes_back(data: Any, fit: Fit) -> None:
+    fast, slow = (ls.DeviceProfile(speed, uplink=1e4, macs_per_second=1e6) for speed in (1e4, 1e2))
+    conditions = {"clock": ls.VirtualClock({fast: 0.5, slow: 0.5}, deadline=11.0), "dropout": ls.ClientDropout(0.3)}
+    fitted = fit(seeded(LitFrozen), data, max_epochs=6, clients_per_round=8, **conditions)
+    rows = fitted.ledger.rows
+    assert {"dropped_out", "late"} <= {row.left_out for row in rows}
+    assert first_turns(fitted) == expected(fitted)
+    work = 3 * sum(p.numel() for p in LitFrozen().parameters()) * 10 / 1e6
+    for row in rows:
+        if row.left_out is None:  # by the clock, too, it got what the ledger says, on the fast link
+            seconds = row.downlink_bytes / 1e4 + work + row.uplink_bytes / 1e4
+            assert row.virtual_seconds == pytest.approx(seconds, rel=1e-12)
+
+
+def test_what_a_callback_writes_travels_once_more_to_everybody(data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitFrozen), data, clients_per_round=12, max_epochs=4, callbacks=[Writes(2)])
+    sent = [{row.frozen_bytes for row in fitted.ledger.rows if row.round_idx == t} for t in range(4)]
+    assert sent == [{BASE}, {0}, {4 * 6 * 12}, {0}]  # the bias was not written
+
+
+@pytest.mark.parametrize("kind", ["between rounds", "before the save", "within a round"])
+def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: Any, fit: Fit, tmp_path: Path) -> None:
+    class Saves(ls.RoundCallback):
+        """At the end of round 1; or in the middle of it, when some of its clients have it and the round may not end."""
+
+        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+            if kind == "within a round" and turn.round_idx == 1 and trainer.is_last_batch:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch != 1:
+                return
+            if kind == "before the save":
+                pl_module.module.net[0].weight.data.mul_(0.5)
+            if kind != "within a round":
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    whole = fit(seeded(LitFrozen), data, max_epochs=4, callbacks=[Saves()])
+    resumed = fit(seeded(LitFrozen), data, max_epochs=4, ckpt_path=tmp_path / "saved.ckpt")
+    assert resumed.ledger.rows == whole.ledger.rows
+    assert same_state(resumed.state, whole.state)
+    assert any(row.round_idx > 1 and row.frozen_bytes < BASE for row in resumed.ledger.rows)
+
+
+def test_a_measured_client_has_it_when_its_turn_comes(data: Any, fit: Fit) -> None:
+    sampler = ls.UpdateVarianceReduced(active=4)
+    model = ls.FederatedModule(seeded(LitFrozen), participation=sampler)
+    rows = fit(model, data, max_epochs=2).ledger.rows
+    assert {row.frozen_bytes for row in rows if row.measured and row.round_idx == 0} == {BASE}
+    assert {row.frozen_bytes for row in rows if not row.measured or row.round_idx == 1} == {0}
+
+
+def test_layers_are_unfrozen_between_fits_and_not_within_one(data: Any, fit: Fit) -> None:
+    class Unfreezes(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            pl_module.module.net[0].weight.requires_grad_(trainer.current_epoch == 1)
+
+    with pytest.raises(ValueError, match=r"`requires_grad` of net\.0\.weight changed during the fit"):
+        fit(seeded(LitFrozen), data, max_epochs=2, callbacks=[Unfreezes()])
+    model = ls.FederatedModule(seeded(LitFrozen), clients_per_round=12)
+    fit(model, data, max_epochs=1)
+    before = model.module.net[0].weight.clone()
+    model.module.net[0].weight.requires_grad_(True)
+    rows = fit(model, data, max_epochs=2).ledger.rows
+    assert not torch.equal(model.module.net[0].weight, before)
+    assert [row.frozen_bytes for row in rows] == 12 * [4 * 12] + 12 * [0]
+
+
+def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_nothing(
+    data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    model = ls.FederatedModule(seeded(LitFrozen), clients_per_round=12)
+    assert {row.frozen_bytes for _ in range(2) for row in fit(model, data).ledger.rows} == {BASE}
+    fit(LitMLP(), data).trainer.save_checkpoint(tmp_path / "all.ckpt")
+    assert "federation_frozen" not in torch.load(tmp_path / "all.ckpt", weights_only=False)
+
+
+def download(net: nn.Linear, held: frozenset[str] = frozenset()) -> Download:
+    """Of a layer whose weight is frozen, in a pickle and back."""
+    base = FrozenBase()
+    base.refresh(net)
+    tensors = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    sent = Download(WorkUnit(0), 1.0, tensors, frozen=base.digests, held=held)
+    received: Download = pickle.loads(pickle.dumps(sent))
+    assert received.num_bytes == sent.num_bytes
+    return received
+
+
+def test_a_device_completes_what_came_without_the_base() -> None:
+    net, kept, held = nn.Linear(3, 2), KeptTensors(), frozenset({"weight"})
+    net.weight.requires_grad_(False)
+    first = kept.complete(download(net))
+    later = download(net, held)
+    assert (first.num_bytes, first.frozen_bytes) == (4 * 8, 4 * 6)
+    assert (later.num_bytes, later.frozen_bytes, set(later.tensors)) == (4 * 2, 0, {"bias"})
+    assert torch.equal(kept.complete(later).tensors["weight"], net.weight)
+    net.weight.data.add_(1.0)
+    for device in (kept, KeptTensors()):
+        with pytest.raises(LookupError, match="weight came with an earlier download of this client"):
+            device.complete(download(net, held))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_every_change_of_a_frozen_tensor_is_seen(dtype: torch.dtype) -> None:
+    net = nn.Module()
+    net.base = nn.Parameter(torch.zeros(4, 3, dtype=dtype).T, requires_grad=False)  # not contiguous
+    net.empty = nn.Parameter(torch.zeros(0, dtype=dtype), requires_grad=False)
+    net.scalar = nn.Parameter(torch.zeros((), dtype=dtype), requires_grad=False)
+    base, unit = FrozenBase(), WorkUnit(1)
+    base.refresh(net)
+    base.note([unit])
+    assert base.bytes_held_by(unit) == 13 * net.base.element_size()
+    net.base.data[2, 3] = 1
+    base.refresh(net)
+    assert base.held_by(unit) == {"empty", "scalar"}

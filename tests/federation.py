@@ -6,6 +6,7 @@ A file whose tests share further settings overrides the fixture, e.g. ``partial(
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,8 +117,15 @@ def fit(
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     options = {**quiet, "num_sanity_val_steps": 0, **(trainer or {})}
     runner = pl.Trainer(max_epochs=max_epochs, callbacks=[history, ledger, *callbacks], **options)
-    runner.fit(model, data, ckpt_path=ckpt_path)
+    resume(runner, model, data, ckpt_path)
     return Fitted(model, runner, history, ledger)
+
+
+def resume(trainer: pl.Trainer, model: Any, data: Any, ckpt_path: str | Path | None) -> None:
+    """Fit, and execute nothing of the checkpoint to resume from: ours hold tensors and plain values alone."""
+    has_choice = "weights_only" in inspect.signature(trainer.fit).parameters  # since Lightning 2.6
+    safely = {"weights_only": True} if has_choice and ckpt_path is not None else {}
+    trainer.fit(model, data, ckpt_path=ckpt_path, **safely)
 
 
 def seeded(make: Callable[..., ModuleT], *arguments: Any, **options: Any) -> ModuleT:

@@ -31,14 +31,14 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("alone") / "weights"
     assert start(file, "auto", devices=1).wait(120) == 0
-    return torch.load(file)
+    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["client_parallel", "client_parallel_spawn", "client_parallel_fork"])
 def test_processes_started_by_the_script_by_spawn_or_by_fork(strategy: str, alone: Any, tmp_path: Path) -> None:
     assert start(tmp_path / "weights", strategy).wait(120) == 0
-    assert same(torch.load(tmp_path / "weights"), alone)
+    assert same(torch.load(tmp_path / "weights", weights_only=True), alone)
 
 
 @pytest.mark.slow
@@ -47,4 +47,4 @@ def test_two_nodes_that_are_one_machine(alone: Any, new_port: Any, tmp_path: Pat
     file = tmp_path / "weights"
     nodes = [start(file, "client_parallel", 1, 2, NODE_RANK=str(rank), **meeting) for rank in range(2)]
     assert [node.wait(120) for node in nodes] == [0, 0]
-    assert same(torch.load(file), alone)
+    assert same(torch.load(file, weights_only=True), alone)

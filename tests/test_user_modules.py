@@ -419,7 +419,7 @@ def test_loading_a_checkpoint_takes_the_module_again(lit_mlp: Any, data: Any, fi
     module = lit_mlp()
     fit(module, data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
     path = str(tmp_path / "run.ckpt")
-    loaded = ls.FederatedModule.load_from_checkpoint(path, module=lit_mlp(), clients_per_round=3, weights_only=False)
+    loaded = ls.FederatedModule.load_from_checkpoint(path, module=lit_mlp(), clients_per_round=3, weights_only=True)
     assert torch.equal(loaded.module.net[2].weight, module.net[2].weight)
 
 

@@ -22,7 +22,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
     if saved is None:
         raise ValueError(
             "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
-            "module first: module.load_state_dict(torch.load(path)['state_dict'])."
+            "module first: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])."
         )
     uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
     before = {name: DEFAULTS.get(name.rpartition(": ")[2]) for name in configuration} | saved

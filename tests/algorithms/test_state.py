@@ -108,7 +108,7 @@ def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
     whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
     part = fit(seeded(lit_mlp), data, max_epochs=2, **options)
     part.trainer.save_checkpoint(tmp_path / "2.ckpt")
-    saved = torch.load(tmp_path / "2.ckpt", weights_only=False)["state_dict"]
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["state_dict"]
     assert [name for name in saved if name.startswith("state.")] == names
     assert same_state(saved, part.model.state_dict())
     assert all(bool(saved[name].any()) for name in names)

@@ -64,7 +64,8 @@ class Results:
     def __call__(self, name: str, num_processes: int) -> list[dict[str, Any]]:
         if num_processes == 1:
             return [self.alone[name]]
-        return [torch.load(self.folder / f"{name} {num_processes} {rank}.pt") for rank in range(num_processes)]
+        files = [self.folder / f"{name} {num_processes} {rank}.pt" for rank in range(num_processes)]
+        return [torch.load(file, weights_only=True) for file in files]
 
     def checkpoint(self, name: str, num_processes: int) -> Path:
         """After the first round."""

@@ -233,7 +233,7 @@ class TestResume:
         self, lit_mlp: Any, fit_and_save: FitAndSave, tmp_path: Path
     ) -> None:
         fitted = fit_and_save(tmp_path, 2)
-        state = torch.load(tmp_path / "ckpt" / "1.ckpt", weights_only=False)["state_dict"]
+        state = torch.load(tmp_path / "ckpt" / "1.ckpt", weights_only=True)["state_dict"]
         plain = lit_mlp()
         plain.load_state_dict({name.removeprefix("module."): value for name, value in state.items()}, strict=True)
         assert same_state(plain.state_dict(), fitted.state)

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, same_state, seeded, without_seconds
+from federation import Fit, resume, same_state, seeded, without_seconds
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,7 +62,7 @@ def run(quiet: dict[str, Any]) -> Callable[..., tuple[pl.Trainer, ls.RoundHistor
         history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
         callbacks = [history, ledger, *options.pop("callbacks", [])]
         trainer = pl.Trainer(**{**quiet, "num_sanity_val_steps": 0, **options}, max_epochs=rounds, callbacks=callbacks)
-        trainer.fit(model, data, ckpt_path=ckpt)
+        resume(trainer, model, data, ckpt)
         return trainer, history, ledger
 
     return run

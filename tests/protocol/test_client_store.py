@@ -115,7 +115,7 @@ class TestInARun:
 
     def saved(self, trainer: pl.Trainer, path: Path) -> Any:
         trainer.save_checkpoint(path)
-        return torch.load(path, weights_only=False)
+        return torch.load(path, weights_only=True)
 
     def test_what_an_algorithm_writes_is_in_the_checkpoint(
         self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
@@ -170,7 +170,7 @@ class TestInARun:
                     trainer.save_checkpoint(tmp_path / "within.ckpt")
 
         remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[SaveWithin()])
-        kept = torch.load(tmp_path / "within.ckpt", weights_only=False)["federation_clients"]
+        kept = torch.load(tmp_path / "within.ckpt", weights_only=True)["federation_clients"]
         assert [int(entry["turns"]) for entry in kept.values()] == [1] * 5  # of the first round alone
         resumed = remember(seeded(lit_mlp), data, max_epochs=3, ckpt_path=tmp_path / "within.ckpt")
         assert same(resumed.state, whole.state)

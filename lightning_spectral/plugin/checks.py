@@ -143,6 +143,15 @@ def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
     raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {type(datamodule).__name__}.")
 
 
+def check_own_optimizers(federation: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if LightningCLI has put an optimizer in place of the server's and the clients'."""
+    if "configure_optimizers" in vars(federation):
+        raise ValueError(
+            "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "
+            "get theirs from `configure_optimizers` of your own module, and the server's is `model.server_optimizer`."
+        )
+
+
 def check_trainer(trainer: pl.Trainer) -> None:
     """Raise ``ValueError`` if there are several processes of another strategy than ``"client_parallel"``."""
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):

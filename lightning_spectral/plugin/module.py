@@ -21,6 +21,7 @@ from lightning_spectral.plugin.checks import (
     check_member,
     check_module,
     check_over_selection,
+    check_own_optimizers,
     check_same_everywhere,
     check_settings,
     check_stage,
@@ -182,6 +183,7 @@ class FederatedModule(SavedRounds, Member, Host):
         if stage == "fit":
             self._finished_round, self._stop_after_round, self._resumed = -1, False, False
             check_trainer(self.trainer)
+            check_own_optimizers(self)
             check_member(self.module, self.data, self.participation, self.faults)
             check_over_selection(self.conditions, absolute=self.absolute)
             self.conditions.check(self.data.num_clients, self._usual_size)

@@ -17,6 +17,7 @@ from lightning_spectral.plugin.checks import (
     check_datamodule,
     check_member,
     check_over_selection,
+    check_own_optimizers,
     check_same_everywhere,
     check_stage,
     check_trainer,
@@ -192,6 +193,7 @@ class MultiModelModule(MultiModelHooks, Host):
         if stage == "fit":
             self._finished_round, self._stop_after_round, self._resumed = -1, False, False
             check_trainer(self.trainer)
+            check_own_optimizers(self)
             for name, member in self.members.items():
                 data = self.data_of(name)
                 check_member(member.module, data, self.participation, member.faults)

@@ -1,0 +1,275 @@
+"""Federations from the command line: the entry point, Lightning's own, and what their checkpoints say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from federation import Fit, same_state
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.__main__ import main
+
+pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_spectral.plugin.cli import FederatedCLI
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/cli.md"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods by their old names
+
+
+class LitToy(pl.LightningModule):
+    """A user's module whose width a checkpoint knows."""
+
+    def __init__(self, width: int, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 3))
+
+    def training_step(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val_loss", self.training_step(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+def points(num_points: int) -> TensorDataset:
+    x = torch.randn(num_points, 6, generator=torch.Generator().manual_seed(num_points))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Clients(ls.FederatedDataModule):
+    """A data module that makes its data itself."""
+
+    def __init__(self, num_clients: int) -> None:
+        super().__init__(points(40), ls.IIDPartitioner(num_clients), val=points(20))
+
+
+def part(kind: Any, **options: Any) -> dict[str, Any]:
+    return {
+        "class_path": kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
+        "init_args": options,
+    }
+
+
+SHARDING = part("SpectralSharding", keep_ratio={0.2: 0.5, 0.4: 0.5}, spectral_start=None)
+MODEL = {"module": part(LitToy, width=8), "algorithm": SHARDING}
+DATA = {
+    "train": part(points, num_points=40),
+    "val": part(points, num_points=20),
+    "partitioner": part("IIDPartitioner", num_clients=4),
+}
+ONE = {"model": {**MODEL, "clients_per_round": 2}, "data": DATA}
+TWO = {
+    "model": {"models": {"a": MODEL, "b": MODEL}, "participation": part("LossVarianceReduced", active=3)},
+    "data": {"modules": {"a": DATA, "b": part(Clients, num_clients=4)}},
+}
+CASES = {
+    "the entry point, two models": (FederatedCLI, TWO, "b"),
+    "LightningCLI, one model": (partial(LightningCLI, ls.FederatedModule, ls.FederatedDataModule), ONE, ""),
+}
+
+
+class Command:
+    """A command line with a config, in a folder of its own.
+
+    Attributes:
+        start: Starts it.
+        config: The config of model and data.
+        name: Name of one of the models.
+        cli: What was run first, for one round.
+        checkpoint: Its checkpoint.
+    """
+
+    def __init__(self, folder: Path, cli: Any, config: dict[str, Any], name: str) -> None:
+        self.start, self.config, self.name = partial(cli, save_config_callback=None), config, name
+        self._folder = folder
+        self.cli = self.run("fit")
+        self.checkpoint = folder / "first.ckpt"
+        self.cli.trainer.save_checkpoint(self.checkpoint)
+
+    def run(self, command: str, *, max_epochs: int = 1, **options: Any) -> Any:
+        trainer = {
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "max_epochs": max_epochs,
+            "default_root_dir": str(self._folder),
+        }
+        config = {**self.config, "trainer": trainer, **options}
+        return self.start(args={"subcommand": command, command: config})
+
+    @property
+    def model(self) -> Any:
+        return self.cli.model
+
+    @property
+    def module(self) -> Any:
+        return self.model.members[self.name].module
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["program"])
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        yield Command(tmp_path_factory.mktemp("cli"), *request.param)
+
+
+def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
+    resumed = command.run("fit", max_epochs=2, ckpt_path=str(command.checkpoint))
+    assert resumed.trainer.global_step == 2
+    validated = command.run("validate", ckpt_path=str(command.checkpoint))
+    assert same_state(validated.model.state_dict(), command.model.state_dict())
+
+
+def test_what_print_config_shows_loads_again(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
+    with pytest.raises(SystemExit):
+        command.start(args=["fit", "--config", str(tmp_path / "run.yaml"), "--print_config"])
+    parser = command.cli._parser("fit")
+    again = parser.instantiate_classes(parser.parse_string(capsys.readouterr().out)).model
+    assert again.configuration() == command.model.configuration()
+    assert "spectral_start=None" in str(again.configuration())
+
+
+def test_a_checkpoint_of_the_command_line_says_how_to_build_the_federation(command: Command) -> None:
+    loaded = type(command.model).load_from_checkpoint(command.checkpoint)
+    assert loaded.configuration() == command.model.configuration()
+    assert same_state(loaded.state_dict(), command.model.state_dict())
+
+
+def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
+    loaded = ls.load_user_module(command.checkpoint, LitToy, command.name, lr=0.5)
+    assert (loaded.hparams["width"], loaded.hparams["lr"]) == (8, 0.5)
+    assert same_state(loaded.state_dict(), command.module.state_dict())
+
+
+def test_a_model_that_is_not_in_the_checkpoint_is_refused(command: Command) -> None:
+    remedy = "give the name of one of them: a, b" if command.name else "leave the name out"
+    with pytest.raises(ValueError, match=f"no model 'c'; {remedy}"):
+        ls.load_user_module(command.checkpoint, LitToy, "c")
+    if command.name:
+        with pytest.raises(ValueError, match=f"of several models; {remedy}"):
+            ls.load_user_module(command.checkpoint, LitToy)
+
+
+def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -> None:
+    data = ls.FederatedDataModule(points(40), ls.IIDPartitioner(4))
+    fitted = fit(LitToy(8), data, clients_per_round=2)
+    fitted.trainer.save_checkpoint(path := tmp_path / "python.ckpt")
+    with pytest.raises(TypeError, match=r"'module': pass it, FederatedModule\.load_from_checkpoint"):
+        ls.FederatedModule.load_from_checkpoint(path)
+    loaded = ls.FederatedModule.load_from_checkpoint(path, module=LitToy(8))
+    assert same_state(loaded.state_dict(), fitted.model.state_dict())
+    assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
+
+
+def test_entries_of_a_users_own_go_with_the_module(fit: Fit, tmp_path: Path) -> None:
+    class WithWords(LitToy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["words"] = ["to", "be"]
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.words = checkpoint["words"]
+
+    fitted = fit(WithWords(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
+    fitted.trainer.save_checkpoint(path := tmp_path / "words.ckpt")
+    assert ls.load_user_module(path, WithWords).words == ["to", "be"]
+
+
+def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match="not written by a federation"):
+        ls.load_user_module(tmp_path / "plain.ckpt", LitToy)
+
+
+def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    trainer = {**quiet, "default_root_dir": str(quiet["default_root_dir"]), "max_epochs": 1}
+    config = {**ONE, "trainer": trainer, "optimizer": part("torch.optim.Adam")}
+    with (
+        pytest.warns(UserWarning, match="will be overridden"),
+        pytest.raises(ValueError, match=r"model\.server_optimizer"),
+    ):
+        LightningCLI(ls.FederatedModule, ls.FederatedDataModule, args={"subcommand": "fit", "fit": config})
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+def test_every_config_of_the_page_builds_a_federation(
+    block: str, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    shown = yaml.safe_load(block)
+    needed = {} if "models" in shown["model"] else {"module": part(LitToy, width=32)}
+    if not {"clients_per_round", "participation"} & shown["model"].keys():
+        needed["clients_per_round"] = 2
+    quiet = {**quiet, "enable_progress_bar": True, "default_root_dir": str(quiet["default_root_dir"])}
+    trainer = {**quiet, **shown.get("trainer", {})}
+    config = {"data": DATA, **shown, "model": {**needed, **shown["model"]}, "trainer": trainer}
+    cli = FederatedCLI(args=config, run=False, save_config_callback=None)
+    assert cli.model.members.keys() == shown["model"].get("models", {"": None}).keys()
+
+
+@pytest.mark.parametrize("option", ["--model.help=MultiModelModule", "--model.algorithm.help=SpectralSharding"])
+def test_classes_have_a_help(option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    with pytest.raises(SystemExit):
+        FederatedCLI(args=["fit", option])
+    assert f"Help for --{option.split('.')[-2].strip('-')}.help=lightning_spectral." in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configs_run_with_the_command_that_they_show(
+    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
+    shown = f"-m lightning_spectral fit --config examples/configs/{config.name}"
+    assert shown in config.read_text()
+    toy_size = ["--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--trainer.enable_model_summary=false"]
+    monkeypatch.setattr(sys, "argv", ["lightning_spectral", "fit", "--config", str(config), *toy_size])
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.chdir(tmp_path)
+    main()
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert torch.load(checkpoint)["global_step"] == 1
+    assert (checkpoint.parents[1] / "config.yaml").exists()
+
+
+def test_without_jsonargparse_the_command_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spectral.__main__.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=re.escape('pip install "lightning-spectral[cli]"')):
+        main()
+
+
+@pytest.mark.slow
+def test_the_package_itself_does_not_need_jsonargparse(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['jsonargparse'] = None; import lightning_spectral"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0

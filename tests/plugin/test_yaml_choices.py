@@ -1,0 +1,187 @@
+"""Every choice that a federation offers comes from YAML as it does from Python, and what is printed loads again."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_spectral as ls
+from lightning_spectral.server.optimizers import FedOptimizer
+
+jsonargparse = pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
+
+
+@dataclass(frozen=True)
+class Cautious(ls.FedAvg):
+    """An algorithm of a user's own."""
+
+    caution: float = 0.5
+
+
+def crowd() -> ls.VirtualClock:
+    """A function may stand where a class may: here because YAML has no mapping from profiles to shares."""
+    return ls.VirtualClock({ls.DeviceProfile(1e6, 1e5, 1e9): 0.5, ls.DeviceProfile(1e5, 1e4, 1e8): 0.5})
+
+
+def sharding(**options: Any) -> Any:
+    return ls.SpectralSharding(**options)
+
+
+def sharded(options: str) -> str:
+    return f"{{class_path: SpectralSharding, init_args: {{{options}}}}}"
+
+
+FAST, SLOW = ls.DeviceProfile(1e6, 1e5, 1e9), ls.DeviceProfile(1e5, 1e4, 1e8)
+FAST_YAML = "{downlink: 1.0e+6, uplink: 1.0e+5, macs_per_second: 1.0e+9}"
+SLOW_YAML = "{downlink: 1.0e+5, uplink: 1.0e+4, macs_per_second: 1.0e+8}"
+CHOICES: dict[str, list[tuple[str, object]]] = {
+    "algorithm": [
+        ("FedAvg", ls.FedAvg()),
+        ("{class_path: FedAvg, init_args: {keep_buffers: ['*.base']}}", ls.FedAvg(keep_buffers=["*.base"])),
+        ("Scaffold", ls.Scaffold()),
+        ("{class_path: StaleUpdates, init_args: {beta: 0.5}}", ls.StaleUpdates(beta=0.5)),
+        ("{class_path: Zampling, init_args: {degree: 4, exclude: [a], link: Sigmoid}}",
+         ls.Zampling(degree=4, exclude=("a",), link=ls.Sigmoid())),
+        ("{class_path: Zampling, init_args: {link: {class_path: Clip, init_args: {absorbing: false}}}}",
+         ls.Zampling(link=ls.Clip(absorbing=False))),
+        ("lightning_spectral.Zampling.fed_pm", ls.Zampling.fed_pm()),
+        ("{class_path: lightning_spectral.SpectralSharding.published, init_args: {keep_ratio: 0.1}}",
+         ls.SpectralSharding.published(keep_ratio=0.1)),
+        (f"{{class_path: {__name__}.Cautious, init_args: {{caution: 0.1}}}}", Cautious(caution=0.1)),
+        ("SpectralSharding", sharding()),
+        (sharded("keep_ratio: 0.5"), sharding(keep_ratio=0.5)),
+        (sharded("keep_ratio: {0.2: 0.6, 0.4: 0.4}"), sharding(keep_ratio={0.2: 0.6, 0.4: 0.4})),
+        (sharded("keep_ratio: [0.2, 0.4, 1.0]"), sharding(keep_ratio=[0.2, 0.4, 1.0])),
+        (sharded("strategy: TopN, clip_tau: .inf"), sharding(strategy=ls.TopN(), clip_tau=float("inf"))),
+        (sharded("strategy: Unbiased, weigh_clients: true"), sharding(strategy=ls.Unbiased(), weigh_clients=True)),
+        (sharded("strategy: {class_path: PriSM, init_args: {exponent: 1.5}}"), sharding(strategy=ls.PriSM(1.5))),
+        (sharded("strategy: {class_path: Scaled, init_args: {strategy: Schatten}}"),
+         sharding(strategy=ls.Scaled(ls.Schatten()))),
+        (sharded("strategy: {class_path: Schedule, init_args: {values: {0: TopN, 5: EffectiveCohort}}}"),
+         sharding(strategy=ls.Schedule({0: ls.TopN(), 5: ls.EffectiveCohort()}))),
+        (sharded("design: {class_path: Schedule, init_args: {values: {0: null, 5: Brewer}}}"),
+         sharding(design=ls.Schedule({0: None, 5: ls.Brewer()}))),
+        (sharded("strategy: Collective, design: {class_path: ConditionalPoisson, init_args: {fixed_uniforms: true}}"),
+         sharding(design=ls.ConditionalPoisson(fixed_uniforms=True))),
+        *[(sharded(f"design: {name}"), sharding(design=getattr(ls, name)()))
+          for name in ("Coordinated", "MinimumSupport", "RandomSystematic", "SuccessiveSampling", "Systematic")],
+        (sharded("exclude: [head]"), sharding(exclude=["head"])),
+        (sharded("layers: {split: {'*.qkv': 3}, keep_buffers: ['*.base'], term_granularity: 4}"),
+         sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, keep_buffers=["*.base"], term_granularity=4))),
+        (sharded("spectral_start: {tail: 0.2, trained: true}"),
+         sharding(spectral_start=ls.SpectralStart(0.2, trained=True))),
+        (sharded("spectral_start: null"), sharding(spectral_start=None)),
+    ],
+    "participation": [
+        ("FullParticipation", ls.FullParticipation()),
+        ("{class_path: Uniform, init_args: {active: 3.0, design: Brewer}}", ls.Uniform(3.0, ls.Brewer())),
+        ("{class_path: RoundRobin, init_args: {active: 3.0}}", ls.RoundRobin(3.0)),
+        ("{class_path: LossVarianceReduced, init_args: {active: 2.5, measure: last}}",
+         ls.LossVarianceReduced(2.5, measure="last")),
+        ("{class_path: UpdateVarianceReduced, init_args: {active: 3.0, measure: 4}}",
+         ls.UpdateVarianceReduced(3.0, measure=4)),
+        ("{class_path: StaleUpdateVarianceReduced, init_args: {active: 3.0, normalize: true}}",
+         ls.StaleUpdateVarianceReduced(3.0, normalize=True)),
+    ],
+    "server_optimizer": [
+        ("FedAdam", ls.FedAdam()),
+        ("{class_path: FedAvgM, init_args: {lr: 0.5}}", ls.FedAvgM(lr=0.5)),
+        ("{class_path: lightning_spectral.FedYogi, init_args: {betas: [0.8, 0.9]}}", ls.FedYogi(betas=(0.8, 0.9))),
+        ("{class_path: FedAdagrad, init_args: {tau: 0.1}}", ls.FedAdagrad(tau=0.1)),
+    ],
+    "local_hooks": [
+        ("[{class_path: ProximalTerm, init_args: {mu: 0.1}}, {class_path: GradientClip, init_args: {max_norm: 1.0}}]",
+         [ls.ProximalTerm(0.1), ls.GradientClip(1.0)]),
+    ],
+    "faults": [
+        ("{on_error: LeaveOut, on_not_finite: Raise, on_late: {class_path: LeaveOut, init_args: {max_share: 0.2}}}",
+         ls.Faults(on_error=ls.LeaveOut(), on_not_finite=ls.Raise(), on_late=ls.LeaveOut(0.2))),
+    ],
+    "dropout": [
+        ("{probability: 0.1}", ls.ClientDropout(0.1)),
+        ("{probability: {0.0: 0.5, 0.3: 0.5}}", ls.ClientDropout({0.0: 0.5, 0.3: 0.5})),
+    ],
+    "clock": [
+        (f"{{profiles: {FAST_YAML}, deadline: 3.0, macs: {{0.2: 100.0}}}}",
+         ls.VirtualClock(FAST, deadline=3.0, macs={0.2: 100.0})),
+        (f"{{profiles: [{FAST_YAML}, {SLOW_YAML}], keep_first: 2}}", ls.VirtualClock([FAST, SLOW], keep_first=2)),
+        (f"{__name__}.crowd", crowd()),
+    ],
+}  # fmt: skip
+PARTITIONERS = [
+    ("{class_path: IIDPartitioner, init_args: {num_clients: 5}}", ls.IIDPartitioner(5)),
+    ("{class_path: DirichletPartitioner, init_args: {num_clients: 5, alpha: 0.3, symmetric: true}}",
+     ls.DirichletPartitioner(5, 0.3, symmetric=True)),
+    ("{class_path: NaturalPartitioner, init_args: {keys: [romeo, juliet, romeo]}}",
+     ls.NaturalPartitioner(["romeo", "juliet", "romeo"])),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ls.FederatedModule, "it", skip={"module"}, fail_untyped=False, instantiate=False)
+    return parser
+
+
+@pytest.fixture(scope="module")
+def data() -> Any:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ls.FederatedDataModule, "it", skip={"train"}, fail_untyped=False, instantiate=False)
+    return parser
+
+
+def built(parser: Any, key: str, yaml: str) -> tuple[Any, Any]:
+    """What the YAML says, and what the YAML says that is printed of it."""
+    config = parser.parse_string(f"it: {{{key}: {yaml}}}")
+    again = parser.parse_string(parser.dump(config, skip_none=False))
+    return parser.instantiate(config).it[key], parser.instantiate(again).it[key]
+
+
+@pytest.mark.parametrize(
+    ("key", "yaml", "expected"), [(key, *case) for key, cases in CHOICES.items() for case in cases]
+)
+def test_yaml_says_what_python_says(model: Any, key: str, yaml: str, expected: object) -> None:
+    for found in built(model, key, yaml):
+        assert found == expected or repr(found) == repr(expected)  # some compare as objects, and 32 is 32.0
+
+
+@pytest.mark.parametrize(("yaml", "expected"), PARTITIONERS)
+def test_partitioners_come_from_yaml(data: Any, yaml: str, expected: object) -> None:
+    assert [repr(found) for found in built(data, "partitioner", yaml)] == 2 * [repr(expected)]
+
+
+@pytest.mark.parametrize("name", ["Adam", "torch.optim.Adam"])
+def test_an_optimizer_of_torch_can_be_the_servers(model: Any, name: str) -> None:
+    yaml = f"{{class_path: {name}, init_args: {{lr: 0.25, betas: [0.5, 0.9]}}}}"
+    for make in built(model, "server_optimizer", yaml):
+        optimizer = make([nn.Parameter(torch.ones(1))])
+        assert type(optimizer) is torch.optim.Adam
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.25, (0.5, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("key", "yaml"),
+    [
+        ("algorithm", "Collective"),
+        ("algorithm", sharded("keep_ratios: 0.2")),
+        ("algorithm", sharded("clip_tau: much")),
+        ("algorithm", sharded("spectral_start: {tall: 0.2}")),
+        ("server_optimizer", "FedAvg"),
+        ("faults", "{on_error: {class_path: Raise, init_args: {max_share: 0.5}}}"),
+    ],
+)
+def test_what_is_wrong_in_yaml_is_refused_before_anything_is_built(model: Any, key: str, yaml: str) -> None:
+    with pytest.raises(jsonargparse.ArgumentError, match=key):
+        model.parse_string(f"it: {{{key}: {yaml}}}")
+
+
+def test_every_choice_has_a_config_here() -> None:
+    known = str([*CHOICES.values(), PARTITIONERS])
+    bases = (ls.Algorithm, ls.ShardingStrategy, ls.Design, ls.Sampler, ls.LocalHook, ls.Partitioner, ls.Link)
+    names = [name for name in ls.__all__ if isinstance(getattr(ls, name), type)]
+    choices = [name for name in names if issubclass(getattr(ls, name), (*bases, FedOptimizer))]
+    abstract = [base.__name__ for base in (*bases, ls.JointDesign)]
+    assert not [name for name in choices if name not in abstract and f"{name}(" not in known]

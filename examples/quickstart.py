@@ -141,7 +141,7 @@ def print_results(model: ls.FederatedModule, history: ls.RoundHistory, ledger: l
 
 def quiet_lightning() -> None:
     """Silence the banner, and the warning that Lightning 2.6 triggers in torch 2.13 (Lightning issue 21326)."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 
 

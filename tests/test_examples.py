@@ -63,8 +63,8 @@ def test_quickstart_writes_nothing_outside_its_output_folder(quickstart):
     assert list(quickstart.home.rglob("*")) == []
 
 
-def test_quickstart_says_nothing_beside_its_bar_and_its_table(quickstart):
-    assert quickstart.errors == ""
+def test_quickstart_says_nothing_beside_its_rounds_and_its_table(quickstart):
+    assert [line for line in quickstart.errors.splitlines() if not line.startswith("Round ")] == []
     ours = r"Training: .*|Epoch [01]: .*|Round \d/2: .*|Validation.*|accuracy .*|a client's turn .*|keep ratio .*"
     ours += r"|dense model .*|written to outputs/quickstart"
     lines = [re.sub(r"\x1b\[A", "", line).strip() for line in quickstart.output.splitlines()]

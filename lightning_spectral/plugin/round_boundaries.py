@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_spectral.plugin.callbacks import Aggregation, SubmodelSampling, SVDRefresh, WandbRounds
+from lightning_spectral.plugin.callbacks import Aggregation, RoundLines, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.plugin.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.stages import RoundStages
 
@@ -20,7 +20,7 @@ def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.
         trainer: The Trainer.
         own: Callbacks that the user's modules configured.
     """
-    boundaries = [*_watchers(trainer), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+    boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
     return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]

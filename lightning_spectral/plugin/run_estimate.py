@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_spectral.errors import check_is
+from lightning_spectral.plugin.callbacks.round_lines import duration
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
@@ -68,10 +69,10 @@ class RunEstimate:
         whole = sum(self.seconds.values())
         lines = [f"{stage:<10s} {seconds:9.3f} s {seconds / whole:6.1%}" for stage, seconds in self.seconds.items()]
         if self.num_rounds is None:
-            lines.append(f"{_clock(self.seconds_per_round)} per round, without an end")
+            lines.append(f"{duration(self.seconds_per_round)} per round, without an end")
         else:
             lines.append(
-                f"{_clock(self.total_seconds)} for {self.num_rounds} rounds and {self.num_validations} validations"
+                f"{duration(self.total_seconds)} for {self.num_rounds} rounds and {self.num_validations} validations"
             )
         if self.peak_memory_bytes is not None:
             lines.append(f"{self.peak_memory_bytes / 1e9:.2f} GB of memory at most")
@@ -202,12 +203,3 @@ def _peak_memory(device: torch.device) -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes, but for macOS
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds; tenths where it is short."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

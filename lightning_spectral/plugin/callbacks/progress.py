@@ -89,7 +89,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
             self._progress.pop(name, None)  # those who trained were left out afterwards
-        down, up = map(_megabytes, self._bytes)
+        down, up = map(megabytes, self._bytes)
         self._progress.update({"down": down, "up": up, "s/round": time.perf_counter() - self._start})
 
     def on_train_batch_end(
@@ -128,5 +128,11 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{of_total}{doing}")
 
 
-def _megabytes(num_bytes: float) -> str:
+def megabytes(num_bytes: float) -> str:
+    """A number of bytes to read.
+
+    Example:
+        >>> megabytes(1234567)
+        '1.23 MB'
+    """
     return f"{num_bytes / 1e6:.3g} MB"

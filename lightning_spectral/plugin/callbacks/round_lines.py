@@ -1,0 +1,130 @@
+"""Lines about the progress of a run whose progress bar is not drawn."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from lightning_spectral.plugin.callbacks.progress import megabytes
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.metrics import mean_loss
+
+LOGGER = "lightning.pytorch.rounds"  # writes where Lightning's messages go
+
+
+class RoundLines(RoundCallback):
+    """Where no progress bar is drawn, logs a line about the finished round, at most one in a while.
+
+    ``Round 31/60: loss 0.348, accuracy 0.9, 61.2 MB so far, 1.3 s a round, 37.7 s left``
+
+    Every federation has one: a run of ten seconds is silent, a longer one logs a line every ten seconds and one for its
+    last round. Validation metrics are those of the last validation since the line before. Only the first process has
+    lines. They go where Lightning's messages go, at level INFO, by the logger ``"lightning.pytorch.rounds"``. An
+    instance of your own replaces the default.
+
+    Args:
+        every_n_seconds: Least number of seconds between two lines; 0 for a line in every round, ``math.inf`` for none.
+
+    Raises:
+        ValueError: If ``every_n_seconds`` is negative.
+
+    Example:
+        >>> lines = RoundLines(every_n_seconds=60)  # Trainer(callbacks=[lines], enable_progress_bar=False)
+    """
+
+    def __init__(self, every_n_seconds: float = 10.0) -> None:
+        if not every_n_seconds >= 0:
+            raise ValueError(f"`every_n_seconds` must not be negative, got {every_n_seconds}.")
+        self.every_n_seconds = every_n_seconds
+        self._bytes = 0
+        self._first_round = 0
+        self._start = self._last = 0.0
+        self._has_spoken = False
+        self._losses: dict[str, float] = {}
+        self._before: dict[str, Tensor] = {}
+        self._validated: dict[str, float] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._first_round, self._has_spoken = trainer.current_epoch, False
+        self._start = self._last = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the losses of the round before."""
+        self._losses = {}
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        """Take the loss of each model, and count bytes."""
+        clients = (*summary.clients, *summary.measured)
+        self._bytes += sum(client.downlink_bytes + client.uplink_bytes for client in clients)
+        if summary.averaged:
+            self._losses[f"{summary.model} loss" if summary.model else "loss"] = mean_loss(summary)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take what validation logged."""
+        new = {name: value for name, value in trainer.callback_metrics.items() if value is not self._before.get(name)}
+        self._validated = {name: float(value) for name, value in new.items() if name != "fl/round"}
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log a line, if it is time."""
+        now, is_last = time.perf_counter(), trainer.current_epoch + 1 == num_rounds(trainer)
+        is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_spoken)
+        if is_due and not draws_bar(trainer):
+            _log(", ".join(self._parts(trainer, now - self._start)))
+            self._last, self._has_spoken, self._validated = now, True, {}
+
+    def _parts(self, trainer: pl.Trainer, elapsed: float) -> Iterator[str]:
+        round_idx, total = trainer.current_epoch, num_rounds(trainer)
+        values = [f"{name} {value:.3g}" for name, value in {**self._losses, **self._validated}.items()]
+        yield f"Round {round_idx + 1}" + ("" if total is None else f"/{total}") + (f": {values[0]}" if values else "")
+        yield from values[1:]
+        yield f"{megabytes(self._bytes)} so far"
+        seconds = elapsed / (round_idx + 1 - self._first_round)
+        yield f"{seconds:.3g} s a round"
+        if total is not None:
+            yield f"{duration(seconds * (total - round_idx - 1))} left"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of bytes so far, for the checkpoint."""
+        return {"bytes": self._bytes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting bytes."""
+        self._bytes = state_dict["bytes"]
+
+
+@rank_zero_only
+def _log(line: str) -> None:
+    logging.getLogger(LOGGER).info(line)
+
+
+def draws_bar(trainer: pl.Trainer) -> bool:
+    """Whether a Trainer's progress bar is drawn; a `RoundProgressBar` needs a terminal or a notebook."""
+    bar = trainer.progress_bar_callback
+    return bar is not None and not getattr(bar, "is_disabled", False)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds; tenths where it is short.
+
+    Example:
+        >>> duration(12.34), duration(3725)
+        ('12.3 s', '1:02:05')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

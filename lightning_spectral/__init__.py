@@ -49,6 +49,7 @@ from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
     CommunicationLedger,
+    RoundDashboard,
     RoundHistory,
     RoundProgressBar,
     SampledNetworks,
@@ -127,6 +128,7 @@ __all__ = [
     "Raise",
     "RandomSystematic",
     "RoundCallback",
+    "RoundDashboard",
     "RoundError",
     "RoundHistory",
     "RoundProgressBar",

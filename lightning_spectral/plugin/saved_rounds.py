@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.data import AttributeDict
+
 from lightning_spectral.plugin.checkpoints import (
     TRAINER_SETTINGS,
     check_checkpoint,
@@ -14,6 +16,7 @@ from lightning_spectral.plugin.checkpoints import (
 )
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.round_hooks import RoundHooks
+from lightning_spectral.plugin.run_config import data_config
 
 Checkpoint = dict[str, Any]
 
@@ -22,6 +25,16 @@ class SavedRounds(RoundHooks):
     """The checkpoints of a federation: whole rounds, of all of its models."""
 
     _resumed: bool
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What Lightning sends to loggers when a run starts: with the data, once it is dealt."""
+        found = super().hparams_initial
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            return found
+        data = {name: self._data_or_none(name) for name in self.members}
+        configs = {name: data_config(one) for name, one in data.items() if one is not None}
+        return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
     def configuration(self) -> dict[str, str | int]:
         """What must be the same for a checkpoint to be resumed, apart from the data."""

@@ -149,6 +149,7 @@ class ClientOutcome:
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
         update_norm: Norm of its update, if the sampler goes by it; else NaN.
+        seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
     """
 
     round_idx: int
@@ -163,6 +164,7 @@ class ClientOutcome:
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
     update_norm: float = math.nan
+    seconds: float = field(default=math.nan, compare=False)
 
     @property
     def client_id(self) -> int:

@@ -121,6 +121,7 @@ class Turn:
             logged=upload.logged if left_out is None else {},
             virtual_seconds=self.simulated.seconds,
             update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
+            seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 
     def _leave_out(self, reason: ExclusionReason, message: str) -> None:

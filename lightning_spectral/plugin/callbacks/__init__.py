@@ -2,6 +2,7 @@
 
 from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
+from lightning_spectral.plugin.callbacks.dashboard import RoundDashboard
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
@@ -12,6 +13,7 @@ from lightning_spectral.plugin.callbacks.wandb import WandbRounds
 __all__ = [
     "Aggregation",
     "CommunicationLedger",
+    "RoundDashboard",
     "RoundHistory",
     "RoundProgressBar",
     "SVDRefresh",

@@ -24,6 +24,11 @@ def writers_of(loggers: Iterable[Logger]) -> list[Write]:
     return [partial(write, logger) for logger in loggers for kind, write in WRITERS.items() if isinstance(logger, kind)]
 
 
+def prefixed(logger: TensorBoardLogger | WandbLogger, name: str) -> str:
+    """The name that a metric has in a logger, which may begin all names alike."""
+    return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
+
+
 def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) -> None:
     """Log histograms and tables as one row, and each point of curves as one, with its axis.
 
@@ -39,7 +44,7 @@ def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) 
             row[record.name] = wandb.Table(columns=list(record.columns), data=[list(cells) for cells in record.rows])
         else:
             for name in record.values:  # exactly: of two patterns that match, wandb does not say which wins
-                logger.experiment.define_metric(name, step_metric=record.axis)
+                logger.experiment.define_metric(prefixed(logger, name), step_metric=prefixed(logger, record.axis))
             logger.log_metrics({**record.values, record.axis: record.at, "fl/round": float(round_idx)})
     if row:
         logger.log_metrics({**row, "fl/round": float(round_idx)})
@@ -47,23 +52,21 @@ def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) 
 
 def write_tensorboard(logger: TensorBoardLogger, round_idx: int, records: Sequence[Record]) -> None:
     """Add histograms, tables as text, and curves with their axis, in whole units, as step."""
-    writer = logger.experiment
     for record in records:
         if isinstance(record, Histogram):
-            _add_histogram(writer, record, round_idx)
+            _add_histogram(logger.experiment, prefixed(logger, record.name), record, round_idx)
         elif isinstance(record, Table):
-            writer.add_text(record.name, _markdown(record), round_idx)
+            logger.experiment.add_text(prefixed(logger, record.name), _markdown(record), round_idx)
         else:
-            for name, value in record.values.items():
-                writer.add_scalar(name, value, round(record.at))
+            logger.log_metrics(record.values, step=round(record.at))
 
 
-def _add_histogram(writer: Any, record: Histogram, round_idx: int) -> None:
+def _add_histogram(writer: Any, name: str, record: Histogram, round_idx: int) -> None:
     """Add bins as they are; TensorBoard's own sums are those of their centres."""
     centres = [(left + right) / 2 for left, right in zip(record.edges, record.edges[1:], strict=False)]
     weighed = list(zip(record.counts, centres, strict=True))
     writer.add_histogram_raw(
-        record.name,
+        name,
         min=record.edges[0],
         max=record.edges[-1],
         num=sum(record.counts),

@@ -1,12 +1,12 @@
-"""What `RoundDashboard` costs: a ResNet-18 at keep ratios 0.2 and 0.4, with loggers of wandb, TensorBoard and CSV files.
+"""What `RoundDashboard` costs: a ResNet-18 at keep ratios 0.2 and 0.4, with wandb, TensorBoard and CSV files.
 
     python benchmarks/dashboard.py
 
 One run, in which every other round is one of those with histograms and tables, so that a busy machine affects both
-kinds alike. The seconds of the dashboard are those of its hooks; the share of a round is for the default interval, which
-shows one round in ten, with the seconds of a round that it does not act in. The goal is that it is below 1 %. Rounds are
-short here, of few clients with few examples, so with real ones the share is smaller. wandb is offline; it works on in a
-process of its own, whose time is in the rounds. The folder of the loggers is removed at the end.
+kinds alike. The seconds of the dashboard are those of its hooks. The share is that of a round it does not act in, at
+the default interval, which shows one round in ten; the goal is that it is below 1 %. Rounds are short here, of few
+clients with few examples, so the share of real ones is smaller. wandb is offline and works on in a process of its own,
+whose time is in the rounds. The folder of the loggers is removed at the end.
 """
 
 import argparse

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.callbacks.validation_metrics import ValidationMetrics
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 
@@ -25,7 +25,7 @@ class RoundHistory(RoundCallback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self._from_clients: set[str] = set()
-        self._validation = ValidationMetrics()
+        self._before: dict[str, Tensor] = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Add the row of the round; of several models, each adds its part to it."""
@@ -42,14 +42,15 @@ class RoundHistory(RoundCallback):
         return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before."""
-        self._validation.begin(trainer)
+        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
+        self._before = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the validation metrics of the aggregated model."""
-        new = self._validation.end(trainer)
         if self.rows and not trainer.sanity_checking:
-            self.rows[-1].update({name: value for name, value in new.items() if name not in self._from_clients})
+            new = {n: v for n, v in trainer.callback_metrics.items() if v is not self._before.get(n)}
+            self.rows[-1].update({n: float(v) for n, v in new.items() if n not in self._from_clients})
+        self._before = {}
 
     def column(self, name: str) -> list[float]:
         """One metric over the rounds that have it."""

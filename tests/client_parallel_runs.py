@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.multiprocessing import start_processes
 from torch.utils.data import TensorDataset
@@ -166,7 +167,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "held_out": 0.3,
         "trainer": {"callbacks": [ls.ClientEvaluation(clients=7)]},
     },
-    "several models": {"models": {"dense": ls.FedAvg(), "spectral": SPECTRAL, "bits": ls.Zampling(4, degree=3)}},
+    "several models": {
+        "models": {"dense": ls.FedAvg(), "spectral": SPECTRAL, "bits": ls.Zampling(4, degree=3)},
+        "dashboard": True,
+    },
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
     "the server's step fails, dense": {"server_optimizer": breaking, "clients_per_round": 7},
     "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": breaking, "clients_per_round": 7},
@@ -216,6 +220,7 @@ def run(
     num_processes: int = 1,
     models: dict[str, ls.Algorithm[Any]] | None = None,
     held_out: float = 0.0,
+    dashboard: bool = False,
     **federation: Any,
 ) -> dict[str, Any]:
     """The outcome of a run, in plain tensors and numbers."""
@@ -224,14 +229,17 @@ def run(
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     watchers = [ls.SpectralDiagnostics(), ls.UpdateAlignment(every_n_rounds=2)] if watched else []
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
-    options = trainer or {}
+    options = {"logger": False, **(trainer or {})}
+    if dashboard:
+        rank = os.environ.get("LOCAL_RANK", 0)
+        options["logger"] = CSVLogger(folder.parent, name=None, version=f"{folder.name}, process {rank}")
+        watchers.append(ls.RoundDashboard(every_n_rounds=1))
     patience = timedelta(seconds=60)  # who waits longer waits for ever
     several = {"strategy": ls.ClientParallelStrategy(timeout=patience), "devices": num_processes}
     strategy = several if num_processes > 1 else {}
     runner = pl.Trainer(
         max_epochs=rounds,
         accelerator="cpu",
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{**options, "callbacks": [history, ledger, saver, *watchers, *options.get("callbacks", [])]},

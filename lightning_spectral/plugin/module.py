@@ -32,12 +32,14 @@ from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member, ServerOptimizer
 from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.plugin.run_config import as_config, config_of
 from lightning_spectral.plugin.saved_rounds import SavedRounds
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.first_rounds import FirstRounds
+from lightning_spectral.server.optimizers import FedAvgM
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 
@@ -133,7 +135,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self._turn = self._unreached = None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False
-        self.save_hyperparameters({"federation": self.configuration(), "user_module": dict(module.hparams)})
+        self.save_hyperparameters({"federation": self.settings(), "user_module": dict(module.hparams)})
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -148,6 +150,16 @@ class FederatedModule(SavedRounds, Member, Host):
         """Every client has one processor."""
         sizes = self.data.partition.sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
+
+    def settings(self) -> dict[str, Any]:
+        """All settings in plain nested dictionaries, as loggers show them."""
+        optimizer = FedAvgM(momentum=0.0) if self.server_optimizer is None else self.server_optimizer
+        return {
+            **config_of(self, ("algorithm", "local_epochs", "client_engine", "local_hooks", "seed", "faults")),
+            **({} if self.participation is None else {"participation": as_config(self.participation)}),
+            "server_optimizer": as_config(optimizer),
+            **config_of(self.conditions, ("dropout", "clock")),
+        }
 
     def configuration(self) -> dict[str, str | int]:
         """What must be the same for a checkpoint to be resumed, apart from the data."""

@@ -31,6 +31,7 @@ from lightning_spectral.plugin.multi_model_checks import check_count, check_mode
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
 from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.plugin.run_config import config_of
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 
@@ -108,7 +109,7 @@ class MultiModelModule(MultiModelHooks, Host):
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False
         self._take_seats()
         hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
-        self.save_hyperparameters({"federation": self.configuration(), "user_module": hparams})
+        self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
 
     def _take_seats(self) -> None:
         """Make the models part of this federation; since, they may have been fitted alone, or in another one."""
@@ -152,6 +153,11 @@ class MultiModelModule(MultiModelHooks, Host):
         for client, missing in self.unavailable.items():
             available[client, [names.index(name) for name in missing]] = False
         return Population(sizes, counts, available)
+
+    def settings(self) -> dict[str, Any]:
+        """All settings in plain nested dictionaries, as loggers show them."""
+        own = config_of(self, ("participation", "processors", "unavailable", "seed"))
+        return {**own, "models": {name: cast(FederatedModule, m).settings() for name, m in self.members.items()}}
 
     def configuration(self) -> dict[str, str | int]:
         """What must be the same for a checkpoint to be resumed, apart from the data."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.utilities.data import AttributeDict
+
 from lightning_spectral.plugin.checkpoints import (
     TRAINER_SETTINGS,
     check_checkpoint,
@@ -14,6 +16,7 @@ from lightning_spectral.plugin.checkpoints import (
 )
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.round_hooks import RoundHooks
+from lightning_spectral.plugin.run_config import data_config
 from lightning_spectral.plugin.saved_modules import given_arguments, write_arguments
 
 Checkpoint = dict[str, Any]
@@ -54,6 +57,16 @@ class SavedRounds(RoundHooks):
                 f"{missing}: pass it, {cls.__name__}.load_from_checkpoint(path, ...=...), or load your own module "
                 "alone: load_user_module(path, YourModule)."
             ) from error
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What Lightning sends to loggers when a run starts: with the data, once it is dealt."""
+        found = super().hparams_initial
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            return found
+        data = {name: self._data_or_none(name) for name in self.members}
+        configs = {name: data_config(one) for name, one in data.items() if one is not None}
+        return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
     def configuration(self) -> dict[str, str | int]:
         """What must be the same for a checkpoint to be resumed, apart from the data."""

@@ -173,6 +173,7 @@ class ClientOutcome:
         update_norm: Norm of its update, if the sampler goes by it; else NaN.
         frozen_bytes: Bytes among those sent to it that are of frozen parameters, which it did not have yet.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
+        seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
     """
 
     round_idx: int
@@ -189,6 +190,7 @@ class ClientOutcome:
     update_norm: float = math.nan
     frozen_bytes: int = 0
     unreached: tuple[str, ...] | None = None
+    seconds: float = field(default=math.nan, compare=False)
 
     @property
     def client_id(self) -> int:

@@ -123,6 +123,7 @@ class Turn:
             virtual_seconds=self.simulated.seconds,
             update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
             unreached=upload.unreached,
+            seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 
     def _leave_out(self, reason: ExclusionReason, message: str) -> None:

@@ -124,6 +124,16 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
     assert results("dense", 1)[0]["tested"][0]["test_loss"] > 0
 
 
+def test_one_process_writes_the_dashboard_of_all(results: Results) -> None:
+    def histograms(num_processes: int, rank: int) -> list[str]:
+        folder = results.folder / str(num_processes) / f"several models, process {rank}" / "dashboard"
+        return [path.read_text() for path in sorted(folder.glob("histograms_*.csv"))]
+
+    assert len(histograms(1, 0)) == 2
+    assert histograms(2, 0) == histograms(1, 0)
+    assert not histograms(2, 1)
+
+
 def test_two_processes_start_from_the_weights_that_the_plain_function_makes(results: Results) -> None:
     module = seeded(RUNS.LitMLP)
     unstarted = module.net[2].weight.detach().clone()

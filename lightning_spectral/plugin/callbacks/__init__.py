@@ -4,6 +4,7 @@ from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
 from lightning_spectral.plugin.callbacks.client_evaluation import ClientEvaluation
 from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
+from lightning_spectral.plugin.callbacks.dashboard import RoundDashboard
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
@@ -18,6 +19,7 @@ __all__ = [
     "ClientRow",
     "ClientTable",
     "CommunicationLedger",
+    "RoundDashboard",
     "RoundHistory",
     "RoundLines",
     "RoundProgressBar",

@@ -19,6 +19,7 @@ from lightning_spectral.functional.figures.discrepancy import (
 )
 from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.host import Trained
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -38,6 +39,9 @@ class SpectralDiagnostics(RoundCallback):
     Args:
         every_n_rounds: Log in rounds 0, n, 2n, ...
 
+    Attributes:
+        by_layer: The same figures of each layer in the last round that had any, by model and layer.
+
     Raises:
         ValueError: If ``every_n_rounds`` is below 1.
     """
@@ -46,20 +50,42 @@ class SpectralDiagnostics(RoundCallback):
         if every_n_rounds < 1:
             raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
         self.every_n_rounds = every_n_rounds
+        self.by_layer: dict[str, dict[str, dict[str, float]]] = {}
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
+    def is_due(self, round_idx: int) -> bool:
+        """Whether it acts in a round."""
+        return round_idx % self.every_n_rounds == 0
+
+    def on_round_start(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Trained, opened: Any
+    ) -> None:
         """Compute the figures of the round and log them."""
-        if isinstance(opened, SpectralRound) and trainer.current_epoch % self.every_n_rounds == 0:
-            values = {name: torch.tensor(value).double() for name, value in spectral_figures(opened).items()}
+        if isinstance(opened, SpectralRound) and self.is_due(trainer.current_epoch):
+            by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
+            figures = spectral_figures(opened, by_layer)
+            values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
 
-def spectral_figures(opened: SpectralRound) -> dict[str, float]:
-    """The figures of one open round, by the names under which they are logged."""
-    per_layer = [_layer_figures(layer) for layer in opened.layers.values()]
+def layer_figures(opened: SpectralRound) -> dict[str, dict[str, float]]:
+    """The figures of each sharded layer in one open round."""
+    return {name: _layer_figures(layer) for name, layer in opened.layers.items()}
+
+
+def spectral_figures(
+    opened: SpectralRound, by_layer: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, float]:
+    """The figures of one open round, by the names under which they are logged.
+
+    Args:
+        opened: The round.
+        by_layer: Its `layer_figures`, if they are known already.
+    """
+    by_layer = layer_figures(opened) if by_layer is None else by_layer
     chosen = {name: _chosen_figures(layer) for name, layer in opened.layers.items()}
+    means = {**_means(by_layer.values()), **_means(chosen.values())}
     return {
-        **{f"fl/{name}": value for name, value in {**_means(per_layer), **_means(chosen.values())}.items()},
+        **{f"fl/{name}": value for name, value in means.items()},
         **{f"fl/{name}/{layer}": value for layer, figures in chosen.items() for name, value in figures.items()},
     }
 

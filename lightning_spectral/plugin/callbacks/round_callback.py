@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,3 +34,10 @@ class RoundCallback(pl.Callback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Called once per round, after the server's step and before validation."""
+
+    def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
+        """What this callback knows of a round's clients: columns of `RoundDashboard`'s table, with values by client.
+
+        Called for each model at the end of some rounds, in one process, after validation.
+        """
+        return {}

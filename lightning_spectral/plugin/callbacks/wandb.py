@@ -5,6 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
+from lightning_spectral.plugin.dashboard.writers import prefixed
+
 
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
@@ -16,5 +18,6 @@ class WandbRounds(pl.Callback):
         """Define the axis once the run exists."""
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.experiment.define_metric("fl/round")
-                logger.experiment.define_metric("*", step_metric="fl/round", step_sync=True)
+                axis = prefixed(logger, "fl/round")
+                logger.experiment.define_metric(axis)
+                logger.experiment.define_metric("*", step_metric=axis, step_sync=True)

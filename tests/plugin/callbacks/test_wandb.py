@@ -1,7 +1,3 @@
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +7,20 @@ from federation import Fit
 import lightning_spectral as ls
 
 wandb = pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
-
-
-def inspect_run(folder: Path) -> str:
-    """An offline run as text, read by wandb's own command."""
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    command = shutil.which("wandb", path=str(Path(sys.executable).parent)) or shutil.which("wandb")
-    assert command is not None
-    done = subprocess.run([command, "leet", "inspect", "--json", str(path)], capture_output=True, text=True, check=True)
-    return done.stdout
+from offline_wandb import axes_of, offline_logger, rows_of, run_records  # noqa: E402
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_an_offline_run_holds_every_round_against_the_round(
     lit: Any, data: Any, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning.pytorch.loggers import WandbLogger
-
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(project="test", offline=True, save_dir=tmp_path)
+    logger = offline_logger(tmp_path, monkeypatch)
     sharding = ls.SpectralSharding(keep_ratio=0.5)
     fit(lit, data, algorithm=sharding, clients_per_round=3, max_epochs=3, trainer={"logger": logger})
     wandb.finish()
-    records = [json.loads(line) for line in inspect_run(tmp_path).splitlines()]
-    axes = [
-        r["metric"].get("step_metric") for r in records if r["type"] == "metric" and r["metric"].get("glob_name") == "*"
-    ]
-    assert axes[-1] == "fl/round"
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    records = run_records(tmp_path)
+    assert axes_of(records)["*"] == "fl/round"
+    rows = rows_of(records)
     losses = [(row["fl/round"], row["fl/loss"]) for row in rows if "fl/loss" in row]
     assert [round_idx for round_idx, _ in losses] == [0, 1, 2]
     accuracies = [row["fl/round"] for row in rows if "val_acc" in row]

@@ -1,0 +1,164 @@
+"""Shows in wandb, TensorBoard and CSV files what a round's numbers do not say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
+from lightning_spectral.plugin.dashboard.records import Curve, Histogram, Record, Table, of_model
+from lightning_spectral.plugin.dashboard.spectra import algorithm_records
+from lightning_spectral.plugin.dashboard.writers import Write, writers_of
+from lightning_spectral.plugin.host import Trained
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.metrics import mean_loss
+
+BYTES = "fl/bytes_total"
+OVER_BYTES = "over_bytes"
+
+
+class RoundDashboard(RoundCallback):
+    """Shows clients, spectra, draws, and metrics over bytes, in each logger of the Trainer that can hold them.
+
+    In every round:
+
+    - ``fl/bytes_total``: bytes of all rounds so far, both ways, as a metric of the Trainer.
+    - ``over_bytes/M`` for ``fl/loss`` and every metric M of validation: M over ``fl/bytes_total``.
+
+    Every ``every_n_rounds`` rounds:
+
+    - ``tables/clients``: one row per client, with the columns that other callbacks add by
+      `RoundCallback.client_columns`.
+    - ``tables/keep_ratios``: one row per keep ratio of the cohort.
+    - With `SpectralSharding` histograms of ``singular_values/<layer>``, ``inclusion_probs/<layer>/<keep ratio>`` and
+      ``multipliers/<layer>/<keep ratio>``; ``tables/layers`` with discrepancy, coverage and effective ranks of each
+      layer; and what `SpectralDiagnostics` logs, if that is not there to do it.
+    - With `Zampling` a histogram of ``probs``, the probabilities after the round.
+
+    A `WandbLogger`, offline or not, gets histograms, tables, and curves with their axis. A ``TensorBoardLogger`` gets
+    histograms, tables as text, and curves whose step is the number of bytes. A ``CSVLogger`` gets a file of each table
+    and one of all histograms in its folder ``dashboard``. Of several models, names begin with the model's, but those of
+    ``fl/bytes_total``, which are the bytes of all, and of ``over_bytes``. The bytes are part of the checkpoint.
+
+    Args:
+        every_n_rounds: Show histograms and tables of rounds 0, n, 2n, ...
+
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1.
+
+    Example:
+        >>> dashboard = RoundDashboard(every_n_rounds=10)  # Trainer(callbacks=[dashboard], logger=WandbLogger(...))
+    """
+
+    def __init__(self, every_n_rounds: int = 10) -> None:
+        self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks it
+        self.every_n_rounds = every_n_rounds
+        self._bytes: dict[str, int] = {}
+        self._opened: dict[str, Any] = {}
+        self._summaries: list[RoundSummary] = []
+        self._records: list[Histogram | Table] = []
+        self._before: dict[str, Tensor] = {}
+        self._writers: list[Write] = []
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rounds so far and of all models, both ways."""
+        return sum(self._bytes.values())
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the loggers; one process writes."""
+        self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
+        self._opened, self._summaries, self._records = {}, [], []  # of a fit that failed
+
+    def on_round_start(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Trained, opened: Any
+    ) -> None:
+        """Keep the round until it ends, if it is to be shown."""
+        if self._diagnostics.is_due(trainer.current_epoch):
+            if self._source(trainer) is self._diagnostics:
+                self._diagnostics.on_round_start(trainer, pl_module, opened)
+            if self._writers:
+                self._opened[pl_module.name] = opened
+
+    def _source(self, trainer: pl.Trainer) -> SpectralDiagnostics:
+        """What computes the figures of the layers in this round: once, even if the user asked for them too."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
+        return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
+
+    def on_round_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
+    ) -> None:
+        """Count the model's bytes, and note what there is to show."""
+        before = self._bytes.get(summary.model, 0) if summary.round_idx else 0  # another fit begins at round 0
+        self._bytes[summary.model] = before + round_bytes(summary)
+        if summary.model:
+            _log(pl_module, self._bytes[summary.model])
+        self._summaries.append(summary)
+        if (opened := self._opened.pop(summary.model, None)) is not None:
+            figures = self._source(trainer).by_layer.get(summary.model, {})
+            shown = algorithm_records(opened, pl_module.state, summary.round_idx, figures)
+            self._records += of_model(summary.model, shown)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log the bytes beside the metrics of validation, so that any logger can plot these over them."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            _log(pl_module, self.total_bytes)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw the metrics of validation over the bytes."""
+        before, self._before = self._before, {}
+        new = {name: v for name, v in trainer.callback_metrics.items() if v is not before.get(name)}
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._draw(trainer, {name: float(v) for name, v in new.items() if name not in ("fl/round", BYTES)})
+
+    def _draw(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
+        finite = {f"{OVER_BYTES}/{name}": value for name, value in values.items() if math.isfinite(value)}
+        if finite:
+            self._write(trainer.current_epoch, [Curve(finite, BYTES, float(self.total_bytes))])
+
+    def _write(self, round_idx: int, records: Sequence[Record]) -> None:
+        for write in self._writers:
+            write(round_idx, records)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the round, whose model is validated by now."""
+        _log(pl_module, self.total_bytes)
+        summaries, records = self._summaries, self._records
+        self._summaries, self._records = [], []
+        self._draw(trainer, {s.metric("fl/loss"): mean_loss(s) for s in summaries if s.averaged})
+        if self._writers and self._diagnostics.is_due(trainer.current_epoch):
+            for summary in summaries:
+                records += of_model(summary.model, self._tables(trainer, summary))
+            self._write(trainer.current_epoch, records)
+
+    def _tables(self, trainer: pl.Trainer, summary: RoundSummary) -> list[Table]:
+        if not summary.clients:
+            return []
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        known = [callback.client_columns(summary) for callback in callbacks if isinstance(callback, RoundCallback)]
+        return [client_table(summary, known), keep_ratio_table(summary)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bytes so far by model, for the checkpoint."""
+        return {"bytes": dict(self._bytes)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting bytes."""
+        self._bytes = dict(state_dict["bytes"])
+
+
+def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
+    """Log the bytes so far, of one model or of all."""
+    module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)

@@ -1,0 +1,101 @@
+"""What a dashboard shows, in records that any logger can take: histograms, tables, and curves over another metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+Cell = str | float | int | None
+NUM_BINS = 64
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values lie between edges.
+
+    Attributes:
+        name: Under which a logger shows it.
+        edges: Ascending, shape ``(B + 1,)``; the last bin holds its right edge too.
+        counts: Number of values in each bin, shape ``(B,)``.
+    """
+
+    name: str
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells.
+
+    Attributes:
+        name: Under which a logger shows it.
+        columns: Titles.
+        rows: In order, each as long as ``columns``; an unknown cell is ``None``.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The next point of some curves that are drawn over another metric than the round.
+
+    Attributes:
+        values: The points' heights by name.
+        axis: The metric on the horizontal axis.
+        at: Its value.
+    """
+
+    values: Mapping[str, float]
+    axis: str
+    at: float
+
+
+Record = Histogram | Table | Curve
+
+
+def histogram(name: str, values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
+    """Count values in bins of equal width between the least and the largest.
+
+    Args:
+        name: Under which a logger shows it.
+        values: Any shape and device, not empty; what is not finite is not counted.
+        num_bins: Number B of bins.
+
+    Example:
+        >>> histogram("p", torch.tensor([0.0, 0.2, 1.0, 1.0]), num_bins=2)
+        Histogram(name='p', edges=(0.0, 0.5, 1.0), counts=(2, 2))
+    """
+    flat = values.detach().flatten().double().cpu()
+    counts, edges = torch.histogram(flat[flat.isfinite()], num_bins)
+    return Histogram(name, tuple(edges.tolist()), tuple(int(count) for count in counts))
+
+
+def table(name: str, rows: Iterable[Mapping[str, Cell]]) -> Table:
+    """Make a table of rows, whose columns are those of all rows in the order of their first appearance.
+
+    Numbers that are not finite become empty cells: a loss of NaN is none.
+
+    Example:
+        >>> table("clients", [{"client": 3, "loss": 0.5}, {"client": 4, "loss": float("nan")}])
+        Table(name='clients', columns=('client', 'loss'), rows=((3, 0.5), (4, None)))
+    """
+    listed = list(rows)
+    columns = tuple(dict.fromkeys(column for row in listed for column in row))
+    return Table(name, columns, tuple(tuple(_cell(row.get(column)) for column in columns) for row in listed))
+
+
+def _cell(value: Cell) -> Cell:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def of_model(model: str, records: Iterable[Histogram | Table]) -> list[Histogram | Table]:
+    """The records of one of several models, whose names begin with the model's."""
+    return [replace(record, name=f"{model}/{record.name}") if model else record for record in records]

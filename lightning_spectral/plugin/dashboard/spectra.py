@@ -1,0 +1,62 @@
+"""What an algorithm's round has to show: spectra and draws of each sharded layer, or Zampling's probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound
+from lightning_spectral.algorithms.zampling_round import ZamplingState
+from lightning_spectral.plugin.dashboard.records import Histogram, Table, histogram, table
+
+LayerFigures = Mapping[str, Mapping[str, float]]
+
+
+def algorithm_records(
+    opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures
+) -> list[Histogram | Table]:
+    """Everything that a finished round of one model has to show beside its clients; nothing for a dense one.
+
+    Args:
+        opened: The round, as the algorithm opened it.
+        state: What the algorithm owns between rounds, after the round.
+        round_idx: Communication round, from 0.
+        figures: Of each sharded layer, by name: its discrepancy, its effective ranks and the like.
+    """
+    if isinstance(opened, SpectralRound):
+        return [*spectral_histograms(opened.layers), layer_table(opened.layers, round_idx, figures)]
+    return [histogram("probs", state.probs)] if isinstance(state, ZamplingState) else []
+
+
+def spectral_histograms(layers: Mapping[str, LayerRound]) -> Iterator[Histogram]:
+    """Of each layer the spectrum, and for each keep ratio inclusion probabilities, and multipliers of what is drawn."""
+    for name, layer in layers.items():
+        yield histogram(f"singular_values/{name}", layer.singular_values)
+        for ratio, plan in layer.groups.items():
+            yield histogram(f"inclusion_probs/{name}/{ratio:g}", plan.inclusion_probs)
+            yield histogram(f"multipliers/{name}/{ratio:g}", plan.multipliers[plan.inclusion_probs > 0])
+
+
+def layer_table(layers: Mapping[str, LayerRound], round_idx: int, figures: LayerFigures) -> Table:
+    """One row per sharded layer.
+
+    Args:
+        layers: The layers of the round after its clients were added.
+        round_idx: Communication round, from 0.
+        figures: Further columns of each layer.
+    """
+    return table(
+        "tables/layers",
+        [
+            {
+                "round": round_idx,
+                "layer": name,
+                "terms": len(layer.singular_values),
+                "terms_visited": float((layer.mean.weight > 0).double().mean()),
+                "largest_singular_value": float(layer.singular_values.max()),
+                **figures.get(name, {}),
+            }
+            for name, layer in layers.items()
+        ],
+    )

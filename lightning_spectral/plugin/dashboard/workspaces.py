@@ -1,0 +1,186 @@
+"""Pages of a wandb project as code: a short specification, and the workspace that it becomes.
+
+    python -m lightning_spectral.plugin.dashboard.workspaces ENTITY PROJECT --metric val_acc --publish
+
+Without ``--publish`` the specification is printed and nothing is sent. Publishing is the only thing here that needs an
+account and the network; for a server of your own set ``WANDB_BASE_URL``. Needs the ``dashboards`` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+ROUND = "fl/round"
+BYTES = "fl/bytes_total"
+STRATEGY = "federation.algorithm.strategy.name"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves in one panel.
+
+    Args:
+        metrics: What is drawn.
+        over: The metric on the horizontal axis.
+    """
+
+    metrics: tuple[str, ...]
+    over: str = ROUND
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The last table of a name.
+
+    Args:
+        name: As `RoundDashboard` calls it.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class View:
+    """One page.
+
+    Args:
+        name: Its title.
+        sections: Panels by the section's title, in order.
+        group_by: Key of the config, with dots, whose values are one curve each; ``None`` for one curve a run.
+    """
+
+    name: str
+    sections: Mapping[str, Sequence[Lines | Rows]]
+    group_by: str | None = None
+
+    def __str__(self) -> str:
+        lines = [self.name if self.group_by is None else f"{self.name}, by {self.group_by}"]
+        for title, panels in self.sections.items():
+            lines += [f"  {title}", *(f"    {panel}" for panel in panels)]
+        return "\n".join(lines)
+
+
+def run_view(metric: str, model: str = "") -> View:
+    """One run: whether it learns, what it costs, how well its sub-models represent the weights, who its clients were.
+
+    wandb adds sections of its own for everything else that is logged, the histograms among it.
+
+    Args:
+        metric: A metric of validation, as the model's module logs it, such as ``"val_acc"``.
+        model: Which of several models; empty if there is only one.
+
+    Example:
+        >>> print(run_view("val_acc").sections["Accuracy"][1])
+        Lines(metrics=('over_bytes/val_acc',), over='fl/bytes_total')
+    """
+    own = f"{model}/" if model else ""
+    ranks = ("entropy_rank", "participation_rank", "stable_rank")
+    return View(
+        f"One run: {own}{metric}",
+        {
+            "Accuracy": [Lines((f"{own}{metric}",)), *_over_bytes(own, metric), Lines((f"{own}fl/loss",))],
+            "Bytes": [Lines((f"{own}fl/bytes_down", f"{own}fl/bytes_up")), Lines((BYTES,))],
+            "Spectra": [
+                Lines((f"{own}fl/discrepancy", f"{own}fl/client_error")),
+                Lines((f"{own}fl/expected_coverage", f"{own}fl/terms_visited")),
+                Lines(tuple(f"{own}fl/{rank}" for rank in ranks)),
+                Rows(f"{own}tables/layers"),
+            ],
+            "Clients": [
+                Lines((f"{own}fl/clients", f"{own}fl/clients_left_out")),
+                Rows(f"{own}tables/clients"),
+                Rows(f"{own}tables/keep_ratios"),
+            ],
+        },
+    )
+
+
+def comparison_view(metric: str, model: str = "", group_by: str = STRATEGY) -> View:
+    """Many runs: accuracy by round and by byte, and how evenly clients are served, with one curve for each group.
+
+    Args:
+        metric: A metric of validation.
+        model: Which of several models; empty if there is only one.
+        group_by: Key of the config, with dots.
+    """
+    own = f"{model}/" if model else ""
+    clients = f"{own}fl/clients/{metric}"
+    return View(
+        f"Comparison: {own}{metric}",
+        {
+            "Accuracy": [Lines((f"{own}{metric}",)), *_over_bytes(own, metric)],
+            "Sub-models": [Lines((f"{own}fl/discrepancy",)), Lines((f"{own}fl/terms_visited",))],
+            "Fairness": [Lines((f"{clients}/std",)), Lines((f"{clients}/lowest_decile",)), Lines((f"{clients}/jain",))],
+        },
+        group_by,
+    )
+
+
+def _over_bytes(own: str, metric: str) -> list[Lines | Rows]:
+    return [Lines((f"over_bytes/{own}{metric}",), BYTES)]
+
+
+def workspace(view: View, entity: str, project: str) -> Workspace:
+    """The workspace of a page; nothing is sent until its ``save`` is called.
+
+    Args:
+        view: The page.
+        entity: User or team.
+        project: Its project.
+    """
+    from wandb_workspaces import workspaces as ws
+
+    sections = [
+        ws.Section(name=title, panels=[_panel(panel, view.group_by) for panel in panels], is_open=True)
+        for title, panels in view.sections.items()
+    ]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=view.name,
+        sections=sections,
+        settings=ws.WorkspaceSettings(x_axis=ROUND, max_runs=50),
+        auto_generate_panels=True,
+    )
+
+
+def _panel(panel: Lines | Rows, group_by: str | None) -> Any:
+    from wandb_workspaces.reports import v2 as wr
+
+    if isinstance(panel, Rows):
+        return wr.WeavePanelSummaryTable(table_name=panel.name)
+    grouping: dict[str, Any] = {}
+    if group_by is not None:
+        grouping = {"groupby": wr.Config(group_by), "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+    return wr.LinePlot(title=", ".join(panel.metrics), x=panel.over, y=list(panel.metrics), **grouping)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print both pages, or publish them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("entity", help="user or team")
+    parser.add_argument("project")
+    parser.add_argument("--metric", default="val_acc", help="metric of validation")
+    parser.add_argument("--model", default="", help="which of several models")
+    parser.add_argument("--group-by", default=STRATEGY, help="key of the config, with dots")
+    parser.add_argument("--publish", action="store_true", help="send them to the server")
+    options = parser.parse_args(arguments)
+    views = [
+        run_view(options.metric, options.model),
+        comparison_view(options.metric, options.model, options.group_by),
+    ]
+    for view in views:
+        if options.publish:
+            print(workspace(view, options.entity, options.project).save().url)
+        else:
+            print(view)
+
+
+if __name__ == "__main__":
+    main()

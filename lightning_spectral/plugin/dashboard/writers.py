@@ -1,0 +1,126 @@
+"""Puts a dashboard's records into a logger; one function for each logger that can hold them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from lightning_spectral.plugin.dashboard.records import Cell, Histogram, Record, Table
+
+Write = Callable[[int, Sequence[Record]], None]
+
+
+def writers_of(loggers: Iterable[Logger]) -> list[Write]:
+    """What writes a round's records into each logger that can hold any, called with the round and the records."""
+    return [partial(write, logger) for logger in loggers for kind, write in WRITERS.items() if isinstance(logger, kind)]
+
+
+def prefixed(logger: TensorBoardLogger | WandbLogger, name: str) -> str:
+    """The name that a metric has in a logger, which may begin all names alike."""
+    return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
+
+
+def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) -> None:
+    """Log histograms and tables as one row, and each point of curves as one, with its axis.
+
+    No row has a ``step=``: wandb drops rows whose step goes backwards.
+    """
+    import wandb
+
+    row: dict[str, Any] = {}
+    for record in records:
+        if isinstance(record, Histogram):
+            row[record.name] = wandb.Histogram(np_histogram=(np.array(record.counts), np.array(record.edges)))
+        elif isinstance(record, Table):
+            row[record.name] = wandb.Table(columns=list(record.columns), data=[list(cells) for cells in record.rows])
+        else:
+            for name in record.values:  # exactly: of two patterns that match, wandb does not say which wins
+                logger.experiment.define_metric(prefixed(logger, name), step_metric=prefixed(logger, record.axis))
+            logger.log_metrics({**record.values, record.axis: record.at, "fl/round": float(round_idx)})
+    if row:
+        logger.log_metrics({**row, "fl/round": float(round_idx)})
+
+
+def write_tensorboard(logger: TensorBoardLogger, round_idx: int, records: Sequence[Record]) -> None:
+    """Add histograms, tables as text, and curves with their axis, in whole units, as step."""
+    for record in records:
+        if isinstance(record, Histogram):
+            _add_histogram(logger.experiment, prefixed(logger, record.name), record, round_idx)
+        elif isinstance(record, Table):
+            logger.experiment.add_text(prefixed(logger, record.name), _markdown(record), round_idx)
+        else:
+            logger.log_metrics(record.values, step=round(record.at))
+
+
+def _add_histogram(writer: Any, name: str, record: Histogram, round_idx: int) -> None:
+    """Add bins as they are; TensorBoard's own sums are those of their centres."""
+    centres = [(left + right) / 2 for left, right in zip(record.edges, record.edges[1:], strict=False)]
+    weighed = list(zip(record.counts, centres, strict=True))
+    writer.add_histogram_raw(
+        name,
+        min=record.edges[0],
+        max=record.edges[-1],
+        num=sum(record.counts),
+        sum=math.fsum(count * centre for count, centre in weighed),
+        sum_squares=math.fsum(count * centre**2 for count, centre in weighed),
+        bucket_limits=list(record.edges[1:]),
+        bucket_counts=list(record.counts),
+        global_step=round_idx,
+    )
+
+
+def _markdown(record: Table) -> str:
+    lines = [record.columns, ["---"] * len(record.columns), *record.rows]
+    return "\n".join(f"| {' | '.join(map(_shown, line))} |" for line in lines)
+
+
+def _shown(cell: Cell) -> str:
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def write_csv(logger: CSVLogger, round_idx: int, records: Sequence[Record]) -> None:
+    """Write every table into a file of its own, and all histograms into one, beside ``metrics.csv``.
+
+    A file is one round's, so that a run that is resumed in the same folder writes it again. Curves are left out: the
+    rows of ``metrics.csv`` have both their columns.
+    """
+    tables = [record for record in records if isinstance(record, Table)]
+    if histograms := [record for record in records if isinstance(record, Histogram)]:
+        tables.append(_as_table(histograms))
+    for table in tables:
+        file = f"{table.name.replace('tables/', '')}_{round_idx:06d}.csv"
+        _write_file(os.path.join(logger.log_dir, "dashboard", file), table)
+
+
+def _as_table(histograms: Sequence[Histogram]) -> Table:
+    rows = [
+        (histogram.name, left, right, count)
+        for histogram in histograms
+        for left, right, count in zip(histogram.edges, histogram.edges[1:], histogram.counts, strict=False)
+    ]
+    return Table("histograms", ("histogram", "left", "right", "count"), tuple(rows))
+
+
+def _write_file(path: str, table: Table) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([table.columns, *table.rows])
+    files = get_filesystem(path)
+    files.makedirs(os.path.dirname(path), exist_ok=True)
+    with files.open(path, "w", newline="") as file:
+        file.write(text.getvalue())
+
+
+WRITERS: dict[type[Logger], Callable[..., None]] = {
+    CSVLogger: write_csv,
+    TensorBoardLogger: write_tensorboard,
+    WandbLogger: write_wandb,
+}

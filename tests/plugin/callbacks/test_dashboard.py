@@ -1,0 +1,267 @@
+"""What the dashboard shows, read back from wandb, TensorBoard and CSV files."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, same_state, seeded
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+import lightning_spectral as ls
+from lightning_spectral.plugin.callbacks import diagnostics
+from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
+from lightning_spectral.plugin.dashboard.records import histogram, table
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
+NAN = float("nan")
+
+
+class Ages(ls.RoundCallback):
+    """Knows something of some clients."""
+
+    def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
+        return {"age": {client.client_id: 40.0 + client.client_id for client in summary.clients[1:]}}
+
+
+@pytest.fixture
+def fit(fit: Fit, tmp_path: Path) -> Fit:
+    """Fits with CSV files, in ``tmp_path / "csv"``."""
+    return partial(fit, trainer={"logger": CSVLogger(tmp_path, name=None, version="csv")})
+
+
+def shown(folder: Path, name: str, round_idx: int) -> list[dict[str, str]]:
+    """The rows of one of the dashboard's files."""
+    with (folder / "csv/dashboard" / f"{name}_{round_idx:06d}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv/metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def summary() -> RoundSummary:
+    """Two clients in the average, one that failed, and one that only measured its loss before."""
+    clients = (
+        ClientOutcome(4, WorkUnit(7), 0.5, 10, 3, 1.0, 200, 100, seconds=0.5),
+        ClientOutcome(4, WorkUnit(2), 0.25, 30, 9, 2.0, 80, 40),
+        ClientOutcome(4, WorkUnit(5), 0.5, 20, 6, NAN, 200, 0, left_out="error"),
+    )
+    measured = (ClientOutcome(4, WorkUnit(1), 0.5, 10, 0, 1.0, 200, 4),)
+    return RoundSummary(4, clients, {}, {}, {}, measured=measured)
+
+
+def test_the_table_of_clients_has_what_is_known_of_each() -> None:
+    made = client_table(summary(), [{"val_acc": {7: 0.75}}, {}])
+    assert made.columns[-2:] == ("left_out", "val_acc")
+    rows = [dict(zip(made.columns, row, strict=True)) for row in made.rows]
+    assert [row["client"] for row in rows] == [7, 2, 5]
+    assert [row["loss"] for row in rows] == [1.0, 2.0, None]
+    assert [row["seconds"] for row in rows] == [0.5, None, None]
+    assert [row["left_out"] for row in rows] == ["", "", "error"]
+    assert [row["val_acc"] for row in rows] == [0.75, None, None]
+
+
+def test_the_table_of_keep_ratios_adds_up_their_clients() -> None:
+    made = keep_ratio_table(summary())
+    assert made.columns[1:] == (
+        "keep_ratio",
+        "clients",
+        "clients_left_out",
+        "examples",
+        "loss",
+        "bytes_down",
+        "bytes_up",
+    )
+    assert made.rows == ((4, 0.25, 1, 0, 30, 2.0, 80, 40), (4, 0.5, 1, 1, 10, 1.0, 400, 100))
+    assert round_bytes(summary()) == 200 + 100 + 80 + 40 + 200 + 204
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.1, 0.9, 1.0], [2.0], [3.0, 3.0, NAN]])
+def test_a_histogram_counts_every_finite_value_between_its_edges(values: list[float]) -> None:
+    made = histogram("name", torch.tensor(values), num_bins=4)
+    finite = [value for value in values if value == value]
+    assert sum(made.counts) == len(finite)
+    assert list(made.edges) == sorted(set(made.edges))
+    assert len(made.edges) == 5
+    assert made.edges[0] <= min(finite) <= max(finite) <= made.edges[-1]
+
+
+def test_a_table_of_nothing_has_no_columns() -> None:
+    assert table("empty", []).columns == ()
+
+
+def test_csv_files_hold_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    dashboard, watcher = ls.RoundDashboard(every_n_rounds=2), ls.SpectralDiagnostics()
+    fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard, watcher, Ages()])
+    names = {path.name for path in (tmp_path / "csv/dashboard").iterdir()}
+    kinds = ("clients", "histograms", "keep_ratios", "layers")
+    assert names == {f"{kind}_{round_idx:06d}.csv" for kind in kinds for round_idx in (0, 2)}
+    clients = shown(tmp_path, "clients", 2)
+    ledger = [row for row in fitted.ledger.rows if row.round_idx == 2]
+    assert [int(row["client"]) for row in clients] == [row.client_id for row in ledger]
+    assert [float(row["keep_ratio"]) for row in clients] == [row.keep_ratio for row in ledger]
+    assert [int(row["bytes_down"]) for row in clients] == [row.downlink_bytes for row in ledger]
+    assert [row["age"] for row in clients] == ["", *(str(40.0 + row.client_id) for row in ledger[1:])]
+    assert all(0 < float(row["seconds"]) < 60 for row in clients)
+    (layer,) = shown(tmp_path, "layers", 2)
+    assert layer["layer"] == "net.2"
+    assert int(layer["terms"]) == 12
+    assert float(layer["terms_visited"]) == fitted.history.rows[2]["fl/terms_visited"]
+    assert float(layer["discrepancy"]) == pytest.approx(fitted.logged["fl/discrepancy"], rel=1e-12)
+    assert float(layer["stable_rank"]) == pytest.approx(fitted.logged["fl/stable_rank"], rel=1e-12)
+    counts: dict[str, int] = {}
+    for row in shown(tmp_path, "histograms", 2):
+        counts[row["histogram"]] = counts.get(row["histogram"], 0) + int(row["count"])
+    assert counts["singular_values/net.2"] == 12
+    ratios = {f"{row.keep_ratio:g}" for row in ledger}
+    assert all(counts[f"inclusion_probs/net.2/{ratio}"] == 12 for ratio in ratios)
+    assert all(12 >= counts[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
+
+
+def test_validation_stands_beside_the_bytes_so_far(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard := ls.RoundDashboard()])
+    spent = [sum(row[f"fl/bytes_{way}"] for way in ("down", "up")) for row in fitted.history.rows]
+    validated = [row for row in metrics(tmp_path) if row["val_acc"]]
+    assert [float(row["fl/bytes_total"]) for row in validated] == [sum(spent[: n + 1]) for n in range(3)]
+    assert fitted.trainer.callback_metrics["fl/bytes_total"] == fitted.ledger.total_bytes == dashboard.total_bytes
+    assert fitted.history.column("fl/bytes_total") == [sum(spent[: n + 1]) for n in range(3)]
+
+
+@pytest.mark.parametrize("interval", [1, 2, None])
+def test_figures_are_computed_once_a_round(
+    interval: int | None, lit: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    own = diagnostics.layer_figures
+    monkeypatch.setattr(diagnostics, "layer_figures", lambda opened: calls.append(1) or own(opened))
+    watchers = [] if interval is None else [ls.SpectralDiagnostics(interval)]
+    fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[ls.RoundDashboard(3), *watchers])
+    assert len(calls) == {1: 4, 2: 3, None: 2}[interval]  # the dashboard's are rounds 0 and 3
+    assert all(shown(tmp_path, "layers", round_idx)[0]["discrepancy"] for round_idx in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "histograms"), [(ls.FedAvg(), set()), (ls.Zampling(4, degree=3), {"probs"})], ids=["dense", "bits"]
+)
+def test_algorithms_without_a_spectrum_show_what_they_have(
+    algorithm: Any, histograms: set[str], lit: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    fitted = fit(lit, data, algorithm=algorithm, callbacks=[ls.RoundDashboard()])
+    written = {path.name for path in (tmp_path / "csv/dashboard").iterdir()}
+    assert written == {"clients_000000.csv", "keep_ratios_000000.csv"} | (
+        {"histograms_000000.csv"} if histograms else set()
+    )
+    if histograms:
+        rows = shown(tmp_path, "histograms", 0)
+        assert {row["histogram"] for row in rows} == histograms
+        assert sum(int(row["count"]) for row in rows) == len(fitted.model.state.probs)
+
+
+def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, quiet: Any, tmp_path: Path) -> None:
+    models = {"dense": ls.FedAvg(), "spectral": SPECTRAL}
+    members = {name: ls.FederatedModule(seeded(lit_mlp), algorithm=algorithm) for name, algorithm in models.items()}
+    sampler = ls.LossVarianceReduced(active=6, measure=8)
+    model = ls.MultiModelModule(members, participation=sampler, processors=2)
+    data = {name: ls.FederatedDataModule(toy, ls.IIDPartitioner(8), val=toy, batch_size=8) for name in models}
+    logger, ledger = CSVLogger(tmp_path, name=None, version="csv"), ls.CommunicationLedger()
+    callbacks = [dashboard := ls.RoundDashboard(), ledger]
+    trainer = pl.Trainer(max_epochs=2, callbacks=callbacks, **{**quiet, "logger": logger})
+    trainer.fit(model, ls.MultiModelDataModule(data))
+    own = {name: sum(r.downlink_bytes + r.uplink_bytes for r in ledger.rows if r.model == name) for name in models}
+    assert {name: trainer.callback_metrics[f"{name}/fl/bytes_total"] for name in models} == own
+    assert (
+        trainer.callback_metrics["fl/bytes_total"] == dashboard.total_bytes == sum(own.values()) == ledger.total_bytes
+    )
+    for name in models:
+        first = [row.client_id for row in ledger.rows if row.round_idx == 0 and row.model == name and not row.measured]
+        assert [int(row["client"]) for row in shown(tmp_path, f"{name}/clients", 0)] == first
+    assert [row["layer"] for row in shown(tmp_path, "spectral/layers", 0)] == ["net.2"]
+    assert {row["histogram"].split("/")[0] for row in shown(tmp_path, "histograms", 0)} == {"spectral"}
+
+
+def test_bytes_go_on_when_a_run_is_resumed_and_begin_again_with_another(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    fit = partial(fit, data=data, trainer={"logger": False})
+    ckpt, dashboard = tmp_path / "first.ckpt", ls.RoundDashboard()
+    fit(seeded(lit_mlp), callbacks=[ls.RoundDashboard()]).trainer.save_checkpoint(ckpt)
+    whole = fit(seeded(lit_mlp), max_epochs=3)
+    resumed = fit(seeded(lit_mlp), max_epochs=3, callbacks=[dashboard], ckpt_path=ckpt)
+    assert dashboard.total_bytes == whole.ledger.total_bytes == resumed.trainer.callback_metrics["fl/bytes_total"]
+    again = fit(seeded(lit_mlp), callbacks=[dashboard])
+    assert dashboard.total_bytes == again.ledger.total_bytes < whole.ledger.total_bytes
+
+
+def test_the_run_is_the_same_with_and_without(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    plain = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=2, trainer={"logger": False})
+    watched = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=2, callbacks=[ls.RoundDashboard(1)])
+    assert same_state(plain.state, watched.state)
+
+
+def test_an_interval_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="`every_n_rounds` must be at least 1, got 0"):
+        ls.RoundDashboard(every_n_rounds=0)
+
+
+def test_tensorboard_holds_histograms_tables_as_text_and_curves_over_bytes(
+    lit: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard", reason="comes with the `test` extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = {"logger": TensorBoardLogger(tmp_path, name=None, version="tb")}
+    fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=[ls.RoundDashboard()], trainer=trainer)
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0, "tensors": 0})
+    events.Reload()
+    (spectrum,) = events.Histograms("singular_values/net.2")
+    assert spectrum.step == 0
+    assert sum(spectrum.histogram_value.bucket) == spectrum.histogram_value.num == 12
+    (shown,) = events.Tensors("tables/clients/text_summary")
+    lines = shown.tensor_proto.string_val[0].decode().splitlines()
+    assert lines[0].startswith("| round | client | keep_ratio |")
+    assert len(lines) == 2 + 4
+    points = [(event.step, event.value) for event in events.Scalars("over_bytes/val_acc")]
+    spent = [sum(r.downlink_bytes + r.uplink_bytes for r in fitted.ledger.rows if r.round_idx <= n) for n in (0, 1)]
+    assert [step for step, _ in points] == spent
+    assert [value for _, value in points] == pytest.approx(fitted.history.column("val_acc"))
+    assert [event.step for event in events.Scalars("over_bytes/fl/loss")] == spent
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_bytes(
+    lit: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
+    from offline_wandb import axes_of, configs_of, logged_table, offline_logger, rows_of, run_records
+
+    trainer = {"logger": offline_logger(tmp_path, monkeypatch, prefix="run")}
+    callbacks = [ls.RoundDashboard(every_n_rounds=2)]
+    fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=callbacks, trainer=trainer)
+    wandb.finish()
+    records = run_records(tmp_path)
+    (config,) = configs_of(records)
+    assert config["federation"]["algorithm"]["strategy"]["name"] == "Collective"
+    assert config["data"]["num_clients"] == 12
+    clients = logged_table(tmp_path, "run-tables/clients")
+    ledger = [(row.round_idx, row.client_id) for row in fitted.ledger.rows if row.round_idx == 0]
+    assert [(row["round"], row["client"]) for row in clients] == ledger
+    rows = rows_of(records)
+    spectra = [row for row in rows if "run-singular_values/net.2._type" in row]
+    assert [row["run-fl/round"] for row in spectra] == [0]
+    assert all(sum(row["run-singular_values/net.2.values"]) == 12 for row in spectra)
+    axes = axes_of(records)
+    assert (axes["*"], axes["run-over_bytes/val_acc"]) == ("run-fl/round", "run-fl/bytes_total")
+    points = [
+        (row["run-fl/bytes_total"], row["run-over_bytes/val_acc"]) for row in rows if "run-over_bytes/val_acc" in row
+    ]
+    assert points == list(zip(fitted.history.column("fl/bytes_total"), fitted.history.column("val_acc"), strict=True))

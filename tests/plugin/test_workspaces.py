@@ -1,0 +1,62 @@
+"""Pages of wandb, built offline. ``python tests/plugin/test_workspaces.py`` writes the expected one anew."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spectral.plugin.dashboard.workspaces import Lines, comparison_view, main, run_view, workspace
+
+pytest.importorskip("wandb_workspaces", reason="comes with the `dashboards` extra")
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # that package's own
+EXPECTED = Path(__file__).parents[1] / "fixtures/workspace_comparison.json"
+
+
+def sent(made: Any) -> Any:
+    """What publishing would send, without empty settings and random ids."""
+    return without_noise(json.loads(made._to_model().model_dump_json(by_alias=True)))
+
+
+def without_noise(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {k: without_noise(v) for k, v in node.items() if v is not None and k not in ("__id__", "ref", "id")}
+    return [without_noise(entry) for entry in node] if isinstance(node, list) else node
+
+
+def panels(made: Any) -> list[dict[str, Any]]:
+    sections = sent(made)["spec"]["section"]["panelBankConfig"]["sections"]
+    return [panel for section in sections for panel in section.get("panels", [])]
+
+
+def test_the_comparison_is_the_one_on_file() -> None:
+    made = workspace(comparison_view("val_acc"), "team", "spectral")
+    assert sent(made) == json.loads(EXPECTED.read_text())
+
+
+def test_a_runs_page_has_every_panel_of_its_specification() -> None:
+    view = run_view("accuracy", model="words")
+    lines = [panel for section in view.sections.values() for panel in section if isinstance(panel, Lines)]
+    made = workspace(view, "team", "spectral")
+    drawn = [p["config"] for p in panels(made) if p["viewType"] == "Run History Line Plot"]
+    assert [(config["xAxis"], tuple(config["metrics"])) for config in drawn] == [(p.over, p.metrics) for p in lines]
+    for name in ("clients", "keep_ratios", "layers"):
+        assert json.dumps(sent(made)).count(f'"words/tables/{name}"') == 1
+
+
+def test_nothing_is_sent_unless_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from wandb_workspaces.workspaces import Workspace
+
+    saved = []
+    monkeypatch.setattr(Workspace, "save", lambda self: saved.append(self.name) or self)
+    monkeypatch.setattr(Workspace, "url", "somewhere")
+    main(["team", "spectral", "--metric", "acc"])
+    assert not saved
+    assert "Comparison: acc, by federation.algorithm.strategy.name" in capsys.readouterr().out
+    main(["team", "spectral", "--metric", "acc", "--publish"])
+    assert saved == ["One run: acc", "Comparison: acc"]
+
+
+if __name__ == "__main__":
+    text = json.dumps(sent(workspace(comparison_view("val_acc"), "team", "spectral")), indent=1)
+    EXPECTED.write_text(text + "\n")

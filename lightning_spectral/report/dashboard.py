@@ -18,11 +18,11 @@ from lightning_spectral.report.names import (
 )
 from lightning_spectral.report.runs import Histogram, Media, Run, Table
 
-Spectra: TypeAlias = Mapping[str, Mapping[int, Numbers]]
+Spectrum: TypeAlias = Mapping[int, Numbers]  # singular values of a layer, descending, by round
 
 
-def spectra(run: Run) -> Spectra:
-    """Singular values of each layer, descending, by round.
+def spectra(run: Run) -> Mapping[str, Spectrum]:
+    """Singular values of each layer.
 
     Values from a histogram are those of the middles of its bins.
     """

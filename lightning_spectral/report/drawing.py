@@ -43,14 +43,14 @@ class Canvas:
         artist.set_gid(name)
         self.tips[name] = text
 
-    def legend(self, columns: int = 3) -> None:
+    def legend(self, columns: int = 3, narrow_columns: int = 1) -> None:
         """One legend for all panels, above them, if anything has a label."""
         found: dict[str, Any] = {}
         for axes in self.figure.axes:
             handles, labels = axes.get_legend_handles_labels()
             found.update(zip(labels, handles, strict=True))
         if found:
-            ncols = 1 if self.narrow else min(columns, len(found))
+            ncols = min(narrow_columns if self.narrow else columns, len(found))
             self.figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=ncols)
 
 
@@ -103,7 +103,9 @@ class Picture:
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
         for name, tip in canvas.tips.items():
             text = text.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(tip)}</title>')
-        return _as_part(text, f"{self.name}-{width}", f'class="{width}" role="img" aria-label="{escape(self.description)}"')
+        return _as_part(
+            text, f"{self.name}-{width}", f'class="{width}" role="img" aria-label="{escape(self.description)}"'
+        )
 
 
 def _as_part(text: str, prefix: str, attributes: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -80,14 +81,23 @@ def megabytes_at(run: Run, rounds: Numbers) -> Numbers | None:
     return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
 
 
-def stage_seconds(run: Run) -> dict[str, float]:
-    """Mean seconds per round of each stage, over all models, in the order of a round as far as names tell it."""
+def run_end(run: Run, metric: str) -> tuple[float, float]:
+    """Megabytes sent until the last evaluation, and what it said; megabytes are NaN where none were counted."""
+    found = curve(run, metric)
+    assert found is not None, "the metric was chosen among those that all runs have"
+    sent = megabytes_at(run, found.rounds[-1:])
+    return (math.nan if sent is None else float(sent[0])), found.last
+
+
+def mean_stage_seconds(runs: Sequence[Run]) -> dict[str, float]:
+    """Mean seconds of each stage of a round, summed over models, mean over rounds and runs."""
     found: dict[str, float] = {}
-    for row in run.rows:
-        for name, value in row.items():
-            if SECONDS in name and "virtual" not in name:
-                stage = name.partition(SECONDS)[2]
-                found[stage] = found.get(stage, 0.0) + value / len(run.rows)
+    for run in runs:
+        for row in run.rows:
+            for name, value in row.items():
+                if SECONDS in name:
+                    stage = name.partition(SECONDS)[2]
+                    found[stage] = found.get(stage, 0.0) + value / len(run.rows) / len(runs)
     return found
 
 
@@ -108,6 +118,12 @@ def spread(statistics: dict[str, Curve]) -> tuple[Curve, Curve, Curve] | None:
     found = [next((statistics[name] for name in names if name in statistics), None) for names in (LOW, CENTRE, HIGH)]
     low, centre, high = found
     return (low, centre, high) if low is not None and centre is not None and high is not None else None
+
+
+def clients_at_end(run: Run, metric: str) -> tuple[float, float, float] | None:
+    """The low, the middle and the high of a metric over clients, at its last evaluation."""
+    found = spread(client_statistics(run, metric)[1])
+    return None if found is None else (found[0].last, found[1].last, found[2].last)
 
 
 def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:

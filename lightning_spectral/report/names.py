@@ -29,11 +29,11 @@ HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 
 # What to switch on where a section has nothing to show.
 SWITCH_ON = {
-    "bytes": "No bytes were logged: a run needs `fl/bytes_down` and `fl/bytes_up`, which `FederatedModule` always logs.",
-    "clients": "No per-client evaluation in these runs: log `fl/clients/<metric>/...` by evaluating single clients.",
-    "spectra": "No singular values in these runs: log with a `WandbLogger` and add `RoundDashboard()` to the callbacks.",
-    "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`; add `SpectralDiagnostics()` for "
+    "bytes": "No bytes were logged: `FederatedModule` logs `fl/bytes_down` and `fl/bytes_up` to every logger.",
+    "clients": "No per-client evaluation in these runs: evaluate single clients, and log `fl/clients/<metric>/...`.",
+    "spectra": "No singular values in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`.",
+    "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`, and `SpectralDiagnostics()` "
     "what was expected.",
-    "seconds": "No stage was timed: a run needs `fl/seconds_...`, which `FederatedModule` always logs.",
-    "table": "No client table in these runs: log with a `WandbLogger` and add `RoundDashboard()` to the callbacks.",
+    "seconds": "No stage was timed: `FederatedModule` logs `fl/seconds_...` to every logger.",
+    "table": "No client table in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`.",
 }

@@ -22,8 +22,8 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Read all runs that some paths name.
 
     Args:
-        paths: Of runs: a ``.wandb`` file, a ``metrics.csv``, a JSON file of `RoundHistory.save`; or of folders, which are
-            searched for the first two.
+        paths: Of runs: a ``.wandb`` file, a ``metrics.csv``, a JSON file of `RoundHistory.save`; or of folders, which
+            are searched for the first two.
 
     Returns:
         The runs, each once, and why others that were found in a folder are left out.
@@ -103,7 +103,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return found
 
 
-class _Lenient(yaml.SafeLoader):
+class _Lenient(yaml.SafeLoader):  # type: ignore[misc]
     """Reads objects of other people's classes as their names: nothing in a file is executed."""
 
 

@@ -1,4 +1,4 @@
-"""The sections of a report: each has a picture or a table where the runs hold the data, and else says what to switch on."""
+"""The sections of a report: a picture or a table where the runs hold the data, and else what to switch on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from typing import Any
 import numpy as np
 
 from lightning_spectral.report import figures
-from lightning_spectral.report.dashboard import Spectra, client_table, spectra
+from lightning_spectral.report.dashboard import client_table, spectra
 from lightning_spectral.report.drawing import Picture, Size
+from lightning_spectral.report.figures.heat_maps import HeatMap
 from lightning_spectral.report.groups import Group
-from lightning_spectral.report.measures import client_statistics, curve, megabytes, spread
+from lightning_spectral.report.measures import (
+    client_statistics,
+    clients_at_end,
+    curve,
+    mean_stage_seconds,
+    megabytes,
+    run_end,
+    spread,
+)
 from lightning_spectral.report.names import EXPECTED_COVERAGE, SWITCH_ON, VISITED
 from lightning_spectral.report.runs import Run, Table
 
@@ -76,11 +85,11 @@ def pareto_section(contents: Contents) -> Section:
     title = f"{contents.metric} against megabytes"
     if not all(megabytes(run) for run in contents.runs):
         return Section(title, remark=SWITCH_ON["bytes"])
-    with_clients = any(figures.clients_at_end(run, contents.metric) for run in contents.runs)
+    with_clients = any(clients_at_end(run, contents.metric) for run in contents.runs)
     lead = (
-        "Every run at its last evaluation: small marks are runs, large marks the means of repetitions with their standard "
-        "deviations. The dashed line joins what no other group beats in both respects."
-        + (" Below, how far clients are apart." if with_clients else f" {SWITCH_ON['clients']}")
+        "Every run at its last evaluation: small marks are runs, large marks the means of repetitions with their "
+        "standard deviations. The dashed line joins what no other group beats in both respects."
+        + (" Below, from the low to the high end of each run's clients." if with_clients else "")
     )
     height = 6.4 if with_clients else 4.2
     draw = partial(figures.pareto, groups=contents.groups, metric=contents.metric, minimise=contents.minimise)
@@ -91,7 +100,7 @@ def pareto_section(contents: Contents) -> Section:
 def curves_section(contents: Contents) -> Section:
     """The metric over the run."""
     title = f"{contents.metric} over rounds and over megabytes"
-    lead = "Mean of each group at the rounds that all its repetitions have; bands are one standard deviation wide each way."
+    lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
     draw = partial(figures.curves, groups=contents.groups, metric=contents.metric)
     picture = _picture(contents, "curves", f"{title}: a line for each group.", draw, Size(3.8, 5.6))
     return Section(title, lead, picture)
@@ -103,7 +112,9 @@ def fairness_section(contents: Contents) -> Section:
     if not any(spread(statistics) for _, statistics in found.values()):
         return Section("Fairness", remark=SWITCH_ON["clients"])
     names = sorted({statistic for _, statistics in found.values() for statistic in statistics})
-    rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, (_, own) in found.items()]
+    rows = [
+        (run, *(_short(own[name].last) if name in own else "" for name in names)) for run, (_, own) in found.items()
+    ]
     metric = next(name for name, statistics in found.values() if spread(statistics))
     draw = partial(figures.fairness, groups=contents.groups, metric=metric)
     return Section(
@@ -126,7 +137,7 @@ def coverage_section(contents: Contents) -> Section:
 
 def seconds_section(contents: Contents) -> Section:
     """Wall-clock time by stage."""
-    times = {group.label: figures.mean_stages(group) for group in contents.groups}
+    times = {group.label: mean_stage_seconds(group.runs) for group in contents.groups}
     stages = sorted({stage for one in times.values() for stage in one})
     if not stages:
         return Section("Where the time went", remark=SWITCH_ON["seconds"])
@@ -143,10 +154,10 @@ def seconds_section(contents: Contents) -> Section:
 
 def spectra_section(contents: Contents) -> Section:
     """Singular values over rounds."""
-    shown: list[tuple[str, Spectra, str]] = []
+    shown: list[HeatMap] = []
     for group in contents.groups:
         found = next((one for run in group.runs if (one := spectra(run))), {})
-        shown += [(f"{layer}\n{group.label}", found, layer) for layer in found]
+        shown += [HeatMap(f"{layer}\n{group.label}", found[layer]) for layer in found]
     if not shown:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
     left_out = len(shown) - MAX_HEAT_MAPS
@@ -176,7 +187,7 @@ def _runs_table(contents: Contents) -> Table:
     rows = []
     for group in contents.groups:
         for run in group.runs:
-            cost, value = figures.end(run, contents.metric)
+            cost, value = run_end(run, contents.metric)
             evaluated = curve(run, contents.metric)
             assert evaluated is not None, "the metric was chosen among those that all runs have"
             rounds = int(evaluated.rounds[-1]) + 1
@@ -184,9 +195,7 @@ def _runs_table(contents: Contents) -> Table:
     return Table(columns, tuple(rows))
 
 
-def _picture(
-    contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True
-) -> Picture:
+def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
     """A picture with room for the legend above it."""
     lines = contents.rows if legend else 0
     return Picture(name, description, draw, Size(size.wide + 0.2 * -(-lines // 3), size.narrow + 0.2 * lines))

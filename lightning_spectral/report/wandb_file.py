@@ -1,7 +1,7 @@
 """Reads the ``.wandb`` file of an offline run of Weights & Biases.
 
-wandb has no reader of its own for these files. They are logs as LevelDB writes them, in blocks of 32 KiB: each piece of a
-record has its checksum, length and type before it. A record is a message of wandb's own protocol.
+wandb has no reader of its own for these files. They are logs as LevelDB writes them, in blocks of 32 KiB: each piece of
+a record has its checksum, length and type before it. A record is a message of wandb's own protocol.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def whole_records(content: bytes) -> Iterator[bytes]:
 
 def _messages(path: Path, content: bytes) -> Iterator[Any]:
     try:
-        from wandb.proto.wandb_internal_pb2 import Record
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
     except ModuleNotFoundError as missing:
         raise ReportError(
             f'{path} is a run of wandb, which is not installed: pip install "lightning-spectral[report]".'
@@ -92,16 +92,32 @@ def _messages(path: Path, content: bytes) -> Iterator[Any]:
 
 def _entry(history: Any, files: Path) -> dict[str, Any]:
     """What was logged at once, with tables and histograms; ``None`` for a table whose file is gone."""
-    values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
-    return {name: _media(value, files) if isinstance(value, Mapping) else value for name, value in values.items()}
+    nested: dict[str, Any] = {}
+    for item in history.item:
+        *outer, name = item.nested_key or [item.key]
+        inner = nested
+        for part in outer:  # the fields of a table or a histogram come one by one
+            inner = inner.setdefault(part, {})
+        inner[name] = json.loads(item.value_json)
+    return dict(_flat("", nested, files))
 
 
-def _media(value: Mapping[str, Any], files: Path) -> Table | Histogram | Mapping[str, Any] | None:
-    kind = value.get("_type")
-    if kind == "histogram" and "bins" in value:
+def _flat(name: str, value: Any, files: Path) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+    elif "_type" in value:
+        yield name, _media(value, files)
+    else:
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else key, inner, files)  # as wandb itself shows what is nested
+
+
+def _media(value: Mapping[str, Any], files: Path) -> Table | Histogram | str | None:
+    """A table or a histogram; the name of its type if it is anything else; ``None`` for a table without its file."""
+    if value["_type"] == "histogram" and "bins" in value:
         return Histogram(tuple(value["bins"]), tuple(value["values"]))
-    if kind != "table-file":
-        return value
+    if value["_type"] != "table-file":
+        return str(value["_type"])
     try:
         table = json.loads((files / value["path"]).read_text(encoding="utf-8"))
     except FileNotFoundError:

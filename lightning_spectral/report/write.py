@@ -80,4 +80,6 @@ def _settings_section(runs: Sequence[Run]) -> Section:
     same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
     if not same:
         return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
-    return Section("Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),))
+    return Section(
+        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
+    )

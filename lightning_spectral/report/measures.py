@@ -50,6 +50,7 @@ def curve(run: Run, metric: str) -> Curve | None:
 
     Example:
         >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
+        >>> from pathlib import Path
         >>> curve(Run("r", Path("r"), {}, rows), "acc").values
         array([0.3])
     """

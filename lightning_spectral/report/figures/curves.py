@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lightning_spectral.report.drawing import Canvas
-from lightning_spectral.report.figures.panels import cost_axis, draw_band, panels, round_axis
+from lightning_spectral.report.figures.panels import cost_axis, draw_band, panels, round_axis, value_axis
 from lightning_spectral.report.groups import Group, band
 from lightning_spectral.report.measures import (
     Curve,
@@ -33,7 +33,7 @@ def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
             draw_band(axes[0], group, found, found.rounds + 1)
             if costed:
                 draw_band(axes[1], group, found, _mean_megabytes(group, found.rounds))
-    axes[0].set_ylabel(metric)
+    value_axis(canvas, axes, metric)
     round_axis(axes[0])
     if costed:
         cost_axis(axes[1], [sent.last for group in groups for sent in group.each(megabytes)])
@@ -50,7 +50,7 @@ def fairness(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
                 draw_band(axes[position], group, found, found.rounds + 1)
         axes[position].set_title(title)
         round_axis(axes[position])
-    axes[0].set_ylabel(metric)
+    value_axis(canvas, axes, metric)
     canvas.legend()
 
 

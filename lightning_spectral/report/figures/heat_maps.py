@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lightning_spectral.report.dashboard import Spectrum
 from lightning_spectral.report.drawing import Canvas
-from lightning_spectral.report.figures.panels import panels, round_axis
+from lightning_spectral.report.figures.panels import panels, round_axis, value_axis
 from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.style import HEAT
 
@@ -40,7 +40,7 @@ def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:
         panel.invert_yaxis()
         panel.yaxis.set_major_locator(MaxNLocator(integer=True))
         round_axis(panel)
-    axes[0].set_ylabel("term, the largest first")
+    value_axis(canvas, axes, "term, the largest first")
     bar = canvas.figure.colorbar(ScalarMappable(scale, HEAT), ax=axes, location="bottom", shrink=0.6, aspect=40)
     bar.set_label("singular value / the layer's largest")
 

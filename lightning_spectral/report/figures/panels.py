@@ -37,6 +37,12 @@ def draw_band(axes: Axes, group: Group, found: Band, x: Numbers) -> None:
         axes.fill_between(x, found.mean - found.std, found.mean + found.std, color=colour, alpha=0.15, lw=0)
 
 
+def value_axis(canvas: Canvas, axes: Sequence[Axes], label: str) -> None:
+    """What panels share stands beside the first of a row."""
+    for panel in axes if canvas.narrow else axes[:1]:
+        panel.set_ylabel(label)
+
+
 def round_axis(axes: Axes) -> None:
     """Rounds are whole numbers; the first is 1."""
     axes.set_xlabel("round")

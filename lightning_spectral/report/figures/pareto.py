@@ -56,6 +56,7 @@ def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, shift: float
         if found is not None:
             low, middle, high = found
             x, _ = run_end(run, metric)
+            axes.update_datalim([(x, low), (x, high)])  # what is moved does not count by itself
             axes.plot([x, x], [low, high], color=style.colour, lw=2, alpha=0.6, transform=at)
             edge = canvas.theme.paper
             (mark,) = axes.plot(x, middle, marker=style.marker, color=style.colour, mec=edge, transform=at)

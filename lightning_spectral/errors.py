@@ -15,6 +15,10 @@ class RoundError(RuntimeError):
     """A round cannot be finished: too few clients returned what can be used, or the server's weights are not finite."""
 
 
+class ReportError(ValueError):
+    """A report cannot be made of these runs; the message names the file and what to do."""
+
+
 def check_is(argument: str, value: object, expected: type) -> None:
     """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint where there is one.
 

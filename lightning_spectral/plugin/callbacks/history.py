@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,23 @@ class RoundHistory(RoundCallback):
         axes.plot(*zip(*points, strict=True), marker=".")
         axes.grid(alpha=0.3)
         figure.savefig(path, dpi=150)
+
+    def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        """Write the rows into a JSON file, for `load` and for ``python -m lightning_spectral report``.
+
+        Args:
+            path: The file; it is overwritten.
+            config: Settings that tell this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. What is not
+                JSON is written as its ``repr``.
+        """
+        Path(path).write_text(json.dumps({**self.state_dict(), "config": dict(config or {})}, default=repr))
+
+    @classmethod
+    def load(cls, path: str | Path) -> RoundHistory:
+        """Read what `save` wrote."""
+        history = cls()
+        history.load_state_dict(json.loads(Path(path).read_text()))
+        return history
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, for the checkpoint."""

@@ -1,0 +1,64 @@
+"""``python -m lightning_spectral report``: runs on the disk become one page that needs no account and no network."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_spectral.errors import ReportError
+
+DESCRIPTION = """\
+Write one HTML page on federated runs: an evaluation metric against megabytes and rounds, clients, coverage, spectra,
+and where the time went. It reads what runs left on the disk:
+
+  wandb/offline-run-.../run-....wandb   an offline run of Weights & Biases, also of a run that was killed
+  lightning_logs/version_0              metrics.csv and hparams.yaml of Lightning's CSVLogger
+  history.json                          what RoundHistory.save wrote
+  a folder                              all runs of the first two sorts in it
+
+Runs whose settings differ in their seeds only are one group, drawn as a mean with a band.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Its arguments, without the name of the program; those of this process by default.
+
+    Returns:
+        0, or 1 if no report could be made; the reason is then on standard error.
+    """
+    arguments = vars(_parser().parse_args(argv))
+    try:
+        from lightning_spectral.report.write import write_report  # needs more than the package does
+    except ModuleNotFoundError as missing:
+        return _failed(f'The report needs {missing.name}: pip install "lightning-spectral[report]".')
+    try:
+        written = write_report(**arguments)
+    except ReportError as error:
+        return _failed(str(error))
+    print("\n".join(f"wrote {path}" for path in written))
+    return 0
+
+
+def _failed(reason: str) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "python -m lightning_spectral report", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
+    add("-o", "--output", type=Path, default=Path("report.html"), help="the page to write (default: %(default)s)")
+    add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, or else a loss)")
+    add("--mode", choices=("min", "max"), help="whether less or more of it is better (default: by its name)")
+    add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that tell groups apart, e.g. keep_ratio")
+    add("--png", type=Path, metavar="FOLDER", help="write each figure there as a PNG file, too")
+    add("--title", help="title of the page")
+    return parser

@@ -1,0 +1,120 @@
+"""Turns a figure into SVG that is part of a page, and into a PNG file."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+
+from lightning_spectral.report.style import PRINTED, Theme, settings
+
+# Colours of a page are its style sheet's: these stand for them in a figure and are replaced in its SVG.
+PAGE = Theme(ink="#010203", grid="#040506", paper="#070809")
+REPLACED = {PAGE.ink: "currentColor", PAGE.grid: "var(--grid)", PAGE.paper: "var(--paper)"}
+INCHES = {"wide": 8.0, "narrow": 3.7}
+NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+class Canvas:
+    """A figure to be drawn on.
+
+    Attributes:
+        figure: Of matplotlib.
+        theme: Colours of what is not data.
+        narrow: Whether it is as wide as a phone, where panels stand one below the other.
+        tips: What is shown of an artist while a pointer rests on it, by the artist's id.
+    """
+
+    def __init__(self, figure: Figure, theme: Theme, narrow: bool) -> None:
+        self.figure, self.theme, self.narrow = figure, theme, narrow
+        self.tips: dict[str, str] = {}
+
+    def tip(self, artist: Artist, text: str) -> None:
+        """Show a text while a pointer rests on an artist."""
+        name = f"tip{len(self.tips)}"
+        artist.set_gid(name)
+        self.tips[name] = text
+
+    def legend(self, columns: int = 3, narrow_columns: int = 1) -> None:
+        """One legend for all panels, above them, if anything has a label."""
+        found: dict[str, Any] = {}
+        for axes in self.figure.axes:
+            handles, labels = axes.get_legend_handles_labels()
+            found.update(zip(labels, handles, strict=True))
+        if found:
+            ncols = min(narrow_columns if self.narrow else columns, len(found))
+            self.figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=ncols)
+
+
+class Size(NamedTuple):
+    """Height of a figure, in inches, where it is wide and where it is narrow."""
+
+    wide: float
+    narrow: float
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that can be drawn in several widths and themes.
+
+    Attributes:
+        name: Of its file, without a suffix.
+        description: What it shows, for those who cannot see it.
+        draw: Draws it.
+        size: Its height.
+    """
+
+    name: str
+    description: str
+    draw: Callable[[Canvas], None] = field(repr=False)
+    size: Size
+
+    def svg(self) -> str:
+        """Both widths; a style sheet shows the one that fits."""
+        return "\n".join(self._svg(width) for width in INCHES)
+
+    def write_png(self, folder: Path) -> Path:
+        """Write the wide one, as it is printed, into ``<folder>/<name>.png``."""
+        path = folder / f"{self.name}.png"
+        with matplotlib.rc_context(settings(PRINTED)):
+            self._drawn("wide", PRINTED).figure.savefig(path, dpi=200, metadata={"Software": None})
+        return path
+
+    def _drawn(self, width: str, theme: Theme) -> Canvas:
+        figure = Figure(figsize=(INCHES[width], getattr(self.size, width)), layout="constrained")
+        canvas = Canvas(figure, theme, width == "narrow")
+        self.draw(canvas)
+        return canvas
+
+    def _svg(self, width: str) -> str:
+        with matplotlib.rc_context(settings(PAGE)):
+            canvas, file = self._drawn(width, PAGE), io.StringIO()
+            canvas.figure.savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
+        text = file.getvalue()
+        text = text[text.index("<svg") :]
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        for name, tip in canvas.tips.items():
+            text = text.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(tip)}</title>')
+        return _as_part(
+            text, f"{self.name}-{width}", f'class="{width}" role="img" aria-label="{escape(self.description)}"'
+        )
+
+
+def _as_part(text: str, prefix: str, attributes: str) -> str:
+    """SVG whose ids no other part of the page has, as large as the page makes it, in the page's colours."""
+    text = re.sub(r'\bid="', f'id="{prefix}-', text)
+    text = re.sub(r'(href="|url\()#', rf"\g<1>#{prefix}-", text)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    for colour, replacement in REPLACED.items():
+        text = text.replace(colour, replacement)
+    text = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", text)
+    return text.replace("<svg", f"<svg {attributes}", 1)

@@ -1,0 +1,82 @@
+"""Metrics over the rounds of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lightning_spectral.report.drawing import Canvas
+from lightning_spectral.report.figures.panels import cost_axis, draw_band, panels, round_axis, value_axis
+from lightning_spectral.report.groups import Group, band
+from lightning_spectral.report.measures import (
+    Curve,
+    Numbers,
+    client_statistics,
+    curve,
+    megabytes,
+    megabytes_at,
+    spread,
+)
+from lightning_spectral.report.names import EXPECTED_COVERAGE, VISITED
+from lightning_spectral.report.runs import Run
+from lightning_spectral.report.style import look
+
+
+def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
+    """A metric against rounds and, if they were counted in all runs, against megabytes."""
+    costed = all(megabytes(run) is not None for group in groups for run in group.runs)
+    axes = panels(canvas, 2 if costed else 1, sharey=True)
+    for group in groups:
+        found = band(group.each(lambda run: curve(run, metric)))
+        if found is not None:
+            draw_band(axes[0], group, found, found.rounds + 1)
+            if costed:
+                draw_band(axes[1], group, found, _mean_megabytes(group, found.rounds))
+    value_axis(canvas, axes, metric)
+    round_axis(axes[0])
+    if costed:
+        cost_axis(axes[1], [sent.last for group in groups for sent in group.each(megabytes)])
+    canvas.legend()
+
+
+def fairness(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
+    """The low, the middle and the high of a metric over clients, against rounds: a panel for each."""
+    axes = panels(canvas, 3, sharey=True)
+    for position, title in enumerate(("low end of the clients", "middle of the clients", "high end of the clients")):
+        for group in groups:
+            found = band(group.each(_of_clients(metric, position)))
+            if found is not None:
+                draw_band(axes[position], group, found, found.rounds + 1)
+        axes[position].set_title(title)
+        round_axis(axes[position])
+    value_axis(canvas, axes, metric)
+    canvas.legend()
+
+
+def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
+    """The share of terms that some client held; dotted, what was expected."""
+    (axes,) = panels(canvas, 1)
+    for group in groups:
+        visited = band(group.each(lambda run: curve(run, VISITED)))
+        expected = band(group.each(lambda run: curve(run, EXPECTED_COVERAGE)))
+        if visited is not None:
+            draw_band(axes, group, visited, visited.rounds + 1)
+        if expected is not None:
+            axes.plot(expected.rounds + 1, expected.mean, ls=":", color=look(group.index).colour)
+    axes.set(ylabel="share of terms held", ylim=(0, 1.03))
+    round_axis(axes)
+    canvas.legend()
+
+
+def _mean_megabytes(group: Group, rounds: Numbers) -> Numbers:
+    found = [sent for run in group.runs if (sent := megabytes_at(run, rounds)) is not None]
+    return np.asarray(np.mean(found, axis=0))
+
+
+def _of_clients(metric: str, position: int) -> Callable[[Run], Curve | None]:
+    def found(run: Run) -> Curve | None:
+        three = spread(client_statistics(run, metric)[1])
+        return None if three is None else three[position]
+
+    return found

@@ -1,0 +1,67 @@
+"""Singular values of layers over rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import MaxNLocator
+
+from lightning_spectral.report.dashboard import Spectrum
+from lightning_spectral.report.drawing import Canvas
+from lightning_spectral.report.figures.panels import panels, round_axis, value_axis
+from lightning_spectral.report.measures import Numbers
+from lightning_spectral.report.style import HEAT
+
+SMALLEST = 1e-4  # as a share of the largest singular value of the layer in all rounds; smaller ones look the same
+
+
+class HeatMap(NamedTuple):
+    """What one panel shows: singular values of a layer, by round."""
+
+    title: str
+    by_round: Spectrum
+
+
+def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:
+    """Singular values over rounds: a panel for each layer."""
+    axes = panels(canvas, len(shown), columns=3)
+    scale = LogNorm(SMALLEST, 1.0)
+    for panel, (title, by_round) in zip(axes, shown, strict=True):
+        rounds, values = matrix(by_round)
+        shares = np.maximum(values / np.nanmax(values), SMALLEST)
+        terms = np.arange(values.shape[1] + 1) + 0.5
+        panel.pcolormesh(edges(rounds + 1), terms, shares.T, norm=scale, cmap=HEAT, rasterized=True)
+        panel.set_title(title)
+        panel.grid(visible=False)
+        panel.invert_yaxis()
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+        round_axis(panel)
+    value_axis(canvas, axes, "term, the largest first")
+    bar = canvas.figure.colorbar(ScalarMappable(scale, HEAT), ax=axes, location="bottom", shrink=0.6, aspect=40)
+    bar.set_label("singular value / the layer's largest")
+
+
+def matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
+    """Rounds, shape ``(R,)``, and their singular values, shape ``(R, N)``; NaN where a round has fewer."""
+    rounds = sorted(by_round)
+    values = np.full((len(rounds), max(map(len, by_round.values()))), np.nan)
+    for row, round_idx in enumerate(rounds):
+        values[row, : len(by_round[round_idx])] = by_round[round_idx]
+    return np.array(rounds, dtype=np.float64), values
+
+
+def edges(rounds: Numbers) -> Numbers:
+    """Limits halfway between rounds, so that each column is around its own.
+
+    Example:
+        >>> edges(np.array([1.0, 11.0, 21.0]))
+        array([-4.,  6., 16., 26.])
+    """
+    if len(rounds) == 1:
+        return rounds + np.array([-0.5, 0.5])
+    middles = (rounds[1:] + rounds[:-1]) / 2
+    return np.concatenate([[2 * rounds[0] - middles[0]], middles, [2 * rounds[-1] - middles[-1]]])

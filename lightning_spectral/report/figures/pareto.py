@@ -1,0 +1,70 @@
+"""An evaluation metric against what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.transforms import offset_copy
+
+from lightning_spectral.report.drawing import Canvas
+from lightning_spectral.report.figures.panels import cost_axis, panels
+from lightning_spectral.report.groups import Group, pareto_front
+from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end, run_end
+from lightning_spectral.report.style import look
+
+GAP = 5.0  # points between the bars of groups that sent the same
+
+
+def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool) -> None:
+    """The last evaluation of every run against what was sent until then; below it the spread over clients."""
+    with_clients = any(clients_at_end(run, metric) for group in groups for run in group.runs)
+    axes = panels(canvas, 2 if with_clients else 1, stacked=True, sharex=True)
+    ends = [np.array([run_end(run, metric) for run in group.runs]) for group in groups]
+    for group, points in zip(groups, ends, strict=True):
+        _points(canvas, axes[0], group, points)
+        if with_clients:
+            _clients(canvas, axes[1], group, metric, shift=GAP * (group.index - (len(groups) - 1) / 2))
+    _front(canvas, axes[0], np.array([points.mean(axis=0) for points in ends]), minimise)
+    axes[0].set_ylabel(f"{metric}, last evaluation")
+    cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
+    canvas.legend()
+
+
+def _points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
+    """A small mark for each run and a large one for their mean; ``points`` has the shape ``(runs, 2)``."""
+    style = look(group.index)
+    (x, y), repeated = points.mean(axis=0), len(points) > 1
+    if repeated:
+        x_std, y_std = points.std(axis=0, ddof=1)
+        axes.errorbar(x, y, xerr=x_std, yerr=y_std, fmt="none", ecolor=style.colour, elinewidth=1, zorder=2)
+        for run, (one_x, one_y) in zip(group.runs, points, strict=True):
+            (dot,) = axes.plot(one_x, one_y, marker=style.marker, ms=4, ls="none", color=style.colour, alpha=0.6)
+            canvas.tip(dot, f"{run.name}: {one_y:.4g} after {one_x:.4g} MB")
+    size, edge = 7 + 2 * style.width, canvas.theme.paper
+    (mark,) = axes.plot(x, y, marker=style.marker, ms=size, ls="none", color=style.colour, mec=edge, label=group.label)
+    canvas.tip(mark, f"{group.label}: {y:.4g} after {x:.4g} MB" + (f", mean of {len(points)}" if repeated else ""))
+
+
+def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, shift: float) -> None:
+    """A bar for each run from its low to its high clients, and a mark in the middle, moved by some points."""
+    style = look(group.index)
+    at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
+    for run in group.runs:
+        found = clients_at_end(run, metric)
+        if found is not None:
+            low, middle, high = found
+            x, _ = run_end(run, metric)
+            axes.update_datalim([(x, low), (x, high)])  # what is moved does not count by itself
+            axes.plot([x, x], [low, high], color=style.colour, lw=2, alpha=0.6, transform=at)
+            edge = canvas.theme.paper
+            (mark,) = axes.plot(x, middle, marker=style.marker, color=style.colour, mec=edge, transform=at)
+            canvas.tip(mark, f"{run.name}: clients from {low:.4g} to {high:.4g}")
+    axes.set_ylabel(f"{client_statistics(group.runs[0], metric)[0]} of clients")
+
+
+def _front(canvas: Canvas, axes: Axes, means: Numbers, minimise: bool) -> None:
+    front = pareto_front(list(means[:, 0]), list(means[:, 1]), minimise)
+    if len(front) > 1:
+        axes.plot(*means[front].T, color=canvas.theme.ink, lw=1, ls="--", zorder=1)

@@ -1,0 +1,117 @@
+"""Runs of one experiment: all that differ in their seed only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_spectral.errors import ReportError
+from lightning_spectral.report.measures import Curve, Numbers
+from lightning_spectral.report.runs import Run
+from lightning_spectral.report.settings import ABSENT, differing, flat_settings, label
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are repetitions of each other.
+
+    Attributes:
+        label: In what they differ from all others.
+        runs: The repetitions.
+        index: Position among the groups: it decides colour and marker.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+    index: int
+
+    def each(self, of: Callable[[Run], Curve | None]) -> list[Curve]:
+        """A curve of each run that has it."""
+        return [found for run in self.runs if (found := of(run)) is not None]
+
+
+@dataclass(frozen=True)
+class Band:
+    """A metric over the rounds that all repetitions have.
+
+    Attributes:
+        rounds: Shape ``(R,)``.
+        mean: Over the repetitions, shape ``(R,)``.
+        std: Sample standard deviation, shape ``(R,)``; 0 of one repetition.
+    """
+
+    rounds: Numbers
+    mean: Numbers
+    std: Numbers
+
+
+def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
+    """Group runs by what differs in their settings, apart from seeds.
+
+    A run without settings is a group of its own: nobody can know what it repeats.
+
+    Args:
+        runs: At least one.
+        by: Names of the settings to group by instead, or their last parts.
+
+    Returns:
+        The groups in order of their first runs, and the names of the settings by which they differ.
+
+    Raises:
+        ReportError: If no run has one of the settings.
+    """
+    settings = [flat_settings(run.config) for run in runs]
+    names = _named(settings, by) if by else differing([one for one in settings if one])
+    members: dict[tuple[str, ...], list[Run]] = {}
+    labels: dict[tuple[str, ...], str] = {}
+    for run, own in zip(runs, settings, strict=True):
+        key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)
+        members.setdefault(key, []).append(run)
+        labels[key] = (label(own, names) if own else "") or run.name
+    if len(members) == 1:
+        labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
+    return [Group(labels[key], tuple(found), index) for index, (key, found) in enumerate(members.items())], names
+
+
+def _named(settings: Sequence[dict[str, str]], by: Sequence[str]) -> list[str]:
+    known = sorted({name for one in settings for name in one})
+    found: list[str] = []
+    for wanted in by:
+        names = [name for name in known if name == wanted or name.endswith(f"/{wanted}")]
+        if not names:
+            raise ReportError(f"No run has a setting `{wanted}`; there are {', '.join(known) or 'none at all'}.")
+        found += names
+    return found
+
+
+def band(curves: Sequence[Curve]) -> Band | None:
+    """Mean and spread of repetitions; ``None`` if they share no round.
+
+    Example:
+        >>> rounds = np.arange(2.0)
+        >>> band([Curve(rounds, np.array([1.0, 2.0])), Curve(rounds[:1], np.array([3.0]))])
+        Band(rounds=array([0.]), mean=array([2.]), std=array([1.41421356]))
+    """
+    shared = sorted(set.intersection(*(set(one.rounds) for one in curves))) if curves else []
+    if not shared:
+        return None
+    values = np.array([one.values[np.searchsorted(one.rounds, shared)] for one in curves])
+    std = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(shared))
+    return Band(np.array(shared), values.mean(axis=0), std)
+
+
+def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_better: bool) -> list[int]:
+    """Those that no other beats in both respects, ascending by cost.
+
+    Example:
+        >>> pareto_front([3, 1, 2, 4], [0.9, 0.5, 0.4, 0.95], lower_is_better=False)
+        [1, 0, 3]
+    """
+    sign = 1 if lower_is_better else -1
+    front: list[int] = []
+    for index in sorted(range(len(costs)), key=lambda i: (costs[i], sign * values[i])):
+        if not front or sign * values[index] < sign * values[front[-1]]:
+            front.append(index)
+    return front

@@ -1,0 +1,183 @@
+"""What a report measures of a run: an evaluation metric, what it cost to get there, and how clients fared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_spectral.errors import ReportError
+from lightning_spectral.report.names import (
+    BYTES,
+    CENTRE,
+    CLIENTS,
+    HIGH,
+    HIGHER_IS_BETTER,
+    LOW,
+    LOWER_IS_BETTER,
+    ROUND,
+    SECONDS,
+)
+from lightning_spectral.report.runs import Run
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over the rounds that have it.
+
+    Attributes:
+        rounds: Communication rounds, from 0, shape ``(R,)``.
+        values: The metric, shape ``(R,)``.
+    """
+
+    rounds: Numbers
+    values: Numbers
+
+    @property
+    def last(self) -> float:
+        """The last value."""
+        return float(self.values[-1])
+
+
+def curve(run: Run, metric: str) -> Curve | None:
+    """A metric over rounds; of several models that all have it under their names, their mean. ``None`` without it.
+
+    Example:
+        >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
+        >>> from pathlib import Path
+        >>> curve(Run("r", Path("r"), {}, rows), "acc").values
+        array([0.3])
+    """
+    columns = [metric] if metric in run.names else [f"{model}/{metric}" for model in models(run)]
+    rows = [row for row in run.rows if columns and all(name in row for name in columns)]
+    if not rows:
+        return None
+    values = np.array([[row[name] for name in columns] for row in rows]).mean(axis=1)
+    return Curve(np.array([row[ROUND] for row in rows]), values)
+
+
+def models(run: Run) -> list[str]:
+    """Names of the models of a run that trains several; their metrics begin with them."""
+    return sorted({name.partition("/fl/")[0] for name in run.names if "/fl/" in name})
+
+
+def megabytes(run: Run) -> Curve | None:
+    """What has travelled by the end of each round: down, up and to measure, all clients and models, in 10^6 bytes."""
+    columns = [name for name in run.names if name.endswith(BYTES)]
+    if not columns:
+        return None
+    sums = [sum(row.get(name, 0.0) for name in columns) for row in run.rows]
+    return Curve(np.array([row[ROUND] for row in run.rows]), np.cumsum(sums) / 1e6)
+
+
+def megabytes_at(run: Run, rounds: Numbers) -> Numbers | None:
+    """What has travelled by the end of given rounds."""
+    sent = megabytes(run)
+    return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
+
+
+def run_end(run: Run, metric: str) -> tuple[float, float]:
+    """Megabytes sent until the last evaluation, and what it said; megabytes are NaN where none were counted."""
+    found = curve(run, metric)
+    assert found is not None, "the metric was chosen among those that all runs have"
+    sent = megabytes_at(run, found.rounds[-1:])
+    return (math.nan if sent is None else float(sent[0])), found.last
+
+
+def mean_stage_seconds(runs: Sequence[Run]) -> dict[str, float]:
+    """Mean seconds of each stage of a round, summed over models, mean over rounds and runs."""
+    found: dict[str, float] = {}
+    for run in runs:
+        for row in run.rows:
+            for name, value in row.items():
+                if SECONDS in name:
+                    stage = name.partition(SECONDS)[2]
+                    found[stage] = found.get(stage, 0.0) + value / len(run.rows) / len(runs)
+    return found
+
+
+def client_statistics(run: Run, metric: str) -> tuple[str, dict[str, Curve]]:
+    """Statistics of an evaluation metric over clients: its name, and a curve by the name of the statistic.
+
+    If clients were evaluated by other metrics only, it is the first of these.
+    """
+    names = [name.removeprefix(CLIENTS).rpartition("/") for name in sorted(run.names) if name.startswith(CLIENTS)]
+    measured = [name for name, _, _ in names if name]
+    chosen = metric if metric in measured else next(iter(measured), metric)
+    curves = {statistic: curve(run, f"{CLIENTS}{chosen}/{statistic}") for name, _, statistic in names if name == chosen}
+    return chosen, {statistic: found for statistic, found in curves.items() if found is not None}
+
+
+def spread(statistics: dict[str, Curve]) -> tuple[Curve, Curve, Curve] | None:
+    """The low, the middle and the high curve of statistics over clients; ``None`` unless all three are known."""
+    found = [next((statistics[name] for name in names if name in statistics), None) for names in (LOW, CENTRE, HIGH)]
+    low, centre, high = found
+    return (low, centre, high) if low is not None and centre is not None and high is not None else None
+
+
+def clients_at_end(run: Run, metric: str) -> tuple[float, float, float] | None:
+    """The low, the middle and the high of a metric over clients, at its last evaluation."""
+    found = spread(client_statistics(run, metric)[1])
+    return None if found is None else (found[0].last, found[1].last, found[2].last)
+
+
+def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
+    """The evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
+
+    Raises:
+        ReportError: If a run does not have it, or if the runs share none.
+    """
+    if wanted is None:
+        shared = set.intersection(*map(_evaluated, runs))
+        if shared:
+            return min(shared, key=_preference)
+        raise ReportError(_no_metric(min(runs, key=lambda run: len(_evaluated(run)))))
+    for run in runs:
+        if curve(run, wanted) is None:
+            raise ReportError(f"{run.path} has no metric `{wanted}`; it has {_listed(_plain(run))}.")
+    return wanted
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether less of it is better, by its name."""
+    return any(word in metric.lower() for word in LOWER_IS_BETTER)
+
+
+def _plain(run: Run) -> set[str]:
+    """Metrics of a user's own; those of several models also without the model's name."""
+    own = {name for name in run.names if not name.startswith("fl/") and "/fl/" not in name and not _is_rate(name)}
+    parts = [{name.removeprefix(f"{model}/") for name in own if name.startswith(f"{model}/")} for model in models(run)]
+    return own | set.intersection(*parts) if parts else own
+
+
+def _is_rate(name: str) -> bool:
+    return name.startswith("lr-")  # of Lightning's LearningRateMonitor
+
+
+def _evaluated(run: Run) -> set[str]:
+    trained = {name for name in run.from_clients for model in models(run) if name.startswith(f"{model}/")}
+    during = run.from_clients | {name.partition("/")[2] for name in trained}
+    return {name for name in _plain(run) if name not in during and not name.startswith("train")}
+
+
+def _preference(metric: str) -> tuple[bool, bool, bool, str]:
+    """Sorts what is to be maximised before losses, and those of the whole before those of parts."""
+    known = any(word in metric.lower() for word in HIGHER_IS_BETTER)
+    return "/" in metric, lower_is_better(metric), not known, metric
+
+
+def _no_metric(run: Run) -> str:
+    return (
+        f"{run.path} has no evaluation metric that the other runs have, too; it has {_listed(_plain(run))}. "
+        "Log one in `validation_step` and give the data module `val=`, or choose one with `--metric`."
+    )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "no metric of its own"

@@ -1,0 +1,86 @@
+"""The page: HTML that needs nothing but itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from lightning_spectral.report.runs import Table
+from lightning_spectral.report.sections import Section
+
+# Even if a name in a run smuggled something in, a browser would neither load nor execute it.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(title: str, summary: Sequence[str], warnings: Sequence[str], sections: Sequence[Section]) -> str:
+    """A whole HTML document.
+
+    Args:
+        title: Its title and first heading.
+        summary: Paragraphs below it.
+        warnings: What is wrong with some runs: a paragraph for each.
+        sections: In order.
+    """
+    style = (files("lightning_spectral.report") / "style.css").read_text(encoding="utf-8")
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        *(_paragraph(text) for text in summary),
+        *(_paragraph(text, "warning") for text in warnings),
+        *map(_section, sections),
+        "<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script; "
+        "rest a pointer on a mark to see its numbers.</footer>",
+    ]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{style}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            *body,
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _section(section: Section) -> str:
+    parts = [f"<h2>{escape(section.title)}</h2>"]
+    if section.remark:
+        parts.append(_paragraph(section.remark, "remark"))
+    if section.lead:
+        parts.append(_paragraph(section.lead, "faint"))
+    if section.picture:
+        parts.append(f"<figure>\n{section.picture.svg()}\n</figure>")
+    parts += [_details(caption, table) for caption, table in section.tables]
+    return "<section>\n" + "\n".join(parts) + "\n</section>"
+
+
+def _paragraph(text: str, style: str = "") -> str:
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>"
+
+
+def _details(caption: str, table: Table) -> str:
+    head = "".join(f"<th>{escape(str(name))}</th>" for name in table.columns)
+    rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
+    table = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    scrolling = f'<div class="table" tabindex="0">{table}</div>'
+    return f"<details><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else str(value)
+    number = bool(re.fullmatch(r"-?[0-9.]+(e[-+]?[0-9]+)?", text))
+    return f"<td{' class=number' if number else ''}>{escape(text)}</td>"

@@ -1,0 +1,114 @@
+"""Finds runs on the disk and reads each with what understands its format."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_spectral.errors import ReportError
+from lightning_spectral.report.runs import Run, build_run
+from lightning_spectral.report.wandb_file import read_wandb
+
+METRICS_FILE = "metrics.csv"
+EXPECTED = "a `.wandb` file, a `metrics.csv` of CSVLogger, a JSON file of `RoundHistory.save`, or a folder of such runs"
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Read all runs that some paths name.
+
+    Args:
+        paths: Of runs: a ``.wandb`` file, a ``metrics.csv``, a JSON file of `RoundHistory.save`; or of folders, which
+            are searched for the first two.
+
+    Returns:
+        The runs, each once, and why others that were found in a folder are left out.
+
+    Raises:
+        ReportError: If a file that is named cannot be read, or if a folder has no run that can.
+    """
+    runs: dict[Path, Run] = {}
+    left_out: list[str] = []
+    for path in paths:
+        found = _runs_in(path) if path.is_dir() else [path]
+        for file in found:
+            if file.resolve() not in runs:
+                try:
+                    runs[file.resolve()] = read_run(file)
+                except ReportError as error:
+                    if len(found) == 1:
+                        raise
+                    left_out.append(str(error))
+        if not any(file.resolve() in runs for file in found):
+            raise ReportError("\n".join([f"None of the {len(found)} runs in {path} can be read:", *left_out]))
+    return list(runs.values()), left_out
+
+
+def read_run(path: Path) -> Run:
+    """Read one run from its file.
+
+    Raises:
+        ReportError: If it does not exist, is not a run, or has no round.
+    """
+    if not path.exists():
+        raise ReportError(f"{path} does not exist; expected {EXPECTED}.")
+    if path.suffix == ".wandb":
+        return read_wandb(path)
+    if path.name == METRICS_FILE:
+        return read_csv(path)
+    if path.suffix == ".json":
+        return read_history(path)
+    raise ReportError(f"{path} is not a run; expected {EXPECTED}.")
+
+
+def read_csv(path: Path) -> Run:
+    """Read what Lightning's CSVLogger wrote; settings are in the ``hparams.yaml`` beside it."""
+    with path.open(newline="", encoding="utf-8") as file:
+        logged = list(csv.DictReader(file))
+    return build_run("/".join(path.parent.parts[-2:]), path, _settings(path.with_name("hparams.yaml")), logged)
+
+
+def read_history(path: Path) -> Run:
+    """Read what `RoundHistory.save` wrote."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        rows, from_clients, config = saved["rows"], saved["from_clients"], saved["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{path} is not a run: it was not written by `RoundHistory.save`.") from error
+    return build_run(path.stem, path, config, _parts(rows, set(from_clients)))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return (yaml.load(path.read_text(encoding="utf-8"), _Lenient) or {}) if path.exists() else {}
+    except yaml.YAMLError as error:
+        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+
+
+def _parts(rows: Sequence[dict[str, Any]], from_clients: set[str]) -> Iterator[dict[str, Any]]:
+    """Each row as loggers get it: the round first, then the evaluation of its model."""
+    for row in rows:
+        yield {name: value for name, value in row.items() if name in from_clients}
+        yield {name: value for name, value in row.items() if name not in from_clients}
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    found = sorted([*folder.rglob("*.wandb"), *folder.rglob(METRICS_FILE)])
+    if not found:
+        raise ReportError(f"{folder} has no run in it; expected {EXPECTED}. JSON files are named one by one.")
+    return found
+
+
+class _Lenient(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads objects of other people's classes as their names: nothing in a file is executed."""
+
+
+def _as_name(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> str:
+    return suffix.rpartition(":")[2]
+
+
+_Lenient.add_multi_constructor("", _as_name)  # for all tags that YAML itself does not know

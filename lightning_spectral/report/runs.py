@@ -1,0 +1,137 @@
+"""A run as a report sees it: one row of numbers per round, and the tables and histograms that were logged with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightning_spectral.errors import ReportError
+from lightning_spectral.report.names import BOOKKEEPING, BYTES, ROUND
+
+
+@dataclass(frozen=True)
+class Table:
+    """A logged table.
+
+    Attributes:
+        columns: Their names.
+        rows: One tuple per row, as long as ``columns``.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def column(self, name: str) -> list[Any]:
+        """All values of one column."""
+        index = self.columns.index(name)
+        return [row[index] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A logged histogram.
+
+    Attributes:
+        edges: Limits of the bins, ascending, one more than there are bins.
+        counts: How many values are in each bin.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+Media: TypeAlias = Table | Histogram
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: What its author called it, or its folder.
+        path: The file that it was read from.
+        config: Its settings.
+        rows: The numbers of each round, ascending by ``fl/round``.
+        media: Tables and histograms by name, then by round.
+        from_clients: Names of metrics that were logged with the round itself, so while clients trained.
+        notes: What a reader of the report should know about the file.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    rows: tuple[Mapping[str, float], ...]
+    media: Mapping[str, Mapping[int, Media]] = field(default_factory=dict)
+    from_clients: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        """All metrics that it has in some round."""
+        return {name for row in self.rows for name in row}
+
+    def noting(self, *notes: str) -> Run:
+        """The same run with further notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> Run:
+    """Bring what was logged, in order, into one row per round.
+
+    Rows that do not say their round belong to that of their epoch, or else to the round before them.
+
+    Args:
+        name: What its author called it.
+        path: The file that it was read from.
+        config: Its settings.
+        logged: What was written at once: numbers, or `Table` and `Histogram`. Anything else is ignored.
+
+    Raises:
+        ReportError: If there is not a single number.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    media: dict[str, dict[int, Media]] = {}
+    from_clients: set[str] = set()
+    round_idx = 0
+    for entry in logged:
+        numbers = {key: number for key, value in entry.items() if (number := as_number(value)) is not None}
+        round_idx = _round_of(numbers, round_idx)
+        kept = {key: value for key, value in numbers.items() if key not in BOOKKEEPING and not key.startswith("_")}
+        rows.setdefault(round_idx, {ROUND: float(round_idx)}).update(kept)
+        if any(key.endswith(BYTES[0]) for key in kept):
+            from_clients |= kept.keys()
+        for key, value in entry.items():
+            if isinstance(value, Table | Histogram):
+                media.setdefault(key, {})[round_idx] = value
+    if not any(row.keys() - {ROUND} for row in rows.values()):
+        raise ReportError(f"{path} holds no logged round. Train at least one, or leave this run out.")
+    ordered = tuple(rows[index] for index in sorted(rows))
+    return Run(name, path, config, ordered, media, frozenset(from_clients), _gaps(rows))
+
+
+def as_number(value: Any) -> float | None:
+    """A logged value as a number, as loggers write it; ``None`` if it is none.
+
+    Example:
+        >>> as_number("0.5"), as_number("NaN"), as_number(True), as_number("")
+        (0.5, nan, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _round_of(numbers: Mapping[str, float], before: int) -> int:
+    found = (numbers[name] for name in (ROUND, "epoch") if math.isfinite(numbers.get(name, math.nan)))
+    return int(next(found, before))
+
+
+def _gaps(rows: Mapping[int, object]) -> tuple[str, ...]:
+    first = min(rows)
+    return (f"starts at round {first}: what earlier rounds sent is not counted",) if first > 0 else ()

@@ -1,0 +1,209 @@
+"""The sections of a report: a picture or a table where the runs hold the data, and else what to switch on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightning_spectral.report import figures
+from lightning_spectral.report.dashboard import client_table, spectra
+from lightning_spectral.report.drawing import Picture, Size
+from lightning_spectral.report.figures.heat_maps import HeatMap
+from lightning_spectral.report.groups import Group
+from lightning_spectral.report.measures import (
+    client_statistics,
+    clients_at_end,
+    curve,
+    mean_stage_seconds,
+    megabytes,
+    run_end,
+    spread,
+)
+from lightning_spectral.report.names import EXPECTED_COVERAGE, SWITCH_ON, VISITED
+from lightning_spectral.report.runs import Run, Table
+
+MAX_HEAT_MAPS = 6
+MAX_CLIENTS = 200
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page under a heading of its own.
+
+    Attributes:
+        title: The heading.
+        lead: What to see, in a sentence or two.
+        picture: The figure, if there is one.
+        tables: Numbers, each under a caption; they are folded away where there is a picture.
+        remark: What to switch on, if there is nothing to show.
+    """
+
+    title: str
+    lead: str = ""
+    picture: Picture | None = None
+    tables: tuple[tuple[str, Table], ...] = ()
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the sections are about.
+
+    Attributes:
+        groups: The runs.
+        metric: The evaluation metric.
+        minimise: Whether less of it is better.
+    """
+
+    groups: Sequence[Group]
+    metric: str
+    minimise: bool
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, group by group."""
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def rows(self) -> int:
+        """Lines that a legend takes where it has one column."""
+        return len(self.groups)
+
+
+def all_sections(contents: Contents) -> list[Section]:
+    """Every section of a report, in order."""
+    parts = (pareto_section, curves_section, fairness_section, coverage_section, seconds_section, spectra_section)
+    return [part(contents) for part in (*parts, clients_section)]
+
+
+def pareto_section(contents: Contents) -> Section:
+    """The first figure."""
+    title = f"{contents.metric} against megabytes"
+    if not all(megabytes(run) for run in contents.runs):
+        return Section(title, remark=SWITCH_ON["bytes"])
+    with_clients = any(clients_at_end(run, contents.metric) for run in contents.runs)
+    lead = (
+        "Every run at its last evaluation: small marks are runs, large marks the means of repetitions with their "
+        "standard deviations. The dashed line joins what no other group beats in both respects."
+        + (" Below, from the low to the high end of each run's clients." if with_clients else "")
+    )
+    height = 6.4 if with_clients else 4.2
+    draw = partial(figures.pareto, groups=contents.groups, metric=contents.metric, minimise=contents.minimise)
+    picture = _picture(contents, "pareto", f"{title}: a point for each run.", draw, Size(height, height - 0.8))
+    return Section(title, lead, picture, (("All runs", _runs_table(contents)),))
+
+
+def curves_section(contents: Contents) -> Section:
+    """The metric over the run."""
+    title = f"{contents.metric} over rounds and over megabytes"
+    lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
+    draw = partial(figures.curves, groups=contents.groups, metric=contents.metric)
+    picture = _picture(contents, "curves", f"{title}: a line for each group.", draw, Size(3.8, 5.6))
+    return Section(title, lead, picture)
+
+
+def fairness_section(contents: Contents) -> Section:
+    """How far clients are apart, over rounds."""
+    found = {run.name: client_statistics(run, contents.metric) for run in contents.runs}
+    if not any(spread(statistics) for _, statistics in found.values()):
+        return Section("Fairness", remark=SWITCH_ON["clients"])
+    names = sorted({statistic for _, statistics in found.values() for statistic in statistics})
+    rows = [
+        (run, *(_short(own[name].last) if name in own else "" for name in names)) for run, (_, own) in found.items()
+    ]
+    metric = next(name for name, statistics in found.values() if spread(statistics))
+    draw = partial(figures.fairness, groups=contents.groups, metric=metric)
+    return Section(
+        "Fairness",
+        f"{metric} of single clients: the ends and the middle of its distribution, over rounds.",
+        _picture(contents, "fairness", f"{metric} of clients over rounds.", draw, Size(3.4, 7.4)),
+        (("Last evaluation of clients", Table(("run", *names), tuple(rows))),),
+    )
+
+
+def coverage_section(contents: Contents) -> Section:
+    """Shares of singular terms that were trained."""
+    if not any({VISITED, EXPECTED_COVERAGE} & run.names for run in contents.runs):
+        return Section("Coverage", remark=SWITCH_ON["coverage"])
+    lead = "Share of all singular terms that at least one client of the round held; dotted, what was expected."
+    draw = partial(figures.coverage, groups=contents.groups)
+    picture = _picture(contents, "coverage", "Share of terms held, over rounds.", draw, Size(3.4, 3.0))
+    return Section("Coverage", lead, picture)
+
+
+def seconds_section(contents: Contents) -> Section:
+    """Wall-clock time by stage."""
+    times = {group.label: mean_stage_seconds(group.runs) for group in contents.groups}
+    stages = sorted({stage for one in times.values() for stage in one})
+    if not stages:
+        return Section("Where the time went", remark=SWITCH_ON["seconds"])
+    rows = tuple((name, *(_short(one.get(stage, 0.0)) for stage in stages)) for name, one in times.items())
+    height = 1.2 + 0.45 * contents.rows
+    draw = partial(figures.seconds, groups=contents.groups)
+    return Section(
+        "Where the time went",
+        "Mean wall-clock seconds of a round, by stage; evaluation is not in it.",
+        _picture(contents, "seconds", "Seconds of a round by stage.", draw, Size(height, height + 1.2), legend=False),
+        (("Seconds per round", Table(("group", *stages), rows)),),
+    )
+
+
+def spectra_section(contents: Contents) -> Section:
+    """Singular values over rounds."""
+    shown: list[HeatMap] = []
+    for group in contents.groups:
+        found = next((one for run in group.runs if (one := spectra(run))), {})
+        shown += [HeatMap(f"{layer}\n{group.label}", found[layer]) for layer in found]
+    if not shown:
+        return Section("Singular values", remark=SWITCH_ON["spectra"])
+    left_out = len(shown) - MAX_HEAT_MAPS
+    more = f" {left_out} more layers are not shown." if left_out > 0 else ""
+    lead = f"Singular values of a layer, of the first run of each group, relative to the largest.{more}"
+    draw = partial(figures.heat_maps, shown=shown[:MAX_HEAT_MAPS])
+    panels = min(len(shown), MAX_HEAT_MAPS)
+    size = Size(0.8 + 3.0 * -(-panels // 3), 0.8 + 2.8 * panels)
+    return Section("Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, size))
+
+
+def clients_section(contents: Contents) -> Section:
+    """What is known of single clients at the end."""
+    tables = [(run, found) for run in contents.runs if (found := client_table(run)) is not None]
+    if not tables:
+        return Section("Clients", remark=SWITCH_ON["table"])
+    shown = tuple(
+        (f"{run.name}, round {index + 1}", Table(table.columns, tuple(_cells(row) for row in table.rows[:MAX_CLIENTS])))
+        for run, (index, table) in tables
+    )
+    more = any(len(table.rows) > MAX_CLIENTS for _, (_, table) in tables)
+    return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
+
+
+def _runs_table(contents: Contents) -> Table:
+    columns = ("group", "run", "rounds", contents.metric, "megabytes", "remarks")
+    rows = []
+    for group in contents.groups:
+        for run in group.runs:
+            cost, value = run_end(run, contents.metric)
+            evaluated = curve(run, contents.metric)
+            assert evaluated is not None, "the metric was chosen among those that all runs have"
+            rounds = int(evaluated.rounds[-1]) + 1
+            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(run.notes)))
+    return Table(columns, tuple(rows))
+
+
+def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
+    """A picture with room for the legend above it."""
+    lines = contents.rows if legend else 0
+    return Picture(name, description, draw, Size(size.wide + 0.2 * -(-lines // 3), size.narrow + 0.2 * lines))
+
+
+def _cells(row: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(_short(value) if isinstance(value, float) else value for value in row)
+
+
+def _short(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.4g}"

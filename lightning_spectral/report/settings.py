@@ -1,0 +1,105 @@
+"""In which settings runs differ, and how to say so in few words."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from lightning_spectral.report.names import REPETITION
+
+Settings: TypeAlias = Mapping[str, str]
+ABSENT = "—"
+
+
+def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """All settings as ``outer/inner``, each with its value as text.
+
+    Objects that are written as their ``repr`` are opened, too, so that runs can differ in one argument.
+
+    Example:
+        >>> flat_settings({"seed": 1, "federation": {"algorithm": "Sharding(TopN(), keep_ratio=0.2)"}})
+        {'seed': '1', 'federation/algorithm': 'Sharding', 'federation/algorithm/0': 'TopN',
+         'federation/algorithm/keep_ratio': '0.2'}
+    """
+    return dict(_flat("", config))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}/{key}" if name else str(key), inner)
+        return
+    call = _as_call(value) if isinstance(value, str) else None
+    if call is None:
+        yield name, str(value)
+    else:
+        yield from _flat_node(name, call)
+
+
+def _as_call(text: str) -> ast.Call | None:
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return node if isinstance(node, ast.Call) else None
+
+
+def _flat_node(name: str, node: ast.expr) -> Iterator[tuple[str, str]]:
+    if not isinstance(node, ast.Call):
+        yield name, ast.unparse(node)
+        return
+    yield name, ast.unparse(node.func)
+    for index, argument in enumerate(node.args):
+        yield from _flat_node(f"{name}/{index}", argument)
+    for keyword in node.keywords:
+        yield from _flat_node(f"{name}/{keyword.arg}", keyword.value)
+
+
+def differing(all_settings: Sequence[Settings]) -> list[str]:
+    """The settings in which experiments differ, in order, apart from those of repetitions such as seeds.
+
+    A setting that only some have counts if no outer one says why: the arguments of a class that others do not use are
+    no difference of their own.
+
+    Example:
+        >>> a = {"algorithm": "FedAvg", "seed": "0"}
+        >>> b = {"algorithm": "Sharding", "algorithm/keep_ratio": "0.2", "seed": "1"}
+        >>> differing([a, b]), differing([a, b, {**b, "algorithm/keep_ratio": "0.1"}])
+        (['algorithm'], ['algorithm', 'algorithm/keep_ratio'])
+    """
+    values = {name: {settings.get(name, ABSENT) for settings in all_settings} for name in _names(all_settings)}
+    found: list[str] = []
+    for name, options in values.items():
+        explained = any(name.startswith(f"{outer}/") for outer in found)
+        if len(options - {ABSENT} if explained else options) > 1 and not REPETITION & set(name.split("/")):
+            found.append(name)
+    return found
+
+
+def _names(all_settings: Iterable[Settings]) -> list[str]:
+    """All names, an outer one before those in it."""
+    return sorted({name for settings in all_settings for name in settings}, key=lambda name: name.split("/"))
+
+
+def label(settings: Settings, names: Sequence[str]) -> str:
+    """What distinguishes a run: its values of some settings. A class goes without saying if its strategy is named.
+
+    Example:
+        >>> label({"a": "Sharding", "a/strategy": "TopN", "a/keep_ratio": "0.2"}, ["a", "a/strategy", "a/keep_ratio"])
+        'TopN, keep_ratio=0.2'
+        >>> label({"a": "FedAvg"}, ["a", "a/strategy", "a/keep_ratio"])
+        'FedAvg'
+    """
+    shown = [name for name in names if name in settings]
+    outer = {one for one in shown if any(two.startswith(f"{one}/") and _is_class(settings[two]) for two in shown)}
+    parts = [_part(name, settings[name]) for name in shown if name not in outer]
+    return ", ".join(sorted(parts, key=lambda part: "=" in part))
+
+
+def _part(name: str, value: str) -> str:
+    return value if _is_class(value) else f"{name.rpartition('/')[2]}={value}"
+
+
+def _is_class(value: str) -> bool:
+    return value.isidentifier() and value[0].isupper() and value not in ("True", "False", "None")

@@ -1,0 +1,125 @@
+"""Reads the ``.wandb`` file of an offline run of Weights & Biases.
+
+wandb has no reader of its own for these files. They are logs as LevelDB writes them, in blocks of 32 KiB: each piece of
+a record has its checksum, length and type before it. A record is a message of wandb's own protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_spectral.errors import ReportError
+from lightning_spectral.report.runs import Histogram, Run, Table, build_run
+
+FILE_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+BLOCK_BYTES = 32 * 1024
+PIECE = struct.Struct("<IHB")  # checksum, length, type
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def read_wandb(path: Path) -> Run:
+    """Read an offline run.
+
+    The whole records at the beginning of a file are read if its end is missing, as in a run that was killed.
+
+    Args:
+        path: The ``.wandb`` file. Tables are looked for in the folder ``files`` beside it.
+
+    Raises:
+        ReportError: If wandb is not installed, if the file was not written by it, or if it has no round.
+    """
+    content = path.read_bytes()
+    if content[: len(FILE_HEADER)] != FILE_HEADER:
+        raise ReportError(f"{path} is not a run of wandb: it does not begin like one. Was it copied completely?")
+    messages = _messages(path, content)
+    config: dict[str, Any] = {}
+    logged: list[dict[str, Any]] = []
+    name, ended, missing = path.stem, False, 0
+    for message in messages:
+        for update in (*message.config.update, *message.run.config.update):
+            config["/".join(update.nested_key) or update.key] = json.loads(update.value_json)
+        if message.HasField("run"):
+            name = message.run.display_name or message.run.run_id or name
+        if message.HasField("history"):
+            entry = _entry(message.history, path.parent / "files")
+            missing += sum(value is None for value in entry.values())
+            logged.append(entry)
+        ended = ended or message.HasField("exit")
+    config.pop("_wandb", None)
+    run = build_run(name, path, config, logged)
+    return run.noting(
+        *(["the file ends before the run does: it was killed, or is still running"] if not ended else []),
+        *([f"{missing} tables are not in the folder `files` beside the run"] if missing else []),
+    )
+
+
+def whole_records(content: bytes) -> Iterator[bytes]:
+    """The records of a log up to its end, or up to the first one that is not whole.
+
+    Args:
+        content: The file, its header of 7 bytes included.
+    """
+    start, pieces = len(FILE_HEADER), b""
+    while start + PIECE.size <= len(content):
+        left_in_block = BLOCK_BYTES - start % BLOCK_BYTES
+        if left_in_block < PIECE.size:  # too short for a piece: padding
+            start += left_in_block
+            continue
+        checksum, length, kind = PIECE.unpack_from(content, start)
+        data = content[start + PIECE.size : start + PIECE.size + length]
+        if len(data) < length or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum:
+            return
+        start += PIECE.size + length
+        pieces = data if kind in (FULL, FIRST) else pieces + data
+        if kind in (FULL, LAST):
+            yield pieces
+
+
+def _messages(path: Path, content: bytes) -> Iterator[Any]:
+    try:
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+    except ModuleNotFoundError as missing:
+        raise ReportError(
+            f'{path} is a run of wandb, which is not installed: pip install "lightning-spectral[report]".'
+        ) from missing
+    return map(Record.FromString, whole_records(content))
+
+
+def _entry(history: Any, files: Path) -> dict[str, Any]:
+    """What was logged at once, with tables and histograms; ``None`` for a table whose file is gone."""
+    nested: dict[str, Any] = {}
+    for item in history.item:
+        *outer, name = item.nested_key or [item.key]
+        inner = nested
+        for part in outer:  # the fields of a table or a histogram come one by one
+            inner = inner.setdefault(part, {})
+        inner[name] = json.loads(item.value_json)
+    return dict(_flat("", nested, files))
+
+
+def _flat(name: str, value: Any, files: Path) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+    elif "_type" in value:
+        yield name, _media(value, files)
+    else:
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}" if name else key, inner, files)  # as wandb itself shows what is nested
+
+
+def _media(value: Mapping[str, Any], files: Path) -> Table | Histogram | str | None:
+    """A table or a histogram; the name of its type if it is anything else; ``None`` for a table without its file."""
+    if value["_type"] == "histogram" and "bins" in value:
+        return Histogram(tuple(value["bins"]), tuple(value["values"]))
+    if value["_type"] != "table-file":
+        return str(value["_type"])
+    try:
+        table = json.loads((files / value["path"]).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Table(tuple(table["columns"]), tuple(map(tuple, table["data"])))

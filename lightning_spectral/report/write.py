@@ -1,0 +1,85 @@
+"""From runs on the disk to a page and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_spectral.report.groups import Group, group_runs
+from lightning_spectral.report.measures import choose_metric, lower_is_better
+from lightning_spectral.report.page import page
+from lightning_spectral.report.reading import read_runs
+from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.sections import Contents, Section, all_sections
+from lightning_spectral.report.settings import flat_settings
+
+
+def write_report(
+    runs: Sequence[Path],
+    output: Path,
+    *,
+    metric: str | None = None,
+    mode: str | None = None,
+    group_by: Sequence[str] = (),
+    png: Path | None = None,
+    title: str | None = None,
+) -> list[Path]:
+    """Read runs and write a page on them.
+
+    Args:
+        runs: Files of runs, or folders of them.
+        output: The HTML file to write; folders that it needs are made.
+        metric: The evaluation metric; by default the most telling one that all runs have.
+        mode: ``"min"`` or ``"max"``: whether less or more of it is better; by default its name decides.
+        group_by: Settings by which runs are grouped; by default all in which they differ, but for seeds.
+        png: A folder for each figure as a PNG file; none are written by default.
+        title: Of the page.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ReportError: If a run cannot be read or has no evaluation metric.
+    """
+    read, left_out = read_runs(runs)
+    chosen = choose_metric(read, metric)
+    groups, names = group_runs(read, group_by)
+    minimise = mode == "min" if mode else lower_is_better(chosen)
+    sections = [*all_sections(Contents(groups, chosen, minimise)), _settings_section(read)]
+    title = title or f"{chosen} of {_counted(len(read), 'federated run')}"
+    warnings = [f"Left out: {reason}" for reason in left_out] + [_noted(run) for run in read if run.notes]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(title, [_summary(groups, names)], warnings, sections), encoding="utf-8")
+    return [output, *(_write_pictures(sections, png) if png else [])]
+
+
+def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return [section.picture.write_png(folder) for section in sections if section.picture]
+
+
+def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
+    """How runs were grouped, in a sentence."""
+    sizes = sorted({len(group.runs) for group in groups})
+    repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
+    differ = f", which differ in {', '.join(f'`{name}`' for name in names)}" if names and len(groups) > 1 else ""
+    return f"{_counted(len(groups), 'group')} of {repeated}{differ}."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _noted(run: Run) -> str:
+    return f"{run.name} ({run.path.name}): {'; '.join(run.notes)}."
+
+
+def _settings_section(runs: Sequence[Run]) -> Section:
+    """What all runs have in common, so that a page says how it came about."""
+    settings = [flat_settings(run.config) for run in runs]
+    same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
+    if not same:
+        return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
+    return Section(
+        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
+    )

@@ -1,0 +1,110 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_spectral.errors import ReportError
+from lightning_spectral.report.groups import band, group_runs
+from lightning_spectral.report.measures import (
+    Curve,
+    choose_metric,
+    client_statistics,
+    curve,
+    mean_stage_seconds,
+    megabytes,
+    spread,
+)
+from lightning_spectral.report.runs import Run, build_run
+
+
+def run(config: Any = None, *logged: Any, name: str = "run") -> Run:
+    return build_run(name, Path(name), config or {}, logged or [{"fl/round": 0, "val_acc": 0.5}])
+
+
+def sharding(seed: int, strategy: str = "TopN()", keep_ratio: float = 0.2) -> Run:
+    algorithm = f"SpectralSharding(strategy={strategy}, keep_ratio={keep_ratio}, clip_tau=10.0)"
+    return run({"federation": {"algorithm": algorithm, "seed": seed}, "lr": 0.1})
+
+
+def test_runs_that_differ_in_their_seeds_are_one_group() -> None:
+    dense = run({"federation": {"algorithm": "FedAvg()", "seed": 0}, "lr": 0.1})
+    runs = [sharding(0), dense, sharding(1), sharding(0, "Collective(cohort='group')"), sharding(0, keep_ratio=0.1)]
+    groups, names = group_runs(runs)
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("TopN, keep_ratio=0.2", 2),
+        ("FedAvg", 1),
+        ("Collective, keep_ratio=0.2", 1),
+        ("TopN, keep_ratio=0.1", 1),
+    ]
+    within = "federation/algorithm"
+    assert names == [within, f"{within}/keep_ratio", f"{within}/strategy"]
+
+
+def test_runs_without_settings_are_not_taken_for_repetitions() -> None:
+    groups, _ = group_runs([run(name="a"), run(name="b")])
+    assert [group.label for group in groups] == ["a", "b"]
+
+
+def test_runs_are_grouped_by_the_settings_that_are_asked_for() -> None:
+    runs = [sharding(0), sharding(0, "Collective()"), sharding(0, keep_ratio=0.1)]
+    groups, _ = group_runs(runs, by=["keep_ratio"])
+    assert [(group.label, len(group.runs)) for group in groups] == [("keep_ratio=0.2", 2), ("keep_ratio=0.1", 1)]
+    with pytest.raises(ReportError, match=r"No run has a setting `ratio`; there are .*federation/algorithm/keep_ratio"):
+        group_runs(runs, by=["ratio"])
+
+
+def test_a_band_is_over_the_rounds_that_all_repetitions_have() -> None:
+    every = Curve(np.arange(4.0), np.array([0.0, 2.0, 4.0, 6.0]))
+    found = band([every, Curve(np.array([1.0, 3.0]), np.array([4.0, 10.0]))])
+    assert found is not None
+    np.testing.assert_array_equal(found.rounds, [1, 3])
+    np.testing.assert_array_equal(found.mean, [3, 8])
+    np.testing.assert_allclose(found.std, [2**0.5, 8**0.5])
+    assert band([every, Curve(np.array([9.0]), np.array([0.0]))]) is None
+
+
+def test_megabytes_are_all_that_was_sent_until_then() -> None:
+    sent = {"words/fl/bytes_down": 1e6, "words/fl/bytes_up": 5e5, "words/fl/bytes_measuring": 2e5, "fl/bytes_up": 3e5}
+    found = megabytes(run({}, {"fl/round": 0, **sent}, {"fl/round": 1, "fl/loss": 0.0}, {"fl/round": 2, **sent}))
+    assert found is not None
+    np.testing.assert_allclose(found.values, [2, 2, 4])
+    assert megabytes(run()) is None
+
+
+def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
+    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9}
+    after = {"fl/round": 0, "val_loss": 0.5, "val_acc": 0.5, "lr-SGD": 0.1, "fl/clients/val_acc/mean": 0.5}
+    assert choose_metric([run({}, during, after)], None) == "val_acc"
+    assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})], None) == "val_loss"
+    assert choose_metric([run({}, during, after)], "acc") == "acc"
+    with pytest.raises(ReportError, match=r"run has no evaluation metric .* it has `acc`, `train_acc`.*`--metric`"):
+        choose_metric([run({}, during)], None)
+    with pytest.raises(ReportError, match=r"run has no metric `f1`; it has `acc`, `train_acc`, `val_acc`, `val_loss`"):
+        choose_metric([run({}, during, after)], "f1")
+
+
+def test_of_several_models_the_mean_is_reported() -> None:
+    rows = {"fl/round": 0, "a/fl/loss": 1.0, "b/fl/loss": 1.0}
+    several = run({}, rows, {"a/acc": 0.2, "b/acc": 0.6}, {"fl/round": 1, "a/acc": 0.3})
+    assert choose_metric([several], None) == "acc"
+    found = curve(several, "acc")
+    assert found is not None
+    assert (found.rounds.tolist(), found.values.tolist()) == ([0], [pytest.approx(0.4)])
+
+
+def test_the_spread_over_clients_has_two_ends_and_a_middle() -> None:
+    statistics = {f"fl/clients/acc/{name}": value for name, value in {"p10": 0.1, "mean": 0.5, "max": 0.9}.items()}
+    metric, found = client_statistics(run({}, {"fl/round": 0, **statistics}), "val_acc")
+    three = spread(found)
+    assert metric == "acc"
+    assert three is not None
+    assert [one.last for one in three] == [0.1, 0.5, 0.9]
+    del found["p10"]
+    assert spread(found) is None
+
+
+def test_seconds_of_a_stage_are_means_over_rounds_and_runs() -> None:
+    first = run({}, {"fl/round": 0, "a/fl/seconds_train": 1.0, "b/fl/seconds_train": 2.0}, {"fl/round": 1, "x": 1})
+    second = run({}, {"fl/round": 0, "fl/seconds_train": 4.5, "fl/seconds_load": 1.0})
+    assert mean_stage_seconds([first, second]) == {"train": 3.0, "load": 0.5}

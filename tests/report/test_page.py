@@ -1,0 +1,165 @@
+import re
+import shutil
+import subprocess
+import sys
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_up_runs import rounds, strategies, write_csv
+
+from lightning_spectral.__main__ import main
+from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report.names import SWITCH_ON
+from lightning_spectral.report.page import POLICY
+from lightning_spectral.report.reading import read_run
+from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.sections import Contents, all_sections, pareto_section
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+CLIENTS = {"fl/clients/val_acc/p10": 0.3, "fl/clients/val_acc/mean": 0.5, "fl/clients/val_acc/p90": 0.7}
+EVERYTHING = {**CLIENTS, "fl/terms_visited": 0.4, "fl/expected_coverage": 0.5}
+LOADS = {"src", "href", "xlink:href", "srcset", "data", "poster", "action", "background", "formaction"}
+
+
+class Elements(HTMLParser):
+    """All elements of a page, and the values of attributes that make a browser load something."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.ids: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in LOADS]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a page on runs that hold everything a logger of numbers can have, and its figures."""
+    folder = tmp_path_factory.mktemp("full")
+    runs = strategies(folder / "runs", **EVERYTHING)
+    assert main(["report", str(runs), "-o", str(folder / "new/report.html"), "--png", str(folder / "png")]) == 0
+    return folder
+
+
+def test_a_page_loads_nothing(full: Path) -> None:
+    page = (full / "new/report.html").read_text()
+    elements = Elements(page)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(elements.tags)
+    assert [value for value in elements.loaded if not value.startswith(("#", "data:image/png;"))] == []
+    assert re.findall(r"url\((?!#)|@import|fetch\(", page) == []
+    assert f'http-equiv="Content-Security-Policy" content="{POLICY}"' in page
+
+
+def test_references_within_a_page_are_unique_and_exist(full: Path) -> None:
+    page = (full / "new/report.html").read_text()
+    elements = Elements(page)
+    assert len(elements.ids) == len(set(elements.ids))
+    used = {value[1:] for value in elements.loaded if value.startswith("#")} | set(re.findall(r"url\(#([^)]+)\)", page))
+    assert used
+    assert used <= set(elements.ids)
+
+
+def test_figures_are_in_the_page_and_in_files(full: Path) -> None:
+    page = (full / "new/report.html").read_text()
+    names = {"pareto", "curves", "fairness", "coverage", "seconds"}
+    assert {path.stem for path in (full / "png").iterdir()} == names
+    assert all(path.read_bytes().startswith(PNG_SIGNATURE) for path in (full / "png").iterdir())
+    assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == len(names)
+    assert "<title>Collective: 0.71 after 6 MB, mean of 2</title>" in page
+    assert "2 groups of 2 runs each, which differ in <code>federation/algorithm/strategy</code>." in page
+
+
+def test_the_same_runs_make_the_same_figure(full: Path) -> None:
+    groups, _ = group_runs([read_run(full / "runs/TopN/version_0/metrics.csv")])
+    one, two = (pareto_section(Contents(groups, "val_acc", False)).picture for _ in range(2))
+    assert one is not None
+    assert two is not None
+    assert one.svg() == two.svg()
+
+
+def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> None:
+    bare = [{"fl/round": 0, "val_acc": 0.5, "fl/loss": 1.0}]
+    read = [read_run(write_csv(tmp_path / "run", bare) / "metrics.csv")]
+    groups, _ = group_runs(read)
+    remarks = {section.remark for section in all_sections(Contents(groups, "val_acc", False)) if not section.picture}
+    assert remarks == set(SWITCH_ON.values())
+
+
+def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
+    table = Table(("layer", "term", "singular_value"), (("net.0", 0, 2.0), ("net.0", 1, 0.5), ("net.2", 0, 1.0)))
+    clients = Table(("client_id", "val_acc"), ((7, 0.123456),))
+    media = {"fl/spectra": {0: table, 10: table}, "fl/client_table": {0: clients}}
+    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
+    sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
+    spectra = sections["Singular values"].picture
+    assert spectra is not None
+    drawn = spectra.svg()
+    assert drawn.count(">net.0<") == drawn.count(">net.2<") == 2  # wide and narrow
+    assert sections["Clients"].tables == (("run, round 1", Table(clients.columns, ((7, "0.1235"),))),)
+
+
+def test_names_from_runs_cannot_become_markup(tmp_path: Path) -> None:
+    config = {"note": "<script>alert(1)</script>", "seed": 1}
+    write_csv(tmp_path / "<b>bold", rounds([0.5]), config)
+    assert (
+        main(["report", str(tmp_path), "-o", str(tmp_path / "r.html"), "--title", "<i>", "--metric", "val_loss"]) == 0
+    )
+    page = (tmp_path / "r.html").read_text()
+    assert not {"script", "b", "i"} & set(Elements(page).tags)
+    assert "&lt;script&gt;" in page
+
+
+def test_a_report_that_cannot_be_made_says_why_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["report", str(tmp_path / "gone"), "-o", str(tmp_path / "r.html")]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'gone'} does not exist")
+    assert not (tmp_path / "r.html").exists()
+    for name in [name for name in sys.modules if name.startswith("lightning_spectral.report.")]:
+        if name != "lightning_spectral.report.command":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert main(["report", str(tmp_path)]) == 1
+    assert 'needs matplotlib: pip install "lightning-spectral[report]"' in capsys.readouterr().err
+
+
+def test_an_unknown_command_lists_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dance"]) == 2
+    assert "report" in capsys.readouterr().err
+
+
+# Shows a page in a frame, because a window has a least width, unfolds everything, and says by how much it is wider than the frame.
+FRAME = """<iframe srcdoc="{page}" style="width:{width}px;height:3000px;border:0"></iframe><script>
+onload = () => {{
+  const page = document.querySelector("iframe").contentDocument;
+  page.querySelectorAll("details").forEach((part) => (part.open = true));
+  const shown = [...page.querySelectorAll("svg")].filter((figure) => figure.getBoundingClientRect().width > 0);
+  const root = page.documentElement;
+  document.title = `${{root.scrollWidth - root.clientWidth}} too wide, ${{shown.length}} ${{shown[0].classList}}`;
+}};
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "figures"), [(360, "narrow"), (1280, "wide")])
+def test_a_browser_shows_the_page_without_complaint(full: Path, tmp_path: Path, width: int, figures: str) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium is installed")
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(page=escape((full / "new/report.html").read_text()), width=width))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    options += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"]
+    command = [chromium, *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr
+    assert f"<title>0 too wide, 5 {figures}</title>" in done.stdout

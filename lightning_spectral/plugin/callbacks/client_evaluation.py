@@ -122,6 +122,13 @@ class ClientEvaluation(RoundCallback):
         figures = {summary.metric(f"fl/clients/{name}"): value for name, value in table.figures().items()}
         log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
 
+    def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
+        """The metrics of the clients that were evaluated after this round, for `RoundDashboard`."""
+        table = self.tables.get(summary.model)
+        if table is None or table.round_idx != summary.round_idx:
+            return {}
+        return {name: table.column(name) for name in table.metrics}
+
     def _chosen(self, pl_module: Evaluated, summary: RoundSummary) -> list[int]:
         """Ids of those to be evaluated, ascending; a client without held-out examples cannot be."""
         held_out = pl_module.data.held_out.sizes > 0

@@ -128,6 +128,16 @@ def test_csv_files_hold_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, t
     assert all(12 >= counts[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
 
 
+def test_the_table_of_clients_shows_how_the_model_serves_them(lit: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=8), batch_size=4, client_val_fraction=0.4)
+    evaluation = ls.ClientEvaluation(every_n_rounds=2, clients="participants")
+    fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[evaluation, ls.RoundDashboard(1)])
+    for round_idx in (1, 3):
+        found = {int(row["client"]): row.get("val_acc") for row in shown(tmp_path, "clients", round_idx)}
+        evaluated = evaluation.table.column("val_acc") if round_idx == 3 else dict.fromkeys(found)
+        assert found == {client: None if value is None else str(value) for client, value in evaluated.items()}
+
+
 def test_validation_stands_beside_the_bytes_so_far(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard := ls.RoundDashboard()])
     spent = [sum(row[f"fl/bytes_{way}"] for way in ("down", "up")) for row in fitted.history.rows]

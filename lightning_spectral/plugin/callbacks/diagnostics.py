@@ -49,7 +49,7 @@ class SpectralDiagnostics(RoundCallback):
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         """Compute the figures of the round and log them."""
-        if isinstance(opened, SpectralRound) and trainer.current_epoch % self.every_n_rounds == 0:
+        if isinstance(opened, SpectralRound) and opened.layers and trainer.current_epoch % self.every_n_rounds == 0:
             values = {name: torch.tensor(value).double() for name, value in spectral_figures(opened).items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 

@@ -50,6 +50,8 @@ def blocks(page: Path) -> Iterator[tuple[Any, str | None]]:
 
 @pytest.mark.usefixtures("toy_size")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers for it
+@pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")  # of a model that was not downloaded
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_runs_and_prints_what_is_shown(page: Path) -> None:
     namespace: dict[str, Any] = {"__name__": page.stem}

@@ -168,9 +168,16 @@ class SpectralSharding(Algorithm[SpectralRound]):
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module.
 
-        Warns about layers of which every client would hold all terms.
+        Warns about layers of which every client would hold all terms, and if no layer is sharded at all.
         """
         plan = self.plan(server)
+        if not plan.sharded:
+            warnings.warn(
+                f"SpectralSharding shards no layer of {type(server).__name__}: what is not frozen stays whole, for the "
+                "reasons that `validate` gives. Clients train as with FedAvg().",
+                SpectralWarning,
+                stacklevel=3,
+            )
         if plan.whole:
             listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
             warnings.warn(
@@ -186,7 +193,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Apply the spectral start, if there is one."""
-        if (start := self.spectral_start) is None:
+        if (start := self.spectral_start) is None or not self.plan(server).sharded:
             return ""
         share = min(entries_of(self.keep_ratio)) if start.keep_ratio is None else start.keep_ratio
         report = spectral_start(
@@ -196,6 +203,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
+        if not self.plan(server).sharded:
+            return
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
             warnings.warn(
                 f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr "

@@ -125,7 +125,9 @@ class SpectralRound:
     mean: MeanChange
 
     def diagnostics(self) -> dict[str, float]:
-        """Figures to log: see `SpectralSharding.diagnostics`."""
+        """Figures to log: see `SpectralSharding.diagnostics`; none if no layer is sharded."""
+        if not self.layers:
+            return {}
         visited = sum(int((layer.mean.weight > 0).sum()) for layer in self.layers.values())
         total = sum(len(layer.mean.weight) for layer in self.layers.values())
         plans = [plan for layer in self.layers.values() for plan in layer.groups.values()]

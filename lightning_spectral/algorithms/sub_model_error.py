@@ -14,12 +14,14 @@ def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> S
     """What to tell the user if the sub-models of a keep ratio are far from the weights; of the worst ratio alone.
 
     Args:
-        layers: The sharded layers of an open round, at least one.
+        layers: The sharded layers of an open round.
         starts_random: Whether the run has no spectral start, so that one may help.
 
     Returns:
         The figures and their remedies, or nothing.
     """
+    if not layers:
+        return []
     rounds = list(layers.values())
     errors = [layer.client_errors() for layer in rounds]
     mean_errors = {ratio: fmean(of_layer[ratio] for of_layer in errors) for ratio in errors[0]}

@@ -80,9 +80,9 @@ def only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
 
 
 def _candidates(costs: Costs) -> list[float]:
-    """The keep ratios at which some block gains a term, ascending; between them nothing changes."""
+    """The keep ratios at which some block gains a term, ascending; between them nothing changes. The last is 1."""
     sizes = {use.block.num_singular for use in costs.blocks}
-    return sorted({num_terms / size for size in sizes for num_terms in range(1, size + 1)})
+    return sorted({1.0, *(num_terms / size for size in sizes for num_terms in range(1, size + 1))})
 
 
 def _largest(costs: Costs, candidates: Sequence[float], name: str, budget: float) -> float:

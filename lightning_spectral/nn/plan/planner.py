@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,8 +12,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType, is_affine, refusal, sharded_type
+from lightning_spectral.nn.plan.low_rank import LOW_RANK, low_rank_factors
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
-from lightning_spectral.nn.plan.problems import problems_of
+from lightning_spectral.nn.plan.problems import FROZEN, problems_of
 from lightning_spectral.nn.plan.trace import Example, example_of, execution_order
 from lightning_spectral.protocol.exchange import buffer_policies
 
@@ -36,8 +37,9 @@ def plan_layers(module: nn.Module, example_input: Example = None, choices: Layer
     example = example_of(module) if example_input is None else example_input
     order = None if example is None else execution_order(module, example)
     layers = _in_order(dict(_layers(module)), order)
-    ends = _ends(layers, order) if choices.keep_first_and_last_dense else {}
-    planner = _Planner(choices, order, ends, _ties(module))
+    factors = _factors(module, layers)
+    ends = _ends(layers, order, factors) if choices.keep_first_and_last_dense else {}
+    planner = _Planner(choices, order, ends, _ties(module), factors)
     plans = tuple(planner.plan(name, layer) for name, layer in layers.items())
     buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.keep_buffers))
     return ModulePlan(plans, buffers, tuple(problems_of(module, layers, plans, choices)), choices)
@@ -52,12 +54,14 @@ class _Planner:
         order: Names of the layers in the order of their first call; ``None`` if no pass was traced.
         ends: From the names of the first and the last layer to the reason that keeps them dense.
         ties: For each layer that shares a parameter, the names of the others.
+        factors: Names of low-rank factors.
     """
 
     choices: LayerChoices
     order: tuple[str, ...] | None
     ends: Mapping[str, str]
     ties: Mapping[str, Sequence[str]]
+    factors: Collection[str]
 
     def plan(self, name: str, layer: nn.Module) -> LayerPlan:
         parts = self.choices.num_parts(name)
@@ -77,15 +81,16 @@ class _Planner:
             return "not an affine layer"
         if self.choices.excludes(name):
             return "excluded by name"
+        if name in self.factors:
+            return LOW_RANK
         if name in self.ends:
             return self.ends[name]
         if name in self.ties:
             return f"shares its weight with {' and '.join(map(repr, self.ties[name]))}"
         if reason := refusal(layer):
             return reason
-        weights = {block.parameter for block in _blocks(layer, 1)}
-        if not all(layer.get_parameter(weight).requires_grad for weight in weights):
-            return "frozen"
+        if _is_frozen(layer, _blocks(layer, 1)):
+            return FROZEN
         if self.order is not None and name not in self.order:
             return "not in the forward pass"
         return None
@@ -103,12 +108,24 @@ def _in_order(layers: dict[str, nn.Module], order: Sequence[str] | None) -> dict
     return {name: layers[name] for name in dict.fromkeys([*ran, *layers])}
 
 
-def _ends(layers: Mapping[str, nn.Module], order: Sequence[str] | None) -> dict[str, str]:
-    names = [name for name in layers if order is None or name in order]
+def _ends(layers: Mapping[str, nn.Module], order: Sequence[str] | None, factors: Collection[str]) -> dict[str, str]:
+    names = [name for name in layers if (order is None or name in order) and name not in factors]
     weighted = [name for name in names if is_affine(layers[name]) or isinstance(layers[name], nn.Embedding)]
     affine = [name for name in weighted if is_affine(layers[name])]
     first = {weighted[0]: "first layer"} if affine and weighted[0] == affine[0] else {}
     return {affine[-1]: "last layer", **first} if affine else {}
+
+
+def _factors(module: nn.Module, layers: Mapping[str, nn.Module]) -> frozenset[str]:
+    shapes: dict[bool, dict[str, tuple[int, int]]] = {True: {}, False: {}}
+    for name, layer in layers.items():
+        if len(blocks := _blocks(layer, 1)) == 1:
+            shapes[_is_frozen(layer, blocks)][name] = blocks[0].shape
+    return low_rank_factors(module, trained=shapes[False], frozen=shapes[True])
+
+
+def _is_frozen(layer: nn.Module, blocks: Iterable[WeightBlock]) -> bool:
+    return not all(layer.get_parameter(block.parameter).requires_grad for block in blocks)
 
 
 def _ties(module: nn.Module) -> dict[str, list[str]]:

@@ -11,7 +11,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import sharded_type
+from lightning_spectral.nn.plan.low_rank import LOW_RANK
 from lightning_spectral.nn.plan.module_plan import LayerPlan
+
+FROZEN = "frozen"
 
 
 def problems_of(
@@ -31,7 +34,7 @@ def problems_of(
     yield from _unmatched("split", list(choices.split), list(layers))
     yield from _wrong_splits(layers, choices)
     sharded = [layer for layer in plans if layer.sharded is not None]
-    if not sharded:
+    if not sharded and not any(layer.reason in (FROZEN, LOW_RANK) for layer in plans):
         yield (
             "No layer of this module can be sharded; the first and the last layer stay dense unless "
             "`keep_first_and_last_dense=False`, and `exclude` takes layers out."

@@ -60,7 +60,7 @@ class SpectralDiagnostics(RoundCallback):
         self, trainer: pl.Trainer, pl_module: Trained, opened: Any
     ) -> None:
         """Compute the figures of the round and log them."""
-        if isinstance(opened, SpectralRound) and self.is_due(trainer.current_epoch):
+        if isinstance(opened, SpectralRound) and opened.layers and self.is_due(trainer.current_epoch):
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}

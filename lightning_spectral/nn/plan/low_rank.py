@@ -1,0 +1,61 @@
+"""Finds low-rank factors, such as those of LoRA: they stay whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+LOW_RANK = "low-rank factor"
+Shapes = Mapping[str, tuple[int, int]]
+
+
+def low_rank_factors(module: nn.Module, trained: Shapes, frozen: Shapes) -> frozenset[str]:
+    """Names of the layers that are a factor of a low-rank update B A of another layer's weight W.
+
+    They have few terms, which is what makes them cheap: a client that held some of these would save next to nothing,
+    and B is zero at first, so it has no terms at all. A layer is a factor if
+
+    - a part of its dotted name begins with ``lora``, in any case, as in PEFT (``lora_A.default``); or
+    - it is one of a pair B (c_out, r), A (r, c_in) of trained layers in the same module as a frozen W (c_out, c_in),
+      with r < min(c_out, c_in). A ``ModuleDict`` or ``ModuleList`` between a layer and that module does not count.
+
+    Args:
+        module: The module that all of them are in.
+        trained: For each affine layer that is trained, the shape of its weight as a matrix.
+        frozen: The same for those that are not.
+
+    Example:
+        >>> class Adapted(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.base, self.down, self.up = nn.Linear(8, 6), nn.Linear(8, 2), nn.Linear(2, 6)
+        >>> shapes = {"down": (2, 8), "up": (6, 2)}
+        >>> sorted(low_rank_factors(Adapted(), shapes, {"base": (6, 8)}))
+        ['down', 'up']
+        >>> low_rank_factors(Adapted(), shapes, {})
+        frozenset()
+    """
+    named = {name for name in trained if any(part.lower().startswith("lora") for part in name.split("."))}
+    return frozenset(named.union(*_pairs(module, trained, frozen)))
+
+
+def _pairs(module: nn.Module, trained: Shapes, frozen: Shapes) -> Iterator[tuple[str, str]]:
+    beside: dict[str, list[str]] = defaultdict(list)
+    for name in trained:
+        beside[_owner(module, name)].append(name)
+    for base, (rows, columns) in frozen.items():
+        siblings = beside[_owner(module, base)]
+        for down in siblings:
+            rank = trained[down][0]
+            if trained[down] == (rank, columns) and rank < min(rows, columns):
+                yield from ((down, up) for up in siblings if trained[up] == (rows, rank))
+
+
+def _owner(module: nn.Module, name: str) -> str:
+    """Path of the module that a layer belongs to, whatever dictionaries and lists are between them."""
+    path = name.rpartition(".")[0]
+    while path and isinstance(module.get_submodule(path), nn.ModuleDict | nn.ModuleList):
+        path = path.rpartition(".")[0]
+    return path

@@ -15,6 +15,10 @@ class RoundError(RuntimeError):
     """A round cannot be finished: too few clients returned what can be used, or the server's weights are not finite."""
 
 
+class LostProcessError(RoundError):
+    """Another process of the run has ended, or hangs; the message names it, and the client whose turn it was."""
+
+
 def check_is(argument: str, value: object, expected: type) -> None:
     """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint where there is one.
 

@@ -16,7 +16,7 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
-from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.errors import ClientError, LostProcessError, RoundError, SpectralWarning
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn import (
     CostTable,
@@ -128,6 +128,7 @@ __all__ = [
     "Link",
     "LocalHook",
     "LossVarianceReduced",
+    "LostProcessError",
     "MinimumSupport",
     "MultiModelDataModule",
     "MultiModelModule",

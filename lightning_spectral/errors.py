@@ -15,6 +15,10 @@ class RoundError(RuntimeError):
     """A round cannot be finished: too few clients returned what can be used, or the server's weights are not finite."""
 
 
+class LostProcessError(RoundError):
+    """Another process of the run has ended, or hangs; the message names it, and the client whose turn it was."""
+
+
 class ReportError(ValueError):
     """A report cannot be made of these runs; the message names the file and what to do."""
 

@@ -5,7 +5,9 @@
 
 import os
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,19 @@ class FailsBetweenTurns(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == trainer.world_size - 1:
             raise KeyError("mine alone")
+
+
+class Leaves(ls.RoundCallback):
+    """A process ends in a client's turn, or is away for some seconds."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+        if turn.round_idx == 1 and trainer.global_rank == self.rank:
+            if not self.seconds:
+                os._exit(0)
+            time.sleep(self.seconds)
 
 
 class FailsInOneProcess(ls.RoundCallback):
@@ -196,6 +211,8 @@ ONLY_WITH_TWO = {
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"
+# which process leaves, for how long (0 for ever), and how long the others wait
+LOST = {"the last ends": (-1, 0.0, 60.0), "the first ends": (0, 0.0, 60.0), "the last is away": (-1, 6.0, 4.0)}
 
 
 def several_models(algorithms: dict[str, ls.Algorithm[Any]], seed: int) -> tuple[Any, Any]:
@@ -218,6 +235,7 @@ def run(
     loader: bool = False,
     trainer: dict[str, Any] | None = None,
     num_processes: int = 1,
+    patience: float = 60.0,
     models: dict[str, ls.Algorithm[Any]] | None = None,
     held_out: float = 0.0,
     dashboard: bool = False,
@@ -234,8 +252,8 @@ def run(
         rank = os.environ.get("LOCAL_RANK", 0)
         options["logger"] = CSVLogger(folder.parent, name=None, version=f"{folder.name}, process {rank}")
         watchers.append(ls.RoundDashboard(every_n_rounds=1))
-    patience = timedelta(seconds=60)  # who waits longer waits for ever
-    several = {"strategy": ls.ClientParallelStrategy(timeout=patience), "devices": num_processes}
+    timeout = timedelta(seconds=patience)  # who waits longer waits for ever
+    several = {"strategy": ls.ClientParallelStrategy(timeout=timeout), "devices": num_processes}
     strategy = several if num_processes > 1 else {}
     runner = pl.Trainer(
         max_epochs=rounds,
@@ -313,13 +331,15 @@ def say_and_share(processes: Processes) -> dict[str, Any]:
     }
 
 
+def begin(rank: int, num_processes: int, port: int, folder: Path) -> Callable[[str, dict[str, Any]], None]:
+    """Take part in a meeting of processes; a function that writes what this one had at the end of a run."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
+    return lambda name, result: torch.save(result, folder / f"{name} {num_processes} {rank}.pt")
+
+
 def one_process(rank: int, num_processes: int, port: int, folder: Path) -> None:
     """All runs as one of several processes; writes what it had at the end of each."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
-    mine = folder / str(num_processes)
-
-    def keep(name: str, result: dict[str, Any]) -> None:
-        torch.save(result, folder / f"{name} {num_processes} {rank}.pt")
+    keep, mine = begin(rank, num_processes, port, folder), folder / str(num_processes)
 
     for name, options in RUNS.items():
         if num_processes == 2 or name not in ONLY_WITH_TWO:
@@ -332,6 +352,16 @@ def one_process(rank: int, num_processes: int, port: int, folder: Path) -> None:
     keep("hung up", run(mine, num_processes=num_processes, **alone))
 
 
+def a_lost_process(rank: int, num_processes: int, port: int, folder: Path, name: str) -> None:
+    """A run that one of its processes leaves, and what the others save then."""
+    keep, mine = begin(rank, num_processes, port, folder), folder / name / str(num_processes)
+    leaves, seconds, patience = LOST[name]
+    saver = ModelCheckpoint(mine, "saved", every_n_epochs=9, save_on_exception=True)
+    trainer = {"callbacks": [Leaves(leaves % num_processes, seconds), saver]}
+    options = {"clients_per_round": 7, "num_processes": num_processes, "patience": patience}
+    keep(name, run(mine, trainer=trainer, **options))
+
+
 def main(folder: Path, ports: dict[int, int]) -> None:
     """Import once, then fork."""
     warnings.simplefilter("error")
@@ -342,6 +372,9 @@ def main(folder: Path, ports: dict[int, int]) -> None:
     torch.set_num_threads(1)
     for num_processes, port in ports.items():
         start_processes(one_process, (num_processes, port, folder), nprocs=num_processes, start_method="fork")
+        for name in ["the last ends", "the first ends", "the last is away"][: 5 - num_processes]:
+            arguments = (num_processes, port, folder, name)
+            start_processes(a_lost_process, arguments, nprocs=num_processes, start_method="fork")
 
 
 if __name__ == "__main__":

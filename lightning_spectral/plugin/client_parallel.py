@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_spectral.client.recorder import isolate_metrics
-from lightning_spectral.errors import ClientError, RoundError
+from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.host import is_host
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.meetings import Meetings
 from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.round import named
 
 
 class ClientParallelStrategy(DDPStrategy):
@@ -33,10 +37,12 @@ class ClientParallelStrategy(DDPStrategy):
 
     Args:
         **options: Those of ``lightning.pytorch.strategies.DDPStrategy`` that are not about gradients: ``timeout``,
-            ``process_group_backend``, ``start_method``, ``cluster_environment``.
+            ``process_group_backend``, ``start_method``, ``cluster_environment``. ``timeout`` is how long processes wait
+            for the slowest, by default half an hour: it must be longer than the longest turn of a client.
 
     Raises:
         TypeError: When it is to fit a module that is not a `FederatedModule`.
+        LostProcessError: When another process has ended or does not come within ``timeout``.
         ValueError: With ``sync_batchnorm=True``, which would mix the clients of different processes.
 
     Example:
@@ -53,6 +59,7 @@ class ClientParallelStrategy(DDPStrategy):
         super().__init__(**options)
         self._isolated: Callable[[], None] | None = None
         self._sigterm_received = False
+        self._meetings: Meetings | None = None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -65,7 +72,7 @@ class ClientParallelStrategy(DDPStrategy):
     @property
     def processes(self) -> Processes:
         """This process among the others."""
-        return Processes(self.global_rank, self.world_size, self.root_device)
+        return Processes(self.global_rank, self.world_size, self.root_device, self._meetings)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -84,6 +91,7 @@ class ClientParallelStrategy(DDPStrategy):
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
         self._isolated = isolate_metrics(module)
+        self._meetings = Meetings(self.global_rank, self.world_size) if self.world_size > 1 else None
         # before the Trainer registers its own: on SIGTERM, Lightning broadcasts at once, and a process that waits in
         # another collective at that moment never returns
         self._sigterm_received = False
@@ -103,8 +111,36 @@ class ClientParallelStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all, or any, of the processes decided so."""
         votes: Tensor = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        with self._meeting():
+            dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
+
+    def barrier(self, *args: Any, **options: Any) -> None:
+        """Wait for all processes, unless one is lost."""
+        if self._meetings is None or not self._meetings.is_broken:
+            with self._meeting():
+                super().barrier(*args, **options)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The value of one process in all of them; once one is lost, each process's own."""
+        if self._meetings is not None and self._meetings.is_broken:
+            return obj
+        with self._meeting():
+            return super().broadcast(obj, src)
+
+    def _meeting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._meetings is None else self._meetings.meeting()
+
+    def note_turns(self, round_idx: int, units: Sequence[WorkUnit | None] = ()) -> None:
+        """Note whose turns the processes take until they meet, to be told should one not come.
+
+        Args:
+            round_idx: Communication round, from 0.
+            units: What each process trains, by rank; empty between clients' turns.
+        """
+        if self._meetings is not None:
+            doing = [named(unit) if unit else "idle" for unit in units] or ["between turns"] * self.world_size
+            self._meetings.turns = {rank: f"round {round_idx}, {what}" for rank, what in enumerate(doing)}
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """Note the signal and forward it to processes started here; `end_if_told` acts on it after the turn."""
@@ -127,6 +163,7 @@ class ClientParallelStrategy(DDPStrategy):
         """
         self._restore_metrics()
         is_known_to_all = isinstance(exception, ClientError | RoundError | SIGTERMException)
+        is_known_to_all &= not isinstance(exception, LostProcessError)
         if not is_known_to_all and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
         super().on_exception(exception)

@@ -146,14 +146,14 @@ class CohortHooks(pl.LightningModule):
     def schedule(self, round_idx: int) -> list[Slot]:
         """Whom this process trains in a round, in order, and where it idles."""
         units = self.cohort(round_idx)
-        mine: list[WorkUnit | None] = list(units)
-        if self.processes.size > 1:
-            work = list(map(self._work, units))
-            mine = scheduling.schedule(units, work, self.processes.size)[self.processes.rank]
-        slots = [*mine, *[None] * (self.num_slots - len(mine))]
-        last = self.num_slots - 1
-        more = [unit for unit in slots[last + 1 :] if unit is not None]
-        return [*(Slot(round_idx, unit) for unit in slots[:last]), Slot(round_idx, slots[last], more)]
+        work = list(map(self._work, units)) if self.processes.size > 1 else []
+        table = scheduling.schedule(units, work, self.processes.size)
+        idle: scheduling.Slots = [None] * (self.num_slots - len(table[0]))
+        columns = list(zip(*([*row, *idle] for row in table), strict=True))
+        rank, last = self.processes.rank, self.num_slots - 1
+        more = [column[rank] for column in columns[last + 1 :]]
+        slots = [Slot(round_idx, column[rank], everywhere=column) for column in columns[:last]]
+        return [*slots, Slot(round_idx, columns[last][rank], [unit for unit in more if unit], columns[last])]
 
     def _work(self, unit: WorkUnit) -> float:
         """Predicted time of a unit's turn; of several models relative to their sizes."""

@@ -25,12 +25,20 @@ class Slot:
         unit: Whose turn it is; ``None`` where one of several processes waits for the others, or a random cohort is
             smaller than it may become.
         more: Whose turns follow in the same slot: the last slot takes those for whom a random cohort has none left.
+        everywhere: Whose turn it is in each process, by rank.
     """
 
-    def __init__(self, round_idx: int, unit: WorkUnit | None, more: Sequence[WorkUnit] = ()) -> None:
+    def __init__(
+        self,
+        round_idx: int,
+        unit: WorkUnit | None,
+        more: Sequence[WorkUnit] = (),
+        everywhere: Sequence[WorkUnit | None] = (),
+    ) -> None:
         self.round_idx = round_idx
         self.unit = unit
         self.more = tuple(more)
+        self.everywhere = tuple(everywhere)
 
 
 class Host(Protocol):

@@ -32,6 +32,7 @@ class RoundHooks(CohortHooks):
 
     def start_round(self, round_idx: int) -> None:
         """Open the round of every model that somebody trains, and call the round callbacks."""
+        self._note_turns(round_idx)
         units = self.cohort(round_idx)
         for key, member in self.by_key.items():
             own = [unit for unit in units if unit.model == key]
@@ -45,7 +46,12 @@ class RoundHooks(CohortHooks):
 
     def send(self, slot: Slot) -> None:
         """Begin a client's turn: draw its download and send it. An idle slot, or one after a failure, has no turn."""
+        self._note_turns(slot.round_idx, slot.everywhere)
         self._turn = None if slot.unit is None else self._begin(slot.unit)
+
+    def _note_turns(self, round_idx: int, units: Sequence[WorkUnit | None] = ()) -> None:
+        if isinstance(self.trainer.strategy, ClientParallelStrategy):
+            self.trainer.strategy.note_turns(round_idx, units)
 
     def _begin(self, unit: WorkUnit) -> Turn | None:
         opened = self.by_key[unit.model].engine.round
@@ -136,6 +142,7 @@ class RoundHooks(CohortHooks):
         self._turn = None
         if isinstance(self.trainer.strategy, ClientParallelStrategy):
             self.trainer.strategy.end_if_told()
+            self.trainer.strategy.note_turns(batch.round_idx)
         if self.trainer.is_last_batch:
             stop = self.trainer.should_stop or self._stop_after_round
             self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)

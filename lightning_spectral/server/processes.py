@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_spectral.errors import RoundError
+from lightning_spectral.server.meetings import Meetings
 from lightning_spectral.server.scheduling import deal
 
 T = TypeVar("T")
@@ -27,6 +29,7 @@ class Processes:
         rank: Rank of this process, from 0.
         size: Number of processes.
         device: Device on which this process holds tensors.
+        meetings: Says who did not come, where one of the processes is lost; ``None`` for torch's own errors.
 
     Example:
         >>> Processes().gather("alone")
@@ -36,13 +39,18 @@ class Processes:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    meetings: Meetings | None = None
+
+    def _meeting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.meetings is None else self.meetings.meeting()
 
     def gather(self, value: T) -> list[T]:
         """Gather one picklable value from every process, in the order of their ranks."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
-            dist.all_gather_object(values, value)
+            with self._meeting():
+                dist.all_gather_object(values, value)
         return values
 
     def gather_results(self, do: Callable[[], T], kind: type[Exception]) -> list[T]:
@@ -70,7 +78,8 @@ class Processes:
             return
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat)
+            with self._meeting():
+                dist.all_reduce(flat)
             sizes = [tensor.numel() for tensor in bucket]
             for tensor, total in zip(bucket, torch.split(flat, sizes), strict=True):
                 tensor.copy_(total.view_as(tensor))
@@ -103,7 +112,8 @@ class Processes:
         for dtype in dict.fromkeys(dtype for one in layout for _, dtype in one):
             tensors = [tensor for one in received for tensor in one if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.broadcast(flat, owner)
+            with self._meeting():
+                dist.broadcast(flat, owner)
             if owner != self.rank:
                 for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                     tensor.copy_(values.view_as(tensor))

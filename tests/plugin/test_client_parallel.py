@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,8 +65,12 @@ class Results:
     def __call__(self, name: str, num_processes: int) -> list[dict[str, Any]]:
         if num_processes == 1:
             return [self.alone[name]]
-        files = [self.folder / f"{name} {num_processes} {rank}.pt" for rank in range(num_processes)]
-        return [torch.load(file, weights_only=True) for file in files]
+        return [self.of(name, num_processes, rank) for rank in range(num_processes)]
+
+    def of(self, name: str, num_processes: int, rank: int) -> dict[str, Any]:
+        """What one process had."""
+        found: dict[str, Any] = torch.load(self.folder / f"{name} {num_processes} {rank}.pt", weights_only=True)
+        return found
 
     def checkpoint(self, name: str, num_processes: int) -> Path:
         """After the first round."""
@@ -195,6 +200,22 @@ def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, res
     *others, last = results("hung up", num_processes)
     assert last["error"] == "KeyError: 'mine alone'"
     assert all(one["error"] is not None for one in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes"),
+    [("the last ends", 2), ("the last ends", 3), ("the first ends", 2), ("the first ends", 3), ("the last is away", 2)],
+)
+def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, results: Results) -> None:
+    lost = RUNS.LOST[name][0] % num_processes
+    for rank in sorted({*range(num_processes)} - {lost}):
+        one = results.of(name, num_processes, rank)
+        assert re.match(rf"LostProcessError: .*\b{lost} \(round 1, client \d+\)", one["error"]), one["error"]
+        assert "latest_checkpoint" in one["error"]
+        assert one["global_step"] == 1
+    if lost != 0:  # it is the first that saves
+        saved = results.folder / name / str(num_processes) / "saved.ckpt"
+        assert torch.load(saved, weights_only=True)["global_step"] == 1
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])

@@ -19,7 +19,7 @@ from lightning_spectral.plugin.build_engine import build_engine, sequential_exec
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Seat, Trained
-from lightning_spectral.plugin.schedules import RoundScheduler, read_optimizers
+from lightning_spectral.plugin.schedules import RoundScheduler, name_group, read_optimizers
 from lightning_spectral.plugin.server_hooks import ServerHooks
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
@@ -136,7 +136,16 @@ class Member(ServerHooks, Trained):
         self.seat.num_optimizers = 1 + len(templates)
         parameters = self._server_parameters(templates)
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
+        self._name_optimizers(server, templates)
         return [server, *templates], self.schedulers
+
+    def _name_optimizers(self, server: Optimizer, templates: Sequence[Optimizer]) -> None:
+        """Tell them apart in ``LearningRateMonitor``; a schedule has a name of its own there."""
+        name_group(server, f"{self.name}/server" if self.name else "server")
+        scheduled = [scheduler.scheduler.optimizer for scheduler in self.schedulers]
+        for template in templates:
+            if self.name and template not in scheduled:
+                name_group(template, self.name)
 
     def _server_parameters(self, templates: Sequence[Optimizer]) -> list[nn.Parameter]:
         parameters = trainable_parameters(templates)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
+from lightning_spectral.plugin.callback_checks import check_callbacks
 from lightning_spectral.plugin.callbacks import Aggregation, RoundLines, SubmodelSampling, SVDRefresh, WandbRounds
 from lightning_spectral.plugin.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.stages import RoundStages
@@ -19,9 +20,15 @@ def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.
     Args:
         trainer: The Trainer.
         own: Callbacks that the user's modules configured.
+
+    Raises:
+        ValueError: If a fit is to have a callback that cannot act on a federation.
     """
-    boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+    own = list(own)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn == "fit":
+        check_callbacks([*callbacks, *own])  # before Lightning refuses some of them in other words
+    boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
     present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
     return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
 

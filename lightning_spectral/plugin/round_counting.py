@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightning_spectral.plugin.host import Host
 
@@ -31,10 +32,11 @@ class RoundsAsSteps(pl.Callback):
     - ``limit_train_batches`` cuts the cohort, and not the slots of each process.
     - Metrics come once a round, which Lightning should not mistake for logging too rarely.
     - Without validation data there is no validation, and no warning that there is none.
+    - A `LearningRateMonitor` logs once a round, and not once a client.
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, Any] = {}
+        self._own: list[tuple[object, dict[str, Any]]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Host, stage: str) -> None:  # type: ignore[override]
         """Apply the settings of a federated fit."""
@@ -46,25 +48,32 @@ class RoundsAsSteps(pl.Callback):
             settings["limit_train_batches"] = 1.0
         if not getattr(trainer.datamodule, "has_val", True):  # type: ignore[attr-defined]
             settings["limit_val_batches"] = 0
-        self._own = {name: getattr(trainer, name) for name in settings}
-        _set(trainer, settings)
+        self._apply(trainer, settings)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LearningRateMonitor):
+                self._apply(callback, {"logging_interval": "epoch"})
+
+    def _apply(self, to: object, settings: dict[str, Any]) -> None:
+        self._own.append((to, {name: getattr(to, name) for name in settings}))
+        _set(to, settings)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the Trainer's own settings."""
-        self._restore(trainer)
+        self._restore()
 
     def on_exception(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, exception: BaseException
     ) -> None:
         """End the round and restore the Trainer's settings: after an error Lightning does not call `teardown`."""
         pl_module.abandon_round()
-        self._restore(trainer)
+        self._restore()
 
-    def _restore(self, trainer: pl.Trainer) -> None:
-        _set(trainer, self._own)
-        self._own = {}
+    def _restore(self) -> None:
+        for owner, settings in self._own:
+            _set(owner, settings)
+        self._own = []
 
 
-def _set(trainer: pl.Trainer, settings: dict[str, Any]) -> None:
+def _set(owner: object, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        setattr(trainer, name, value)
+        setattr(owner, name, value)

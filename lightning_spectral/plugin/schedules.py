@@ -92,6 +92,22 @@ def read_optimizers(
     return optimizers, [_schedule(s, monitor) for s, monitor in schedulers if s is not None]
 
 
+def name_group(optimizer: Optimizer, name: str) -> None:
+    """Name an optimizer's only parameter group for ``LearningRateMonitor``, which tells optimizers by class and group.
+
+    Several groups, and a group that has a name, stay as they are.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> name_group(optimizer, "server")  # its rate is then logged as "lr-SGD/server"
+        >>> optimizer.param_groups[0]["name"]
+        'server'
+    """
+    if len(optimizer.param_groups) == 1:
+        optimizer.param_groups[0].setdefault("name", name)
+
+
 def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
     """Optimizers, and schedulers with the metric that each may monitor."""
     if isinstance(configured, Mapping):

@@ -56,6 +56,16 @@ class ServerHooks(pl.LightningModule):
     on_train_start = _on_server("on_train_start")
     on_train_end = _on_server("on_train_end")
 
+    def __getattr__(self, name: str) -> Any:
+        """Say where an attribute of the user's module is; forwarded, it could be read here and not be set."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            own = self.__dict__.get("_modules", {}).get("module")  # not there yet in a module that is being copied
+            if own is None or name.startswith("_") or not hasattr(own, name):
+                raise
+            raise AttributeError(f"{error}; that of your {type(own).__name__} is `.module.{name}`.") from None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's ``forward`` with the server's weights."""
         return self.module(*args, **kwargs)

@@ -75,8 +75,8 @@ def _paragraph(text: str, style: str = "") -> str:
 def _details(caption: str, table: Table) -> str:
     head = "".join(f"<th>{escape(str(name))}</th>" for name in table.columns)
     rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
-    table = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
-    scrolling = f'<div class="table" tabindex="0">{table}</div>'
+    body = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    scrolling = f'<div class="table" tabindex="0">{body}</div>'
     return f"<details><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
 
 

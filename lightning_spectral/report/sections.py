@@ -26,7 +26,7 @@ from lightning_spectral.report.measures import (
 from lightning_spectral.report.names import EXPECTED_COVERAGE, SWITCH_ON, VISITED
 from lightning_spectral.report.runs import Run, Table
 
-MAX_HEAT_MAPS = 6
+MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
 
 
@@ -89,7 +89,7 @@ def pareto_section(contents: Contents) -> Section:
     lead = (
         "Every run at its last evaluation: small marks are runs, large marks the means of repetitions with their "
         "standard deviations. The dashed line joins what no other group beats in both respects."
-        + (" Below, from the low to the high end of each run's clients." if with_clients else "")
+        + (" Below, from the low to the high end of each group's clients." if with_clients else "")
     )
     height = 6.4 if with_clients else 4.2
     draw = partial(figures.pareto, groups=contents.groups, metric=contents.metric, minimise=contents.minimise)
@@ -154,15 +154,14 @@ def seconds_section(contents: Contents) -> Section:
 
 def spectra_section(contents: Contents) -> Section:
     """Singular values over rounds."""
-    shown: list[HeatMap] = []
-    for group in contents.groups:
-        found = next((one for run in group.runs if (one := spectra(run))), {})
-        shown += [HeatMap(f"{layer}\n{group.label}", found[layer]) for layer in found]
+    found = {group.label: next((one for run in group.runs if (one := spectra(run))), {}) for group in contents.groups}
+    layers = dict.fromkeys(layer for by_layer in found.values() for layer in by_layer)
+    shown = [HeatMap(f"{layer}\n{name}", own[layer]) for layer in layers for name, own in found.items() if layer in own]
     if not shown:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
     left_out = len(shown) - MAX_HEAT_MAPS
-    more = f" {left_out} more layers are not shown." if left_out > 0 else ""
-    lead = f"Singular values of a layer, of the first run of each group, relative to the largest.{more}"
+    more = f" {left_out} more are not shown." if left_out > 0 else ""
+    lead = f"Of each layer in the first run of each group, as shares of the layer's largest in all rounds.{more}"
     draw = partial(figures.heat_maps, shown=shown[:MAX_HEAT_MAPS])
     panels = min(len(shown), MAX_HEAT_MAPS)
     size = Size(0.8 + 3.0 * -(-panels // 3), 0.8 + 2.8 * panels)

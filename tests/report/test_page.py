@@ -136,7 +136,7 @@ def test_an_unknown_command_lists_those_that_there_are(capsys: pytest.CaptureFix
     assert "report" in capsys.readouterr().err
 
 
-# Shows a page in a frame, because a window has a least width, unfolds everything, and says by how much it is wider than the frame.
+# Shows a page in a frame, because a window has a least width, unfolds everything, and says by how much it overflows.
 FRAME = """<iframe srcdoc="{page}" style="width:{width}px;height:3000px;border:0"></iframe><script>
 onload = () => {{
   const page = document.querySelector("iframe").contentDocument;

@@ -1,5 +1,7 @@
 import json
 import math
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_spectral.report.dashboard import client_table, spectra
 from lightning_spectral.report.names import CLIENT_TABLE, SPECTRA_TABLE, SPECTRUM
 from lightning_spectral.report.reading import read_run, read_runs
 from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.wandb_file import BLOCK_BYTES, FILE_HEADER, whole_records
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
 LONG = "x" * 100_000  # longer than three blocks of the file
@@ -56,6 +59,28 @@ def test_an_offline_run_of_wandb_is_read_whole(wandb_file: Path) -> None:
     }
     np.testing.assert_array_equal(found["net.0"][1], [3.0, 1.0])
     np.testing.assert_array_equal(found["head"][1], [1.5, 1.5, 0.5])
+
+
+def as_log(records: list[bytes]) -> bytes:
+    """What a writer of LevelDB's format makes of some records, after wandb's header."""
+    log = FILE_HEADER
+    for record in records:
+        kind, rest = "first", record
+        while kind != "done":
+            left = BLOCK_BYTES - len(log) % BLOCK_BYTES
+            if left < 7:
+                log, left = log + bytes(left), BLOCK_BYTES
+            data, rest = rest[: left - 7], rest[left - 7 :]
+            code = {("first", False): 1, ("first", True): 2, ("next", True): 3, ("next", False): 4}[kind, bool(rest)]
+            log += struct.pack("<IHB", zlib.crc32(bytes([code]) + data), len(data), code) + data
+            kind = "next" if rest else "done"
+    return log
+
+
+@pytest.mark.parametrize("left", range(10))
+def test_records_are_read_across_the_ends_of_blocks(left: int) -> None:
+    records = [b"a" * (BLOCK_BYTES - len(FILE_HEADER) - 7 - left), b"b" * 70_000, b"", b"c"]
+    assert list(whole_records(as_log(records))) == records
 
 
 def cut(content: bytes, at: int) -> bytes:

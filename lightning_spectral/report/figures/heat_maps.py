@@ -62,6 +62,6 @@ def edges(rounds: Numbers) -> Numbers:
         array([-4.,  6., 16., 26.])
     """
     if len(rounds) == 1:
-        return rounds + np.array([-0.5, 0.5])
+        return np.array([rounds[0] - 0.5, rounds[0] + 0.5])
     middles = (rounds[1:] + rounds[:-1]) / 2
     return np.concatenate([[2 * rounds[0] - middles[0]], middles, [2 * rounds[-1] - middles[-1]]])

@@ -14,7 +14,8 @@ from lightning_spectral.report.groups import Group, pareto_front
 from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end, run_end
 from lightning_spectral.report.style import look
 
-GAP = 5.0  # points between the bars of groups that sent the same
+GAP = 8.0  # points between the bars of groups that sent the same
+SAME = 0.02  # costs are the same if they differ by less than this share of all that is shown
 
 
 def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool) -> None:
@@ -22,11 +23,14 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
     with_clients = any(clients_at_end(run, metric) for group in groups for run in group.runs)
     axes = panels(canvas, 2 if with_clients else 1, stacked=True, sharex=True)
     ends = [np.array([run_end(run, metric) for run in group.runs]) for group in groups]
+    means = np.array([points.mean(axis=0) for points in ends])
     for group, points in zip(groups, ends, strict=True):
         _points(canvas, axes[0], group, points)
-        if with_clients:
-            _clients(canvas, axes[1], group, metric, shift=GAP * (group.index - (len(groups) - 1) / 2))
-    _front(canvas, axes[0], np.array([points.mean(axis=0) for points in ends]), minimise)
+    if with_clients:
+        for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
+            _clients(canvas, axes[1], group, metric, x, shift)
+        axes[1].set_ylabel(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients")
+    _front(canvas, axes[0], means, minimise)
     axes[0].set_ylabel(f"{metric}, last evaluation")
     cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
     canvas.legend()
@@ -47,21 +51,29 @@ def _points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
     canvas.tip(mark, f"{group.label}: {y:.4g} after {x:.4g} MB" + (f", mean of {len(points)}" if repeated else ""))
 
 
-def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, shift: float) -> None:
-    """A bar for each run from its low to its high clients, and a mark in the middle, moved by some points."""
-    style = look(group.index)
+def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
+    """A bar from the low to the high clients, means of repetitions, and a mark in the middle, moved by some points."""
+    found = [three for run in group.runs if (three := clients_at_end(run, metric)) is not None]
+    if not found:
+        return
+    style, (low, middle, high) = look(group.index), np.mean(found, axis=0)
     at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
-    for run in group.runs:
-        found = clients_at_end(run, metric)
-        if found is not None:
-            low, middle, high = found
-            x, _ = run_end(run, metric)
-            axes.update_datalim([(x, low), (x, high)])  # what is moved does not count by itself
-            axes.plot([x, x], [low, high], color=style.colour, lw=2, alpha=0.6, transform=at)
-            edge = canvas.theme.paper
-            (mark,) = axes.plot(x, middle, marker=style.marker, color=style.colour, mec=edge, transform=at)
-            canvas.tip(mark, f"{run.name}: clients from {low:.4g} to {high:.4g}")
-    axes.set_ylabel(f"{client_statistics(group.runs[0], metric)[0]} of clients")
+    axes.update_datalim([(x, low), (x, high)])  # what is moved does not count by itself
+    axes.plot([x, x], [low, high], color=style.colour, lw=2.5, transform=at)
+    edge = canvas.theme.paper
+    (mark,) = axes.plot(x, middle, marker=style.marker, ms=7, color=style.colour, mec=edge, transform=at)
+    canvas.tip(mark, f"{group.label}: clients from {low:.4g} to {high:.4g}, mean or median {middle:.4g}")
+
+
+def shifts(costs: Numbers) -> list[float]:
+    """How far to move each bar sideways, in points, so that those of the same cost stand beside each other.
+
+    Example:
+        >>> shifts(np.array([1.0, 2.0, 1.01]))
+        [-4.0, 0.0, 4.0]
+    """
+    near = [np.flatnonzero(abs(costs - cost) <= SAME * np.ptp(costs)) for cost in costs]
+    return [GAP * (float(np.flatnonzero(group == i)[0]) - (len(group) - 1) / 2) for i, group in enumerate(near)]
 
 
 def _front(canvas: Canvas, axes: Axes, means: Numbers, minimise: bool) -> None:

@@ -38,4 +38,5 @@ def seconds(canvas: Canvas, groups: Sequence[Group]) -> None:
 
 def _look(canvas: Canvas, index: int) -> dict[str, Any]:
     hatch = HATCHES[index // len(COLOURS) % len(HATCHES)]
-    return {"color": COLOURS[index % len(COLOURS)], "hatch": hatch, "edgecolor": canvas.theme.paper, "height": 0.6}
+    colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": canvas.theme.paper}
+    return {**colours, "hatch": hatch, "linewidth": 0.5, "height": 0.6}

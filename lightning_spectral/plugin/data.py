@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader
 from lightning_spectral.client.worker_batches import Collate
 from lightning_spectral.partition import Partition, Partitioner, PartitionReport, dataset_labels, report
-from lightning_spectral.plugin.data_checks import check_dealt, check_sizes
+from lightning_spectral.plugin.data_checks import check_dealt, check_evaluation, plain_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -38,7 +38,8 @@ class FederatedDataModule(pl.LightningDataModule):
         seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
 
     Raises:
-        TypeError: If ``train`` is a DataLoader, ``partitioner`` is none, or a number is no integer.
+        TypeError: If ``train`` is no map-style data set, ``val`` or ``test`` is a dictionary, ``partitioner`` is none,
+            or a number is no integer.
         ValueError: If a size is not positive, or ``num_workers`` is negative.
 
     Note:
@@ -69,7 +70,8 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         check_dealt(train, partitioner)
-        check_sizes(batch_size, eval_batch_size, num_workers, seed)
+        check_evaluation(val=val, test=test)
+        batch_size, eval_batch_size, num_workers, seed = plain_sizes(batch_size, eval_batch_size, num_workers, seed)
         self.train = train
         self.partitioner = partitioner
         self.val = val

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.spectral_round import GroupPlan, LayerRound, SpectralRound
+from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
     coordinated_discrepancy,
@@ -39,13 +40,12 @@ class SpectralDiagnostics(RoundCallback):
         every_n_rounds: Log in rounds 0, n, 2n, ...
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``every_n_rounds`` is below 1.
     """
 
     def __init__(self, every_n_rounds: int = 1) -> None:
-        if every_n_rounds < 1:
-            raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
-        self.every_n_rounds = every_n_rounds
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         """Compute the figures of the round and log them."""

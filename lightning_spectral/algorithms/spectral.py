@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,11 +24,12 @@ from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRou
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.algorithms.sub_model_error import noisy_sub_models
+from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.functional.factors import check_keep_ratio, singular_terms
-from lightning_spectral.functional.local_training import check_tau, check_weight_lr
+from lightning_spectral.functional.factors import KEEP_RATIO, singular_terms
+from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
@@ -77,6 +79,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
             of examples, in place of their number.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
             ``clip_weight_lr`` is not positive, ``frobenius_decay`` is negative, or both ``exclude`` and ``layers`` are
             given.
@@ -107,9 +110,14 @@ class SpectralSharding(Algorithm[SpectralRound]):
     spectral_start: SpectralStart | None = SpectralStart()
 
     def __post_init__(self) -> None:
-        check_per_client("keep_ratio", self.keep_ratio, check_keep_ratio)
-        check_tau(self.clip_tau)
-        check_weight_lr(self.clip_weight_lr)
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            clip_tau=TAU,
+            frobenius_decay=Number(at_least=0),
+            weigh_clients=flag,
+            clip_weight_lr=WEIGHT_LR,
+        )
         for name, setting in {"strategy": self.strategy, "design": self.design}.items():
             if isinstance(setting, Mapping):
                 raise TypeError(f"`{name}` by round is a Schedule, got {setting!r}; write Schedule({setting!r}).")
@@ -120,8 +128,6 @@ class SpectralSharding(Algorithm[SpectralRound]):
                 check_is("design", design, Design)
         if self.spectral_start is not None:
             check_is("spectral_start", self.spectral_start, SpectralStart)
-        if not self.frobenius_decay >= 0.0:
-            raise ValueError(f"`frobenius_decay` must be at least 0, got {self.frobenius_decay!r}.")
         check_layers(self.layers)
         if self.exclude:
             object.__setattr__(self, "layers", _excluding(self.exclude, self.layers))

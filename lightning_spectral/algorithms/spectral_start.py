@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from lightning_spectral.algorithms.decomposition import (
     naming_layer,
     sharded_matrices,
 )
-from lightning_spectral.functional.concentration import check_tail, concentrated_values, is_concentrated, looks_random
-from lightning_spectral.functional.factors import check_keep_ratio, factorize, num_terms_for
+from lightning_spectral.arguments import check_fields, flag
+from lightning_spectral.functional.concentration import TAIL, concentrated_values, is_concentrated, looks_random
+from lightning_spectral.functional.factors import KEEP_RATIO, factorize, num_terms_for
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
@@ -38,6 +39,7 @@ class SpectralStart:
         trained: Whether to change weights that look trained, too.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``tail`` or ``keep_ratio`` is out of range.
 
     Note:
@@ -55,9 +57,7 @@ class SpectralStart:
     trained: bool = False
 
     def __post_init__(self) -> None:
-        check_tail(self.tail)
-        if self.keep_ratio is not None:
-            check_keep_ratio(self.keep_ratio)
+        check_fields(self, tail=TAIL, keep_ratio=replace(KEEP_RATIO, optional=True), trained=flag)
 
 
 @dataclass(frozen=True)

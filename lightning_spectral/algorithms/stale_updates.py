@@ -14,6 +14,7 @@ from lightning_spectral.algorithms.client_sum import ClientSum, by_share, own_su
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
 from lightning_spectral.algorithms.stale_entry import compress, restore, update_of
+from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.records import Receipt, Upload
@@ -103,6 +104,7 @@ class StaleUpdates(FedAvg):
             fraction of the memory; ``None`` for all. The same truncated update stands in both sums.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``beta`` is outside [0, 1], a choice is unknown or ``num_terms`` is below 1.
 
     Note:
@@ -131,14 +133,13 @@ class StaleUpdates(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.beta <= 1.0:
-            raise ValueError(f"`beta` must be in [0, 1], got {self.beta!r}: it is the weight of stale updates.")
-        for name, choice in (("coefficients", Coefficients), ("unseen", Unseen)):
-            if getattr(self, name) not in get_args(choice):
-                allowed = " or ".join(map(repr, get_args(choice)))
-                raise ValueError(f"`{name}` must be {allowed}, got {getattr(self, name)!r}.")
-        if self.num_terms is not None and self.num_terms < 1:
-            raise ValueError(f"`num_terms` must be at least 1, or None for whole updates, got {self.num_terms!r}.")
+        check_fields(
+            self,
+            beta=Number(at_least=0, at_most=1, hint="it is the weight of stale updates"),
+            coefficients=OneOf(get_args(Coefficients)),
+            unseen=OneOf(get_args(Unseen)),
+            num_terms=Whole(at_least=1, optional=True),
+        )
 
     @classmethod
     def mifa(cls) -> StaleUpdates:

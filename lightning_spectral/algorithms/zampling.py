@@ -15,13 +15,14 @@ from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.score_groups import check_score_groups
 from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
 from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide, uploaded
+from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.bits import bit_entropy, draw_bits, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn.plan.choices import as_patterns
-from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
+from lightning_spectral.nn.zampling.compressed import COMPRESSION, DOWNLINK_BITS, CompressedWeight, Compression, Init
 from lightning_spectral.nn.zampling.sampled_weights import split_weights
 from lightning_spectral.protocol.bit_sum import MeanBits
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
@@ -74,6 +75,7 @@ class Zampling(Algorithm[ZamplingRound]):
             not fit is drawn again in every product.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If a number is out of range, or patterns are not a sequence of strings.
 
     Reference:
@@ -107,10 +109,14 @@ class Zampling(Algorithm[ZamplingRound]):
         for name in ("exclude", "include", "keep_buffers"):
             object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
         check_is("link", self.link, Link)
-        if not 0.0 <= self.smoothing < float("inf"):
-            raise ValueError(f"`smoothing` is a pseudo-count, at least 0 and finite, got {self.smoothing!r}.")
-        if self.downlink_bits is not None and not 1 <= self.downlink_bits <= 16:
-            raise ValueError(f"`downlink_bits` must be from 1 to 16, or None for floats, got {self.downlink_bits!r}.")
+        check_fields(
+            self,
+            **COMPRESSION,
+            smoothing=Number(at_least=0, hint="it is a pseudo-count"),
+            weigh_clients=flag,
+            downlink_bits=DOWNLINK_BITS,
+            skip_settled=flag,
+        )
         if self.skip_settled and self.link != Clip():
             raise ValueError(
                 f"`skip_settled` needs scores that stay at 0 and 1, which those of `Clip()` do; got link={self.link!r}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_spectral.arguments import Number, check_fields
 
 BeforeStep = Callable[[], None]
 
@@ -53,6 +54,7 @@ class ProximalTerm(LocalHook):
         mu: Strength, in units of loss per squared parameter, at least 0.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``mu`` is negative or not finite.
 
     Reference:
@@ -73,8 +75,7 @@ class ProximalTerm(LocalHook):
     mu: float
 
     def __post_init__(self) -> None:
-        if not (self.mu >= 0.0 and math.isfinite(self.mu)):
-            raise ValueError(f"`mu` must be finite and at least 0, got {self.mu!r}.")
+        check_fields(self, mu=Number(at_least=0))
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
         """Copy the parameters that the client starts from."""
@@ -110,6 +111,7 @@ class GradientClip(LocalHook):
         max_norm: Largest norm, positive.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``max_norm`` is not positive.
 
     Example:
@@ -124,8 +126,7 @@ class GradientClip(LocalHook):
     max_norm: float
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0.0:
-            raise ValueError(f"`max_norm` must be positive, got {self.max_norm!r}; leave the hook out to clip nothing.")
+        check_fields(self, max_norm=Number(above=0, finite=False, hint="leave the hook out to clip nothing"))
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
         """Collect the parameters to clip; nothing is copied."""

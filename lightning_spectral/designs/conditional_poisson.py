@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.designs.base import FittedDesign, JointDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.conditional_poisson import (
@@ -41,6 +42,9 @@ class ConditionalPoisson(JointDesign):
     """
 
     fixed_uniforms: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, fixed_uniforms=flag)
 
     def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
         """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`.

@@ -8,7 +8,10 @@ vectors.
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number
 from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
+
+TAIL = Number(at_least=0, at_most=1, hint="it multiplies the terms beyond the first ones")
 
 # Fluctuation of the largest eigenvalue of a random matrix about its edge, in units of the Tracy-Widom law. Its mean is
 # -1.2 and its standard deviation 1.3; one random matrix in some hundred thousand exceeds 5.
@@ -45,7 +48,7 @@ def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) ->
     """
     values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
-    check_tail(tail)
+    TAIL("tail", tail)
     moved = torch.cat([values[:num_terms], tail * values[num_terms:]])
     norm = moved.norm()
     return moved * (values.norm() / norm) if norm > 0 else values
@@ -71,18 +74,12 @@ def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, roundi
     """
     values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
-    check_tail(tail)
+    TAIL("tail", tail)
     if num_terms == len(values):
         return True
     lapack = 10 * len(values) * torch.finfo(torch.float64).eps  # a small multiple of N roundings
     room = (1 + tail) * max(rounding, lapack) * values.norm()
     return bool(values[num_terms] <= tail * values[num_terms - 1] + room)
-
-
-def check_tail(tail: float) -> None:
-    """Raise ``ValueError`` unless ``tail`` is in [0, 1]."""
-    if not (isinstance(tail, float | int) and 0.0 <= tail <= 1.0):
-        raise ValueError(f"`tail` must be in [0, 1], got {tail!r}: it multiplies the terms beyond the first ones.")
 
 
 def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:

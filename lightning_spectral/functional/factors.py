@@ -6,7 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.functional.gram import TOLERANCE, gram_svd
+
+KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of singular terms a client holds")
+GRANULARITY = Whole(at_least=1)
 
 
 class Factors(NamedTuple):
@@ -58,24 +62,10 @@ def num_terms_for(num_singular: int, keep_ratio: float, granularity: int = 1) ->
         >>> num_terms_for(64, 0.2, granularity=16)
         16
     """
-    check_keep_ratio(keep_ratio)
-    check_granularity(granularity)
+    KEEP_RATIO("keep_ratio", keep_ratio)
+    GRANULARITY("granularity", granularity)
     num_terms = max(1, math.ceil(keep_ratio * num_singular - 1e-9))
     return min(num_singular, math.ceil(num_terms / granularity) * granularity)
-
-
-def check_granularity(granularity: int) -> None:
-    """Raise ``ValueError`` unless ``granularity`` is an integer of at least 1."""
-    if not (isinstance(granularity, int) and granularity >= 1):
-        raise ValueError(f"`term_granularity` must be an integer of at least 1, got {granularity!r}.")
-
-
-def check_keep_ratio(keep_ratio: float) -> None:
-    """Raise ``ValueError`` unless ``keep_ratio`` is in (0, 1]."""
-    if not (isinstance(keep_ratio, float | int) and 0.0 < keep_ratio <= 1.0):
-        raise ValueError(
-            f"`keep_ratio` must be in (0, 1], got {keep_ratio!r}: it is the share of singular terms a client holds."
-        )
 
 
 def factorize(weight: Tensor) -> Factors:

@@ -2,6 +2,19 @@
 
 from torch import Tensor
 
+from lightning_spectral.arguments import Number
+
+TAU = Number(
+    at_least=1,
+    finite=False,
+    hint="it bounds the effective learning rate in units of the nominal one (use float('inf') for no bound)",
+)
+WEIGHT_LR = Number(
+    above=0,
+    finite=False,
+    hint="it bounds the learning rate of the weight in units of the nominal one (use float('inf') for no bound)",
+)
+
 
 def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
     r"""Factors :math:`\min(1, \tau/\omega_i)` for the gradients of the two vectors of each term.
@@ -31,7 +44,7 @@ def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
         >>> effective_lr_factors(torch.tensor([1.0, 10.0, 40.0]), tau=10.0)
         tensor([1.0000, 1.0000, 0.2500])
     """
-    check_tau(tau)
+    TAU("tau", tau)
     return (tau / multipliers).clamp(max=1.0)
 
 
@@ -69,27 +82,9 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
         >>> weight_lr_factors(2 * torch.eye(2), torch.ones(2), torch.diag(torch.tensor([2.0, 0.1])), bound=1.0)
         tensor([0.1250, 0.2494])
     """
-    check_weight_lr(bound)
+    WEIGHT_LR("bound", bound)
     root = multipliers * (u.square().sum(0) + v.square().sum(1)).sqrt()  # its square may be beyond the type
     return (bound / root / root).clamp(max=1.0)
-
-
-def check_weight_lr(bound: float) -> None:
-    """Raise ``ValueError`` unless ``bound`` is positive."""
-    if not (isinstance(bound, float | int) and bound > 0.0):
-        raise ValueError(
-            f"`clip_weight_lr` must be positive, got {bound!r}: it bounds the learning rate of the weight in units of "
-            "the nominal one (use float('inf') for no bound)."
-        )
-
-
-def check_tau(tau: float) -> None:
-    """Raise ``ValueError`` unless ``tau`` is at least 1."""
-    if not tau >= 1.0:
-        raise ValueError(
-            f"`tau` must be at least 1, got {tau!r}: it bounds the effective learning rate in units of the nominal one "
-            "(use float('inf') for no bound)."
-        )
 
 
 def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_spectral.functional.local_training import check_tau, effective_lr_factors, frobenius_decay_gradients
+from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.functional.local_training import TAU, effective_lr_factors, frobenius_decay_gradients
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 
 
@@ -26,6 +27,7 @@ class EffectiveLRClip:
         tau: Largest effective learning rate, in units of the nominal one, at least 1; ``float("inf")`` changes nothing.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``tau`` is below 1.
 
     Reference:
@@ -50,7 +52,7 @@ class EffectiveLRClip:
     tau: float
 
     def __post_init__(self) -> None:
-        check_tau(self.tau)
+        check_fields(self, tau=TAU)
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the sharded layers of ``module``; ``handle.remove()`` detaches it.
@@ -89,6 +91,11 @@ class FrobeniusDecay:
 
     coefficients: Mapping[str, float]
     decoupled: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, decoupled=flag)
+        for name, coefficient in self.coefficients.items():
+            Number(at_least=0)(f"coefficients[{name!r}]", coefficient)
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""

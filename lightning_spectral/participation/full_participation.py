@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_spectral.errors import check_is
+from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.participation.assignment import Assignment
 from lightning_spectral.participation.population import Population
 from lightning_spectral.participation.sampler import Sampler
@@ -42,7 +42,7 @@ class FullParticipation(Sampler):
     design: None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_is("normalize", self.normalize, bool)
+        check_fields(self, normalize=flag)
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         """One wherever a processor has a score."""

@@ -1,6 +1,5 @@
 """The contract of client samplers: who trains which of several models in a round, with which coefficient."""
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.designs.base import Design
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.sampling.assignment import model_joint_probs
@@ -58,13 +58,9 @@ class Sampler(ABC):
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_is("normalize", self.normalize, bool)
+        check_fields(self, active=Number(above=0), normalize=flag)
         if self.design is not None:
             check_is("design", self.design, Design)
-        if isinstance(self.active, bool) or not isinstance(self.active, (int, float)):
-            raise TypeError(f"`active` must be a number, got {self.active!r}.")
-        if not 0 < self.active < math.inf:
-            raise ValueError(f"`active` must be a finite number above zero, got {self.active}.")
         if self.design is not None and self.active != round(self.active):
             raise ValueError(f"`active` must be whole with a design, got {self.active}; round it or drop the design.")
 

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.participation.base import Participation
+from lightning_spectral.protocol.weights import MOST_TERMS
 
-__all__ = ["UniformParticipation"]
+__all__ = ["CLIENTS_PER_ROUND", "UniformParticipation"]
+
+CLIENTS_PER_ROUND = Whole(at_least=1, at_most=MOST_TERMS)
 
 
 @dataclass(frozen=True)
@@ -15,10 +19,11 @@ class UniformParticipation(Participation):
     """A fixed number of clients, drawn uniformly without replacement, in random order.
 
     Args:
-        clients_per_round: Size k of the cohort, at least 1.
+        clients_per_round: Size k of the cohort, at least 1, and at most as many as can be summed exactly.
 
     Raises:
-        ValueError: If ``clients_per_round`` is below 1.
+        TypeError: If ``clients_per_round`` is no whole number.
+        ValueError: If it is out of range.
 
     Example:
         >>> participation = UniformParticipation(clients_per_round=3)
@@ -30,8 +35,7 @@ class UniformParticipation(Participation):
     clients_per_round: int
 
     def __post_init__(self) -> None:
-        if self.clients_per_round < 1:
-            raise ValueError(f"`clients_per_round` must be at least 1, got {self.clients_per_round}.")
+        check_fields(self, clients_per_round=CLIENTS_PER_ROUND)
 
     def check(self, num_clients: int) -> None:
         """Refuse a cohort larger than the federation.

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.functional.sampling.assignment import assignment_probs
 from lightning_spectral.participation.sampler import Figure, Sampler
 
@@ -38,12 +39,8 @@ class VarianceReduced(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.measure, bool) or not isinstance(self.measure, (int, str)):
-            raise TypeError(f'`measure` must be "all", "last" or a number of clients, got {self.measure!r}.')
-        if self.measure not in ("all", "last") and (isinstance(self.measure, str) or self.measure < 1):
-            raise ValueError(
-                f'`measure` must be "all", "last" or a number of clients, at least 1, got {self.measure!r}.'
-            )
+        if self.measure not in ("all", "last"):
+            check_fields(self, measure=Whole(at_least=1, hint='it is "all", "last" or a number of clients'))
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         """Solve for the probabilities; see :func:`~lightning_spectral.functional.assignment_probs`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_spectral.partition.partition import Partition
 
-__all__ = ["Partitioner", "check_num_clients", "equal_shares"]
+__all__ = ["Partitioner", "equal_shares"]
 
 
 class Partitioner(ABC):
@@ -66,24 +66,6 @@ class Partitioner(ABC):
     @abstractmethod
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         """Deal the examples; the arguments are already checked by :meth:`__call__`."""
-
-
-def check_num_clients(num_clients: int) -> None:
-    """Raise unless there is at least one client.
-
-    Args:
-        num_clients: Number of clients.
-
-    Raises:
-        ValueError: If it is below 1.
-
-    Example:
-        >>> check_num_clients(0)
-        Traceback (most recent call last):
-        ValueError: `num_clients` must be at least 1, got 0.
-    """
-    if num_clients < 1:
-        raise ValueError(f"`num_clients` must be at least 1, got {num_clients}.")
 
 
 def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """Clients of equal size with skewed class proportions."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_spectral.partition.base import Partitioner, check_num_clients, equal_shares
+from lightning_spectral.arguments import Number, Whole, check_fields, flag
+from lightning_spectral.partition.base import Partitioner, equal_shares
 from lightning_spectral.partition.partition import Partition
 
 __all__ = ["DirichletPartitioner", "draw_class_counts", "draw_slot_classes", "log_dirichlet"]
@@ -35,6 +35,7 @@ class DirichletPartitioner(Partitioner):
             :math:`\alpha K`).
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``num_clients`` is below 1 or ``alpha`` is not positive and finite.
 
     Note:
@@ -63,11 +64,8 @@ class DirichletPartitioner(Partitioner):
     needs_labels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_num_clients(self.num_clients)
-        if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise ValueError(
-                f"`alpha` must be positive and finite, got {self.alpha}; use IIDPartitioner for iid clients."
-            )
+        alpha = Number(above=0, hint="use IIDPartitioner for iid clients")
+        check_fields(self, num_clients=Whole(at_least=1), alpha=alpha, symmetric=flag)
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         """Draw the class of every slot of every client, then fill the slots with examples of that class."""

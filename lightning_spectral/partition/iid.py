@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_spectral.partition.base import Partitioner, check_num_clients, equal_shares
+from lightning_spectral.arguments import Whole, check_fields
+from lightning_spectral.partition.base import Partitioner, equal_shares
 from lightning_spectral.partition.partition import Partition
 
 __all__ = ["IIDPartitioner"]
@@ -21,6 +22,7 @@ class IIDPartitioner(Partitioner):
         num_clients: Number of clients, at least 1.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``num_clients`` is below 1.
 
     Example:
@@ -32,7 +34,7 @@ class IIDPartitioner(Partitioner):
     num_clients: int
 
     def __post_init__(self) -> None:
-        check_num_clients(self.num_clients)
+        check_fields(self, num_clients=Whole(at_least=1))
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         """Deal a random permutation of the examples; ``labels`` is ignored."""

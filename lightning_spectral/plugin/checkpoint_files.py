@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
@@ -49,6 +51,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.fsync(file.fileno())
         part.replace(target)
         _sync_folder(target.parent)
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            ValueError: If the file is empty or not whole.
+        """
+        try:
+            return super().load_checkpoint(path, *args, **options)
+        except (EOFError, RuntimeError, UnpicklingError) as error:
+            if "://" in str(path) or is_zipfile(path):  # whole; so it is something else
+                raise
+            raise ValueError(
+                f"{path} is empty or not a whole checkpoint ({Path(path).stat().st_size} bytes); "
+                "latest_checkpoint(folder) finds the last whole one of a folder."
+            ) from error
 
 
 def write_whole_files(trainer: pl.Trainer) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.arguments import OneOf, Whole
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
+from lightning_spectral.plugin.host import is_host
+from lightning_spectral.plugin.trainer_checks import check_callbacks, check_rounds
 from lightning_spectral.plugin.user_hooks import is_overridden
-from lightning_spectral.protocol.weights import MOST_TERMS
+from lightning_spectral.protocol.copying import check_copyable
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.sharding import ShardingStrategy
@@ -26,8 +31,13 @@ DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
 
 def check_module(module: Any) -> None:
-    """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package."""
+    """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package, not federated yet."""
     if isinstance(module, pl.LightningModule):
+        if is_host(module):
+            raise TypeError(
+                f"`module` must be your own LightningModule, got a {type(module).__name__}, which is federated "
+                "already; train it as it is, or wrap its `.module` anew."
+            )
         return
     if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
         raise TypeError(
@@ -45,29 +55,32 @@ def check_module(module: Any) -> None:
     raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
 
 
-def check_settings(
-    local_epochs: Any, clients_per_round: Any, client_engine: Any, server_optimizer: Any, local_hooks: Any, seed: Any
-) -> None:
-    """Check the arguments of a `FederatedModule` that need nothing else to be checked.
+def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) -> None:
+    """Check the arguments of a `FederatedModule` that are no numbers, and need nothing else to be checked.
 
     Raises:
         TypeError: If one is of the wrong type.
-        ValueError: If one is out of range.
+        ValueError: If the engine is unknown.
     """
-    if client_engine not in ("loop", "trainer"):
-        raise ValueError(f'`client_engine` must be "loop" or "trainer", got {client_engine!r}.')
-    check_is("seed", seed, int)
-    check_is("local_epochs", local_epochs, int)
-    if clients_per_round is not None:
-        check_is("clients_per_round", clients_per_round, int)
-    if local_epochs < 0:
-        raise ValueError(f"`local_epochs` must be at least 0, got {local_epochs}.")
-    if clients_per_round is not None and clients_per_round > MOST_TERMS:
-        raise ValueError(f"`clients_per_round` must be at most {MOST_TERMS}, got {clients_per_round}.")
+    OneOf(("loop", "trainer"))("client_engine", client_engine)
     _check_server_optimizer(server_optimizer)
     check_is("local_hooks", local_hooks, Sequence)
     for hook in local_hooks:
         check_is("local_hooks", hook, LocalHook)
+
+
+def plain_numbers(local_epochs: Any, clients_per_round: Any, seed: Any) -> tuple[int, int | None, int]:
+    """The numbers among the arguments, checked.
+
+    Raises:
+        TypeError: If one is no whole number.
+        ValueError: If one is out of range.
+    """
+    return (
+        Whole(at_least=0)("local_epochs", local_epochs),
+        replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round),
+        Whole()("seed", seed),
+    )
 
 
 def _check_server_optimizer(server_optimizer: Any) -> None:
@@ -88,10 +101,12 @@ def _check_server_optimizer(server_optimizer: Any) -> None:
 
 def check_algorithm(algorithm: Any) -> None:
     """Raise ``TypeError`` unless it is an algorithm; a strategy is only a part of one."""
-    if isinstance(algorithm, ShardingStrategy):
+    is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
+    if is_class or isinstance(algorithm, ShardingStrategy):
+        strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
         raise TypeError(
-            f"`algorithm` must be an instance of Algorithm, got the strategy {algorithm!r}; write "
-            f"SpectralSharding({algorithm!r})."
+            f"`algorithm` must be an instance of Algorithm, got the strategy {strategy}; write "
+            f"SpectralSharding(strategy={strategy})."
         )
     check_is("algorithm", algorithm, Algorithm)
 
@@ -140,7 +155,11 @@ def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
         "MultiModelDataModule": ("MultiModelModule", "MultiModelDataModule({name: FederatedDataModule(...), ...})"),
     }
     owner, call = calls[kind.__name__]
-    raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {type(datamodule).__name__}.")
+    raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {_named(datamodule)}.")
+
+
+def _named(datamodule: pl.LightningDataModule | None) -> str:
+    return "dataloaders, or nothing" if datamodule is None else type(datamodule).__name__
 
 
 def check_own_optimizers(federation: pl.LightningModule) -> None:
@@ -153,7 +172,15 @@ def check_own_optimizers(federation: pl.LightningModule) -> None:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if there are several processes of another strategy than ``"client_parallel"``."""
+    """Check what a Trainer is asked to do in a fit.
+
+    Raises:
+        TypeError: If the number of rounds is no ``int``.
+        ValueError: If a callback cannot be honoured, or there are several processes of another strategy than
+            ``"client_parallel"``.
+    """
+    check_rounds(trainer)
+    check_callbacks(trainer)
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
         raise ValueError(
             f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
@@ -170,9 +197,10 @@ def check_member(
     """Check that a module can be trained on the clients of its data.
 
     Raises:
-        ValueError: If it has complex parameters, or validation data without a ``validation_step``, or if a client has
-            no examples and `Faults` says `Raise`; a sampler never draws such a client.
+        ValueError: If it cannot be copied, or has complex parameters, or validation data without a ``validation_step``,
+            or if a client has no examples and `Faults` says `Raise`; a sampler never draws such a client.
     """
+    check_copyable(module)
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:
         raise ValueError(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_spectral.arguments import Number, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader, examples_per_epoch
 from lightning_spectral.client.worker_batches import Collate
-from lightning_spectral.errors import check_is
 from lightning_spectral.partition import (
     Labels,
     Partition,
@@ -24,7 +24,7 @@ from lightning_spectral.partition import (
     hold_out,
     report,
 )
-from lightning_spectral.plugin.data_checks import check_dealt, check_fraction, check_sizes
+from lightning_spectral.plugin.data_checks import check_dealt, check_evaluation, plain_sizes
 from lightning_spectral.plugin.host import Host, Slot, is_host
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -55,7 +55,8 @@ class FederatedDataModule(pl.LightningDataModule):
         client_val_fraction: Share of each client's examples on which it does not train, for `ClientEvaluation`.
 
     Raises:
-        TypeError: If ``train`` is a DataLoader, ``partitioner`` is none, or a number is no integer.
+        TypeError: If ``train`` is no map-style data set, ``val`` or ``test`` is a dictionary, ``partitioner`` is none,
+            or a number is of another type.
         ValueError: If a size is not positive, ``num_workers`` is negative, the fraction is not in ``[0, 1)``, or there
             is not one label per example.
 
@@ -89,15 +90,15 @@ class FederatedDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         check_dealt(train, partitioner)
-        check_sizes(batch_size, eval_batch_size, num_workers, seed)
-        check_fraction("client_val_fraction", client_val_fraction)
+        check_evaluation(val=val, test=test)
+        batch_size, eval_batch_size, num_workers, seed = plain_sizes(batch_size, eval_batch_size, num_workers, seed)
+        client_val_fraction = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self.train = train
         self.partitioner = partitioner
         self.val = val
         self.test = test
         self.batch_size = batch_size
-        check_is("drop_last", drop_last, bool)
-        self.drop_last = drop_last
+        self.drop_last = flag("drop_last", drop_last)
         self.eval_batch_size = eval_batch_size or max(batch_size, 256)
         self.collate_fn = collate_fn
         self.num_workers = num_workers

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.partition import Partitioner
 
 
 def check_dealt(train: Any, partitioner: Any) -> None:
-    """Raise ``TypeError`` unless there is a data set, and something that deals it to clients."""
+    """Raise ``TypeError`` unless there is a map-style data set, and something that deals it to clients."""
     if isinstance(train, Partitioner):
         raise TypeError(
             f"`train` must be a data set, got the partitioner {train!r}; the data set comes first: "
@@ -28,34 +29,34 @@ def check_dealt(train: Any, partitioner: Any) -> None:
             f"`train` must be a data set, got a {type(train).__name__} of {', '.join(map(repr, train))}; pass one of "
             f"them: FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)."
         )
+    if isinstance(train, IterableDataset):
+        raise TypeError(
+            f"`train` must be a map-style data set, whose examples have numbers, got {type(train).__name__}, which "
+            "cannot be dealt to clients; collect its examples first, for example in a list."
+        )
     check_is("partitioner", partitioner, Partitioner)
 
 
-def check_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: Any) -> None:
-    """Check the numbers among the arguments.
+def check_evaluation(**data: Any) -> None:
+    """Raise ``TypeError`` if evaluation data come in a dictionary."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            raise TypeError(
+                f"`{name}` must be a data set, a dataloader or a list of them, got a {type(value).__name__}; write "
+                f"{name}=list(data.values()), and Lightning numbers their metrics in this order."
+            )
+
+
+def plain_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: Any) -> tuple[int, int | None, int, int]:
+    """The numbers among the arguments, checked.
 
     Raises:
-        TypeError: If one is no integer.
+        TypeError: If one is no whole number.
         ValueError: If one is out of range.
     """
-    check_is("seed", seed, int)
-    least = {"batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
-    if eval_batch_size is not None:
-        least["eval_batch_size"] = eval_batch_size, 1
-    for name, (value, smallest) in least.items():
-        check_is(name, value, int)
-        if value < smallest:
-            raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
-
-
-def check_fraction(name: str, value: Any) -> None:
-    """Check that an argument is a share that leaves something.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is not in ``[0, 1)``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"`{name}` must be a number in [0, 1), got {value!r}.")
-    if not 0 <= value < 1:
-        raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
+    return (
+        Whole(at_least=1)("batch_size", batch_size),
+        Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size),
+        Whole(at_least=0)("num_workers", num_workers),
+        Whole()("seed", seed),
+    )

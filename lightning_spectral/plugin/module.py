@@ -26,6 +26,7 @@ from lightning_spectral.plugin.checks import (
     check_settings,
     check_stage,
     check_trainer,
+    plain_numbers,
     warn_of_compiled_in_place,
 )
 from lightning_spectral.plugin.data import FederatedDataModule
@@ -108,7 +109,8 @@ class FederatedModule(SavedRounds, Member, Host):
     ) -> None:
         super().__init__()
         check_module(module)
-        check_settings(local_epochs, clients_per_round, client_engine, server_optimizer, local_hooks, seed)
+        check_settings(client_engine, server_optimizer, local_hooks)
+        local_epochs, clients_per_round, seed = plain_numbers(local_epochs, clients_per_round, seed)
         check_user_module(module, client_engine)
         warn_of_compiled_in_place(module)
         self.automatic_optimization = False

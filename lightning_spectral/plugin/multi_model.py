@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.plugin.checkpoint_files import write_whole_files
@@ -27,7 +28,7 @@ from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.multi_model_checks import check_count, check_models, check_unavailable
+from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
 from lightning_spectral.plugin.round_boundaries import with_boundaries
@@ -94,16 +95,12 @@ class MultiModelModule(MultiModelHooks, Host):
         super().__init__()
         check_models(models)
         check_is("participation", participation, Sampler)
-        check_is("seed", seed, int)
         self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
         self.participation = participation
-        check_per_client("processors", processors, check_count)
-        self.processors = processors
-        unavailable = {} if unavailable is None else unavailable
-        check_unavailable(unavailable, models)
-        self.unavailable = {client: tuple(names) for client, names in unavailable.items()}
-        self.seed = seed
+        self.processors = check_per_client("processors", processors, PROCESSORS)
+        self.unavailable = plain_unavailable({} if unavailable is None else unavailable, models)
+        self.seed: int = Whole()("seed", seed)
         self._limit, self._sampled, self._turn = 1.0, None, None
         self._default_dtype = torch.get_default_dtype()
         self._finished_round, self._stop_after_round, self._resumed = -1, False, False

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.module import FederatedModule
+
+PROCESSORS = Whole(at_least=1, hint="leave out clients that train nothing")
 
 
 def check_models(models: Any) -> None:
@@ -37,13 +40,6 @@ def check_models(models: Any) -> None:
     _check_nothing_is_shared(models)
 
 
-def check_count(count: int) -> None:
-    """Raise unless a client can have this number of processors."""
-    check_is("processors", count, int)
-    if count < 1:
-        raise ValueError(f"`processors` must be at least 1, got {count}; leave out clients that train nothing.")
-
-
 def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
     owner: dict[int, str] = {}
     for name, model in models.items():
@@ -56,19 +52,21 @@ def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
                 )
 
 
-def check_unavailable(unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]) -> None:
-    """Check which models clients are said not to be able to train.
+def plain_unavailable(
+    unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]
+) -> dict[int, tuple[str, ...]]:
+    """Which models clients are said not to be able to train, checked.
 
     Raises:
         TypeError: If it is not a mapping from clients' ids to lists of names.
         ValueError: If an id is negative, or a name is none of the models'.
     """
     check_is("unavailable", unavailable, Mapping)
+    client_id = Whole(at_least=0, hint="its keys are clients' ids")
+    plain = {client_id("unavailable", client): tuple(names) for client, names in unavailable.items()}
     for client, names in unavailable.items():
-        check_is("unavailable", client, int)
-        if client < 0:
-            raise ValueError(f"`unavailable` has clients' ids, which are at least 0, got {client}.")
         if isinstance(names, str):
             raise TypeError(f"`unavailable` lists models of a client, got {names!r}; write {{{client}: [{names!r}]}}.")
         if unknown := [name for name in names if name not in models]:
             raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")
+    return plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from lightning_spectral.protocol.copying import deep_copy
 from lightning_spectral.protocol.gradient_hooks import carry_gradient_hooks
 
 Tensors = Mapping[str, Tensor]
@@ -54,12 +54,10 @@ def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
         shared: Tensors that are not copied but shared, because the copy is about to replace them.
 
     Raises:
-        ValueError: If a shared tensor has a gradient hook.
+        ValueError: If a part cannot be copied, or a shared tensor has a gradient hook.
     """
-    trainer = getattr(module, "_trainer", None)  # of a LightningModule in a fit
-    detached = {} if trainer is None else {id(trainer): None}
-    memo: dict[int, Any] = {**detached, **{id(tensor): tensor for tensor in shared}}
-    copied = copy.deepcopy(module, memo)
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    copied = deep_copy(module, memo)
     carry_gradient_hooks(module, memo)
     return copied
 

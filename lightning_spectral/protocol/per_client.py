@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number, Rule
 from lightning_spectral.protocol.rng import derived_generator
 
 __all__ = ["Assigned", "PerClient", "assign", "check_num_entries", "check_per_client", "entries_of"]
@@ -39,19 +40,23 @@ class Assigned(Generic[T]):
         return self.values[int(self.indices[client_id])]
 
 
-def check_per_client(argument: str, value: PerClient[T], check_entry: Callable[[T], None]) -> None:
+def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
     """Check a setting in its constructor, where the number of clients is not yet known.
 
     Args:
         argument: Its name, for error messages.
         value: One for all clients, ``{value: share of clients}``, or a list with one per client.
-        check_entry: Raises if a single value is out of range.
+        rule: What a single value must be.
+
+    Returns:
+        The setting with plain numbers.
 
     Raises:
-        ValueError: If nothing is given, or shares are not positive or do not sum to 1.
+        TypeError: If a value or a share is of another type.
+        ValueError: If nothing is given, a value is out of range, or shares are not positive or do not sum to 1.
 
     Example:
-        >>> check_per_client("keep_ratio", {0.2: 0.6, 0.4: 0.5}, lambda ratio: None)
+        >>> check_per_client("keep_ratio", {0.2: 0.6, 0.4: 0.5}, Number(above=0))
         Traceback (most recent call last):
         ValueError: Shares of `keep_ratio` must sum to 1, got 0.6 + 0.5 = 1.1; write {value: share of clients}.
     """
@@ -61,10 +66,12 @@ def check_per_client(argument: str, value: PerClient[T], check_entry: Callable[[
             f"`{argument}` must be one value for all clients, {{value: share of clients}} or a list with one value per "
             f"client, got {value!r}."
         )
-    for entry in entries:
-        check_entry(entry)
+    plain = [rule(argument, entry) for entry in entries]
     if isinstance(value, Mapping):
-        _check_shares(argument, value)
+        return _plain_shares(argument, dict(zip(plain, value.values(), strict=True)))
+    if not _is_list(value):
+        return plain[0]
+    return tuple(plain) if isinstance(value, tuple) else plain
 
 
 def check_num_entries(argument: str, value: PerClient[T], num_clients: int) -> None:
@@ -127,19 +134,16 @@ def entries_of(value: PerClient[T]) -> Sequence[T]:
     return cast("Sequence[T]", value) if _is_list(value) else [cast("T", value)]
 
 
-def _check_shares(argument: str, shares: Mapping[T, float]) -> None:
-    for value, share in shares.items():
-        if not (isinstance(share, float | int) and share > 0.0):
-            raise ValueError(
-                f"Shares of `{argument}` must be positive numbers, got {share!r} for {value!r}; leave out what no "
-                "client has."
-            )
+def _plain_shares(argument: str, given: Mapping[T, float]) -> dict[T, float]:
+    share_of = Number(above=0, hint="leave out what no client has")
+    shares = {value: share_of(f"{argument}[{value!r}]", share) for value, share in given.items()}
     if abs(sum(shares.values()) - 1.0) > 1e-9:
         terms = " + ".join(f"{share:g}" for share in shares.values())
         raise ValueError(
             f"Shares of `{argument}` must sum to 1, got {terms} = {sum(shares.values()):g}; write {{value: share of "
             "clients}."
         )
+    return shares
 
 
 def _exact_counts(shares: Sequence[float], num_clients: int) -> Tensor:

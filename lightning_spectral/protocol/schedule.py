@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lightning_spectral.arguments import Whole
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,7 @@ class Schedule(_NamedInYaml, Generic[T]):
         values: From the first round of each value, counted from 0, to the value. Round 0 must have one.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If a key is not a round, or round 0 is missing.
 
     Example:
@@ -37,11 +40,11 @@ class Schedule(_NamedInYaml, Generic[T]):
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):
             raise ValueError(f"A schedule maps rounds to values, got {self.values!r}; write Schedule({{0: ...}}).")
-        if wrong := [key for key in self.values if not (type(key) is int and key >= 0)]:
-            raise ValueError(f"A schedule's keys are rounds, integers from 0, got {wrong[0]!r}.")
-        if 0 not in self.values:
-            raise ValueError(f"A schedule needs a value for round 0, got rounds {sorted(self.values)}.")
-        object.__setattr__(self, "values", dict(sorted(self.values.items())))
+        round_idx = Whole(at_least=0, hint="the keys of a schedule are rounds")
+        values = {round_idx("values", key): value for key, value in self.values.items()}
+        if 0 not in values:
+            raise ValueError(f"A schedule needs a value for round 0, got rounds {sorted(values)}.")
+        object.__setattr__(self, "values", {key: values[key] for key in sorted(values)})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.values!r})"

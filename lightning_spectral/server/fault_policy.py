@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.errors import RoundError, check_is
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome
@@ -39,14 +40,14 @@ class LeaveOut(FaultPolicy):
             `RoundError` ends the run. At 1 a round may lose every client; it then changes nothing.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``max_share`` is outside [0, 1].
     """
 
     max_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.max_share <= 1.0:
-            raise ValueError(f"`max_share` must be in [0, 1], got {self.max_share!r}.")
+        check_fields(self, max_share=Number(at_least=0, at_most=1))
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,19 @@ torch optimizer, so Lightning runs its steps, counts them and saves its state.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.server.adaptive import ServerAdagrad, ServerAdam, ServerYogi
+
+POSITIVE = Number(above=0)
+DECAY = Number(at_least=0, below=1, hint="it is the share of the past that a moment keeps")
 
 
 class FedOptimizer(ABC):
@@ -36,6 +40,7 @@ class FedAvgM(FedOptimizer):
         momentum: Share of the last step that is repeated, in ``[0, 1)``.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If an argument is out of range.
 
     Reference:
@@ -51,8 +56,7 @@ class FedAvgM(FedOptimizer):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _check_positive("lr", self.lr)
-        _check_decay("momentum", self.momentum)
+        check_fields(self, lr=POSITIVE, momentum=DECAY)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Create the optimizer of the server's parameters."""
@@ -70,6 +74,7 @@ class FedAdagrad(FedOptimizer):
             change per round.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If an argument is out of range.
 
     Reference:
@@ -90,13 +95,17 @@ class FedAdagrad(FedOptimizer):
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
-        _check_positive("lr", self.lr)
-        _check_decay("momentum", self.momentum)
-        _check_positive("tau", self.tau)
+        check_fields(self, lr=POSITIVE, momentum=DECAY, tau=POSITIVE)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Create the optimizer of the server's parameters."""
         return ServerAdagrad(parameters, self.lr, (self.momentum, 0.0), self.tau)
+
+
+def _two_decays(argument: str, betas: Any) -> tuple[float, ...]:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"`{argument}` must be two numbers, for the first and the second moment, got {betas!r}.")
+    return tuple(DECAY(argument, beta) for beta in betas)
 
 
 @dataclass(frozen=True)
@@ -106,12 +115,7 @@ class _TwoMoments(FedOptimizer):
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
-        _check_positive("lr", self.lr)
-        if len(self.betas) != 2:
-            raise ValueError(f"`betas` must be two numbers, for the first and the second moment, got {self.betas!r}.")
-        for beta in self.betas:
-            _check_decay("betas", beta)
-        _check_positive("tau", self.tau)
+        check_fields(self, lr=POSITIVE, betas=_two_decays, tau=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -159,19 +163,9 @@ class FedYogi(_TwoMoments):
     Example:
         >>> FedYogi(betas=(0.9, 1.0))
         Traceback (most recent call last):
-        ValueError: `betas` must be in [0, 1), got 1.0: it is the share of the past that a moment keeps.
+        ValueError: `betas` must be in [0, 1), got 1.0; it is the share of the past that a moment keeps.
     """
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Create the optimizer of the server's parameters."""
         return ServerYogi(parameters, self.lr, self.betas, self.tau)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (value > 0.0 and math.isfinite(value)):
-        raise ValueError(f"`{name}` must be positive and finite, got {value!r}.")
-
-
-def _check_decay(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"`{name}` must be in [0, 1), got {value!r}: it is the share of the past that a moment keeps.")

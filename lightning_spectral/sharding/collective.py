@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import OneOf, check_fields
 from lightning_spectral.functional.figures.discrepancy import cohort_discrepancy
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
 from lightning_spectral.functional.sampling.mixed_cohort import joint_multipliers
@@ -53,8 +54,7 @@ class Collective(ShardingStrategy):
     cohort: Cohort = "group"
 
     def __post_init__(self) -> None:
-        if self.cohort not in get_args(Cohort):
-            raise ValueError(f"`cohort` must be one of {', '.join(get_args(Cohort))}, got {self.cohort!r}.")
+        check_fields(self, cohort=OneOf(get_args(Cohort)))
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
         """The optimum of Theorem 3.2.

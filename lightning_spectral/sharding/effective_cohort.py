@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_spectral.functional.sampling.effective_cohort import check_slack, effective_cohort_size
+from lightning_spectral.arguments import check_fields
+from lightning_spectral.functional.sampling.effective_cohort import SLACK, effective_cohort_size
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.sharding.collective import Collective
 
@@ -23,6 +24,7 @@ class EffectiveCohort(ShardingStrategy):
         slack: How much more than the best sub-model of n terms a client's may be off, as a share of the squared error.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``slack`` is negative.
 
     Note:
@@ -40,7 +42,7 @@ class EffectiveCohort(ShardingStrategy):
     slack: float = 0.05
 
     def __post_init__(self) -> None:
-        check_slack(self.slack)
+        check_fields(self, slack=SLACK)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
         """The optimum of `Collective` for the effective number of clients.

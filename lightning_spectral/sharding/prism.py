@@ -1,12 +1,12 @@
 """PriSM: terms drawn one by one in proportion to a power of their singular value."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number, OneOf, check_fields
 from lightning_spectral.designs import SuccessiveSampling
 from lightning_spectral.functional.checks import as_magnitudes
 from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
@@ -27,6 +27,7 @@ class PriSM(ShardingStrategy):
         marginals: ``"exact"`` inclusion probabilities, or ``"manly"`` for Manly's approximation, which that paper used.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``exponent`` is not positive and finite, or another argument is none of the values above.
 
     Note:
@@ -47,12 +48,12 @@ class PriSM(ShardingStrategy):
     marginals: Literal["exact", "manly"] = "exact"
 
     def __post_init__(self) -> None:
-        if self.compensation not in (None, "wallenius"):
-            raise ValueError(f"`compensation` must be None or 'wallenius', got {self.compensation!r}.")
-        if self.marginals not in ("exact", "manly"):
-            raise ValueError(f"`marginals` must be 'exact' or 'manly', got {self.marginals!r}.")
-        if self.exponent is not None and not (math.isfinite(self.exponent) and self.exponent > 0):
-            raise ValueError(f"`exponent` must be positive and finite, or None, got {self.exponent}.")
+        check_fields(
+            self,
+            exponent=Number(above=0, optional=True),
+            compensation=OneOf((None, "wallenius")),
+            marginals=OneOf(("exact", "manly")),
+        )
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
         """Marginals of the draw; all multipliers are one, or their inverses.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs import Design
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.checks import as_magnitudes
 from lightning_spectral.sharding.base import ShardingStrategy
 
@@ -32,6 +33,9 @@ class Scaled(ShardingStrategy):
     """
 
     strategy: ShardingStrategy
+
+    def __post_init__(self) -> None:
+        check_is("strategy", self.strategy, ShardingStrategy)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
         r"""The other strategy's inclusion probabilities, and the multipliers of the expected draw.

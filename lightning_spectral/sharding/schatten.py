@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_spectral.functional.sampling.schatten import check_order, schatten_inclusion_probs
+from lightning_spectral.arguments import check_fields
+from lightning_spectral.functional.sampling.schatten import ORDER, schatten_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.sharding.unbiased import inverse_probs
 
@@ -20,6 +21,7 @@ class Schatten(ShardingStrategy):
         p: Order of the norm, at least 2; the paper reports 4.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``p`` is below 2.
 
     Note:
@@ -39,7 +41,7 @@ class Schatten(ShardingStrategy):
     p: float = 4.0
 
     def __post_init__(self) -> None:
-        check_order(self.p)
+        check_fields(self, p=ORDER)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
         """The optimum of Eq. (10), and its inverses.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
+from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.errors import check_is
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
 
@@ -24,6 +27,7 @@ class DeviceProfile:
         macs_per_second: Multiply-accumulates per second that it computes while training.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If a speed is not positive.
     """
 
@@ -32,9 +36,13 @@ class DeviceProfile:
     macs_per_second: float
 
     def __post_init__(self) -> None:
-        for name, speed in vars(self).items():
-            if not speed > 0.0:
-                raise ValueError(f"`{name}` must be positive, got {speed!r}.")
+        speed = Number(above=0, finite=False)
+        check_fields(self, downlink=speed, uplink=speed, macs_per_second=speed)
+
+
+def _profile(argument: str, value: Any) -> DeviceProfile:
+    check_is(argument, value, DeviceProfile)
+    return cast(DeviceProfile, value)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class VirtualClock:
             an example once, and too low for convolutions.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If shares are not positive or do not sum to 1, or ``deadline`` or ``keep_first`` is not positive.
 
     Note:
@@ -101,11 +110,12 @@ class VirtualClock:
     macs: Mapping[float, float] | Callable[[float], float] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_per_client("profiles", self.profiles, lambda profile: check_is("profiles", profile, DeviceProfile))
-        if not self.deadline > 0.0:
-            raise ValueError(f"`deadline` must be positive, got {self.deadline!r} seconds.")
-        if self.keep_first is not None and self.keep_first < 1:
-            raise ValueError(f"`keep_first` must be at least 1, got {self.keep_first}; write None to wait for all.")
+        check_fields(
+            self,
+            profiles=partial(check_per_client, rule=_profile),
+            deadline=Number(above=0, finite=False, hint="it is in seconds"),
+            keep_first=Whole(at_least=1, optional=True),
+        )
 
     def check(self, num_clients: int, clients_per_round: int) -> None:
         """Raise ``ValueError`` if this clock does not fit the federation."""

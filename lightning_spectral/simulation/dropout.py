@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
 from lightning_spectral.protocol.rng import derived_seed
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -23,6 +25,7 @@ class ClientDropout:
             clients}``; or one per client.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If a probability is outside [0, 1], or shares are not positive or do not sum to 1.
 
     Example:
@@ -34,7 +37,7 @@ class ClientDropout:
     probability: PerClient[float]
 
     def __post_init__(self) -> None:
-        check_per_client("probability", self.probability, _check_probability)
+        check_fields(self, probability=partial(check_per_client, rule=Number(at_least=0, at_most=1)))
 
     def check(self, num_clients: int) -> None:
         """Raise ``ValueError`` if probabilities are listed for another number of clients."""
@@ -54,8 +57,3 @@ def drops_out(probability: float, seed: int, round_idx: int, unit: WorkUnit) -> 
     """
     # a derived seed is a uniform integer below 2**63: no generator is needed for a single draw
     return derived_seed(seed, "client dropout", round_idx, *unit.ids) < probability * 2**63
-
-
-def _check_probability(probability: float) -> None:
-    if not (isinstance(probability, float | int) and 0.0 <= probability <= 1.0):
-        raise ValueError(f"`probability` must be in [0, 1], got {probability!r}.")

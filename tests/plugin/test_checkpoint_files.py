@@ -191,3 +191,14 @@ class TestWholeRounds:
         with pytest.raises(ls.RoundError, match="belong to no round and are not saved"):
             trainer.save_checkpoint(tmp_path / "c" / "half.ckpt")
         assert ls.latest_checkpoint(tmp_path / "c") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"PK, and then the disk was full"])
+def test_a_file_that_is_no_whole_checkpoint_is_refused_by_name(
+    content: bytes, lit: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content)
+    message = rf"last\.ckpt is empty or not a whole checkpoint \({len(content)} bytes\); latest_checkpoint"
+    with pytest.raises(ValueError, match=message):
+        fit(lit, data, ckpt_path=path)

@@ -103,7 +103,7 @@ def test_scaled_draws_have_the_norm_of_the_whole() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Collective(cohort="all"), "`cohort` must be one of group, joint, best, got 'all'"),
+        (lambda: Collective(cohort="all"), "`cohort` must be 'group', 'joint' or 'best', got 'all'"),
         (lambda: PriSM(compensation="fisher"), "`compensation` must be None or 'wallenius', got 'fisher'"),
         (lambda: PriSM(marginals="rough"), "`marginals` must be 'exact' or 'manly', got 'rough'"),
         (lambda: PriSM(exponent=math.inf), "`exponent` must be positive and finite"),

@@ -110,7 +110,7 @@ def test_the_effective_number_is_among_the_figures() -> None:
 
 @pytest.mark.parametrize("slack", [-0.1, math.nan, -math.inf, "0.05"])
 def test_a_negative_slack_is_refused(slack: float) -> None:
-    with pytest.raises(ValueError, match=f"`slack` must be at least 0, got {slack!r}"):
+    with pytest.raises((TypeError, ValueError), match=f"`slack` must be (at least 0|a number), got {slack!r}"):
         EffectiveCohort(slack)
-    with pytest.raises(ValueError, match=f"`slack` must be at least 0, got {slack!r}"):
+    with pytest.raises((TypeError, ValueError), match=f"`slack` must be (at least 0|a number), got {slack!r}"):
         effective_cohort_size(GAUSSIAN, 8, 10, slack)

@@ -14,8 +14,11 @@ import math
 
 from torch import Tensor
 
+from lightning_spectral.arguments import Number
 from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, top_inclusion_probs
+
+SLACK = Number(at_least=0, finite=False, hint="0 is top-n, float('inf') is Collective")
 
 # The bisection ends when the logarithm of the size is known to this accuracy.
 ACCURACY = 1e-6
@@ -68,7 +71,7 @@ def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: 
         >>> [round(effective_cohort_size(s, 7, 10, slack), 2) for slack in (0.0, 0.05, 0.5, float("inf"))]
         [1.0, 1.75, 4.09, 10.0]
     """
-    check_slack(slack)
+    SLACK("slack", slack)
     check_cohort_size(cohort_size)
     values = as_magnitudes(singular_values, "singular_values")
     least = client_error(values, top_inclusion_probs(values, num_terms), 1.0)
@@ -86,9 +89,3 @@ def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: 
         middle = (low + high) / 2
         low, high = (middle, high) if is_within(math.exp(middle)) else (low, middle)
     return math.exp(low)
-
-
-def check_slack(slack: float) -> None:
-    """Raise ``ValueError`` unless ``slack`` is at least 0."""
-    if not (isinstance(slack, float | int) and slack >= 0.0):
-        raise ValueError(f"`slack` must be at least 0, got {slack!r}: 0 is top-n, float('inf') is Collective.")

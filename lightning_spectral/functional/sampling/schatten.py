@@ -11,8 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number
 from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
 from lightning_spectral.functional.sampling.inclusion import top_inclusion_probs
+
+ORDER = Number(at_least=2, hint="it is the order of a Schatten norm")
 
 # Above this log(beta / s^p) the odds against a term equal the leading power alone, to the last bit.
 LARGE = 200.0
@@ -45,7 +48,7 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
         >>> schatten_inclusion_probs(s, num_terms=2, p=2)
         tensor([1.0000, 0.5000, 0.2500, 0.2500], dtype=torch.float64)
     """
-    check_order(p)
+    ORDER("p", p)
     values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
     relative = values / values.max().clamp_min(torch.finfo(torch.float64).tiny)
@@ -55,12 +58,6 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
     log_powers = p * torch.where(positive, relative, 1.0).log()
     probs = _probs_at(_log_price(log_powers, positive, num_terms, p), log_powers, positive, p)
     return _exact_sum(probs, log_powers, num_terms, p)
-
-
-def check_order(p: float) -> None:
-    """Raise ``ValueError`` unless ``p`` is finite and at least 2."""
-    if not (math.isfinite(p) and p >= 2):
-        raise ValueError(f"`p` must be finite and at least 2, got {p!r}: it is the order of a Schatten norm.")
 
 
 def _log_price(log_powers: Tensor, positive: Tensor, num_terms: int, p: float) -> float:

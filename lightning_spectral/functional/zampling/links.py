@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Number, check_fields, flag
+
 
 class Link(ABC):
     """Maps scores s, which an optimizer may move anywhere, to probabilities p in [0, 1]."""
@@ -51,6 +53,9 @@ class Clip(Link):
 
     absorbing: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self, absorbing=flag)
+
     def probs(self, scores: Tensor) -> Tensor:
         """Scores, clipped to [0, 1]."""
         return scores.clamp(0.0, 1.0)
@@ -77,6 +82,7 @@ class Sigmoid(Link):
         margin: Probabilities are moved this far from 0 and 1 before they become scores, which are then finite.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If the margin is not between 0 and 1/2.
 
     Reference:
@@ -91,8 +97,8 @@ class Sigmoid(Link):
     margin: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.margin < 0.5:
-            raise ValueError(f"`margin` must be between 0 and 1/2, got {self.margin!r}: a score of 0 or 1 is infinite.")
+        margin = Number(above=0, below=0.5, hint="the score of a probability of 0 or 1 is infinite")
+        check_fields(self, straight_through=flag, margin=margin)
 
     def probs(self, scores: Tensor) -> Tensor:
         """The logistic function."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from lightning_spectral.arguments import Number
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import FEWEST_TERMS, Costs, costs_of
 from lightning_spectral.nn.plan.choices import LayerChoices
@@ -15,6 +16,7 @@ from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.trace import Example
 
 Budget = float | Sequence[float]
+BUDGET = Number(at_least=0, finite=False)
 
 # All of them grow with the keep ratio, which the search relies on.
 NEEDS: Mapping[str, Callable[[Cost], int]] = MappingProxyType(
@@ -76,7 +78,10 @@ def only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
     if len(budgets) != 1:
         got = ", ".join(name for name, _ in budgets) or "none"
         raise ValueError(f"Give exactly one of {', '.join(given)}; got {got}.")
-    return budgets[0]
+    name, budget = budgets[0]
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
+        return name, [BUDGET(name, entry) for entry in budget]
+    return name, BUDGET(name, budget)
 
 
 def _candidates(costs: Costs) -> list[float]:

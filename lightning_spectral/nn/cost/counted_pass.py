@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -75,7 +76,7 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
         >>> counted.macs, counted.kept_values
         (1920, 160)
     """
-    kept = _Kept([*module.parameters(), *module.buffers(), *tree_leaves(example_input)])
+    kept = _Kept([*module.parameters(), *module.buffers(), *_inputs(example_input)])
     record = _Record(kept, FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH)))
     with ExitStack() as stack:
         for name, layer in module.named_modules():
@@ -87,6 +88,12 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
         stack.enter_context(record.counter)
         run_example(module, example_input)
     return CountedPass(record.macs, kept.num_values, kept.num_bytes, tuple(record.calls))
+
+
+def _inputs(example_input: Example) -> Iterator[Any]:
+    """The tensors of an example; those of packed sequences, too, which torch takes for a leaf."""
+    for leaf in tree_leaves(example_input):
+        yield from leaf if isinstance(leaf, PackedSequence) else (leaf,)
 
 
 class _Kept:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_spectral.extras import from_extra
+from lightning_spectral.functional.factors import KEEP_RATIO
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import costs_of
 from lightning_spectral.nn.cost.rows import Columns, CostRows, show_bytes, show_count
@@ -92,8 +93,8 @@ def cost_table(
             not up.
 
     Raises:
-        ValueError: If a ratio is out of range, there is no example, ``layers`` is the plan of another module, or with
-            every problem that `validate` shows.
+        ValueError: If a ratio is out of range, there is no example or no ``forward``, ``layers`` is the plan of another
+            module, or with every problem that `validate` shows.
 
     Note:
         The multiplications of normalisations, activations and other elementwise operations are not counted, as in
@@ -111,5 +112,6 @@ def cost_table(
         >>> table.at[0.1].parameters
         32778
     """
+    ratios = [KEEP_RATIO("keep_ratios", keep_ratio) for keep_ratio in keep_ratios]
     costs = costs_of(module, example_input, layers)
-    return CostTable(costs.full, {keep_ratio: costs.at(keep_ratio) for keep_ratio in keep_ratios})
+    return CostTable(costs.full, {keep_ratio: costs.at(keep_ratio) for keep_ratio in ratios})

@@ -13,7 +13,7 @@ from lightning_spectral.nn.cost.counted_pass import count_pass
 from lightning_spectral.nn.cost.rows import CostRows, show_bytes, show_count
 from lightning_spectral.nn.cost.zampling_costs import ZamplingCost, zampling_costs_of
 from lightning_spectral.nn.plan.trace import Example
-from lightning_spectral.nn.zampling.compressed import Compression
+from lightning_spectral.nn.zampling.compressed import COMPRESSION, DOWNLINK_BITS, Compression
 from lightning_spectral.protocol.exchange import copy_module
 
 
@@ -82,9 +82,11 @@ def zampling_cost_table(
         8            10.6 k (13%)  2.70 M (100%)  1.70 M       6.49 MiB    41.5 KiB (13%)  1.30 KiB (0.4%)
         64           1.33 k (2%)   2.70 M (100%)  1.70 M       6.49 MiB    5.19 KiB (2%)   167 B (0.05%)
     """
+    downlink_bits = DOWNLINK_BITS("downlink_bits", downlink_bits)
+    factors = [COMPRESSION["compression"]("compressions", factor) for factor in compressions]
     whole = Compression(1, degree, exclude=tuple(exclude), include=tuple(include))
     weights = whole.weights_of(module)
-    probs = {factor: replace(whole, factor=factor).matrix(weights, seed=0).num_columns for factor in compressions}
+    probs = {factor: replace(whole, factor=factor).matrix(weights, seed=0).num_columns for factor in factors}
     macs = count_pass(copy_module(module), required_example(module, example_input)).macs
     costs = zampling_costs_of(module, whole, downlink_bits=downlink_bits, keep_buffers=keep_buffers, macs=macs)
     return ZamplingCostTable(costs.full, {factor: costs.at(num_probs) for factor, num_probs in probs.items()})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.pointwise import pointwise
-from lightning_spectral.nn.layers.sharded import NumTerms, SpectralShardedLayer, counts
+from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
 
 ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
@@ -60,6 +60,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        in_channels, out_channels = SIZE("in_channels", in_channels), SIZE("out_channels", out_channels)
         super().__init__((out_channels, in_channels, *kernel_size), num_terms, bias, device, dtype)
         ones = (1,) * len(kernel_size)
         self.in_channels = in_channels

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
-from lightning_spectral.nn.layers.sharded import NumTerms, SpectralShardedLayer, counts
+from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
@@ -49,6 +49,7 @@ class SpectralShardedLinear(SpectralShardedLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        in_features, out_features = SIZE("in_features", in_features), SIZE("out_features", out_features)
         super().__init__((out_features, in_features), num_terms, bias, device, dtype)
         self.in_features = in_features
         self.out_features = out_features

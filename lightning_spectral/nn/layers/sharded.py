@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.arguments import Whole, flag
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, assemble, by_parameter, join, row_blocks
 from lightning_spectral.nn.layers.computed_weight import computed_weight, refuse_write
 from lightning_spectral.nn.layers.terms import SingularTerms, rebuilding_is_cheaper
@@ -19,6 +20,7 @@ else:
 
 LayerT = TypeVar("LayerT", bound="ShardedLayer")
 NumTerms = int | Sequence[int]
+SIZE = Whole(at_least=1)
 
 
 class ShardedLayer(_Base):
@@ -199,7 +201,7 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
         rows, columns = weight_shape[0], int(torch.Size(weight_shape[1:]).numel())
         super().__init__((rows, columns), num_terms, device, dtype)
         self.weight_shape = weight_shape
-        self.register_parameter("bias", nn.Parameter(torch.zeros_like(self.u[:, 0])) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros_like(self.u[:, 0])) if flag("bias", bias) else None)
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:

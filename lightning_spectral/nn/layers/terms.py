@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.factors import singular_terms
 
 
@@ -28,6 +29,7 @@ class SingularTerms(nn.Module):
         dtype: As in other ``torch.nn`` modules.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``num_terms`` is out of range.
 
     Example:
@@ -50,8 +52,9 @@ class SingularTerms(nn.Module):
     ) -> None:
         super().__init__()
         rows, columns = shape
-        if not 1 <= num_terms <= min(shape):
-            raise ValueError(f"`num_terms` must be in [1, N={min(shape)}], got {num_terms}.")
+        num_terms = Whole(at_least=1, at_most=min(shape), hint="a matrix has as many terms as its shorter side")(
+            "num_terms", num_terms
+        )
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.u = nn.Parameter(torch.zeros(rows, num_terms, **where))
         self.v = nn.Parameter(torch.zeros(num_terms, columns, **where))

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from lightning_spectral.errors import check_is
-from lightning_spectral.functional.factors import check_granularity
+from lightning_spectral.arguments import Whole, check_fields, flag
+from lightning_spectral.functional.factors import GRANULARITY
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class LayerChoices:
             that is warned about, and refused if it is so in every layer.
 
     Raises:
-        ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to integers of at least 2, or
-            ``term_granularity`` is not an integer of at least 1.
-        TypeError: If ``keep_first_and_last_dense`` is not a ``bool``.
+        TypeError: If a number is not whole, or ``keep_first_and_last_dense`` is not a ``bool``.
+        ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to numbers of at least 2, or
+            ``term_granularity`` is below 1.
 
     Reference:
         Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense.
@@ -50,10 +50,8 @@ class LayerChoices:
     def __post_init__(self) -> None:
         for name in ("exclude", "keep_buffers"):
             object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
-        _check_split(self.split)
-        object.__setattr__(self, "split", dict(self.split))
-        check_is("keep_first_and_last_dense", self.keep_first_and_last_dense, bool)
-        check_granularity(self.term_granularity)
+        object.__setattr__(self, "split", _plain_split(self.split))
+        check_fields(self, keep_first_and_last_dense=flag, term_granularity=GRANULARITY)
 
     def excludes(self, name: str) -> bool:
         """Whether a pattern of ``exclude`` matches the layer."""
@@ -82,14 +80,10 @@ def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _check_split(split: object) -> None:
+def _plain_split(split: object) -> dict[str, int]:
     if not isinstance(split, Mapping) or not all(isinstance(pattern, str) for pattern in split):
         raise ValueError(
             f"`split` is a mapping from patterns to numbers of parts, got {split!r}; write split={{'*.qkv': 3}}."
         )
-    for pattern, parts in split.items():
-        if not (isinstance(parts, int) and parts >= 2):
-            raise ValueError(
-                f"`split` gives the number of parts of a layer, an integer of at least 2, got {parts!r} for "
-                f"{pattern!r}; leave the pattern out to factorise the layer whole."
-            )
+    num_parts = Whole(at_least=2, hint="leave the pattern out to factorise the layer whole")
+    return {pattern: num_parts(f"split[{pattern!r}]", parts) for pattern, parts in split.items()}

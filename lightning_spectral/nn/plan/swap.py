@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_spectral.functional.factors import check_keep_ratio, num_terms_for
+from lightning_spectral.functional.factors import KEEP_RATIO, num_terms_for
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
@@ -50,7 +50,7 @@ def replace_layers(
         >>> replace_layers(mlp, keep_ratio=0.25)[1]
         SpectralShardedLinear(in_features=16, out_features=16, num_terms=4, bias=True)
     """
-    check_keep_ratio(keep_ratio)
+    keep_ratio = KEEP_RATIO("keep_ratio", keep_ratio)
     plan = plan_of(module, layers, example_input)
     copied: ModuleT = copy_module(module)
     swap_layers(copied, plan, lambda sharded, dense, num_terms: sharded.from_dense(dense, num_terms), keep_ratio)

@@ -46,8 +46,22 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
 
 
 def run_example(module: nn.Module, example_input: Example) -> Any:
-    """Run one forward pass with gradients, so that no fused kernel bypasses a layer, and restore the random state."""
+    """Run one forward pass with gradients, so that no fused kernel bypasses a layer, and restore the random state.
+
+    Raises:
+        ValueError: If the module has no ``forward``.
+    """
     with torch.random.fork_rng(), torch.enable_grad():
-        if isinstance(example_input, Mapping):
-            return module(**example_input)
-        return module(*example_input) if isinstance(example_input, tuple) else module(example_input)
+        try:
+            if isinstance(example_input, Mapping):
+                return module(**example_input)
+            # a named tuple, such as a PackedSequence, is one input
+            is_several = isinstance(example_input, tuple) and not hasattr(example_input, "_fields")
+            return module(*example_input) if is_several else module(example_input)
+        except NotImplementedError as error:
+            if f"[{type(module).__name__}] is missing" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(module).__name__} has no `forward`, so no pass of `example_input` can be run; define one, or "
+                "give the part that does the work, such as `module.net`."
+            ) from error

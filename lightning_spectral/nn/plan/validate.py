@@ -27,7 +27,7 @@ def validate(
         ``layers``, and they follow it.
 
     Raises:
-        ValueError: If ``layers`` is the plan of another module.
+        ValueError: If ``layers`` is the plan of another module, or there is an example but no ``forward``.
 
     Example:
         >>> import torch

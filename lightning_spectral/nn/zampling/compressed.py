@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from lightning_spectral.arguments import Number, OneOf, Rule, Whole, check_fields, flag
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
@@ -19,6 +21,29 @@ from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
 Init = Literal["he", "paper"]
+
+
+def _one_factor(argument: str, value: Any) -> Any:
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+        raise TypeError(
+            f"`{argument}` is one number for all clients, got {value!r}: bits of different matrices have no mean."
+        )
+    return Number(at_least=1, hint="it is the number of weights for each probability")(argument, value)
+
+
+# The rules of the settings that `Zampling` shares with `Compression`, by the names that users know.
+COMPRESSION: Mapping[str, Rule] = MappingProxyType(
+    {
+        "compression": _one_factor,
+        "degree": Whole(at_least=1, optional=True),
+        "init": OneOf(get_args(Init)),
+        "sampled": flag,
+        "values": OneOf(get_args(Values)),
+        "memory": Whole(at_least=0),
+        "gain": Number(above=0),
+    }
+)
+DOWNLINK_BITS = Whole(at_least=1, at_most=16, optional=True)
 
 
 @dataclass(frozen=True)
@@ -72,27 +97,14 @@ class Compression:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.factor, Mapping | Sequence):
-            raise TypeError(
-                f"`compression` is one number for all clients, got {self.factor!r}: bits of different matrices have no "
-                "mean."
-            )
-        if not 1.0 <= self.factor < math.inf:
-            raise ValueError(
-                f"`compression` is the number of weights for each probability, at least 1, got {self.factor!r}."
-            )
+        rules = dict(COMPRESSION)
+        factor = rules.pop("compression")
+        check_fields(self, factor=lambda _, value: factor("compression", value), **rules)
         if self.degree is None and self.factor != 1.0:
             raise ValueError(
                 f"With `degree=None` each weight has a probability of its own, so `compression` is 1, got "
                 f"{self.factor!r}; give a degree, such as 10, to compress."
             )
-        if self.degree is not None and not (isinstance(self.degree, int) and self.degree >= 1):
-            raise ValueError(f"`degree` must be a positive whole number, or None, got {self.degree!r}.")
-        if not 0.0 < self.gain < math.inf:
-            raise ValueError(f"`gain` must be positive and finite, got {self.gain!r}.")
-        for name, value, allowed in [("init", self.init, ("he", "paper")), ("values", self.values, ("normal", "sign"))]:
-            if value not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 
     def variance(self, fan_in: int) -> float:
         """Variance of the entries of Q in the rows of a layer.
@@ -136,7 +148,7 @@ class Compression:
         around 0.
 
         Raises:
-            ValueError: If there is none, or one is complex.
+            ValueError: If there is none, or one is complex, or read through a property without a setter.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
@@ -171,6 +183,11 @@ class Compression:
                     raise ValueError(
                         f"{name!r} is of type {parameter.dtype}; random real combinations of bits cannot stand for it. "
                         "Keep it dense with `exclude=`."
+                    )
+                if getattr(getattr(type(owner), own_name, None), "fset", parameter) is None:
+                    raise ValueError(
+                        f"{name!r} is read through a property of {type(owner).__name__} without a setter, so that "
+                        "nothing else can take its place; keep it dense with `exclude=`."
                     )
                 yield CompressedWeight(first_name[id(parameter)], tuple(parameter.shape), fan_in)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link
 from lightning_spectral.nn.zampling.compressed import Compression, Init
@@ -77,7 +78,7 @@ def zample(
     if hasattr(module, NAME):
         raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
     how = Compression(compression, degree, init, sampled, values, tuple(exclude), tuple(include), memory, gain)
-    LocalWeights(module, how.weights_of(module), how, link or Clip(), seed)
+    LocalWeights(module, how.weights_of(module), how, link or Clip(), Whole()("seed", seed))
     return module
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.fed_avg import FedAvg
+from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
@@ -32,6 +33,7 @@ class UpdateAlignment(RoundCallback):
         every_n_rounds: Compare in rounds 0, n, 2n, ...
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``every_n_rounds`` is below 1.
 
     Reference:
@@ -39,9 +41,7 @@ class UpdateAlignment(RoundCallback):
     """
 
     def __init__(self, every_n_rounds: int = 10) -> None:
-        if every_n_rounds < 1:
-            raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
-        self.every_n_rounds = every_n_rounds
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.spectral_round import GroupPlan, LayerRound, SpectralRound
+from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
     coordinated_discrepancy,
@@ -43,13 +44,12 @@ class SpectralDiagnostics(RoundCallback):
         by_layer: The same figures of each layer in the last round that had any, by model and layer.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If ``every_n_rounds`` is below 1.
     """
 
     def __init__(self, every_n_rounds: int = 1) -> None:
-        if every_n_rounds < 1:
-            raise ValueError(f"`every_n_rounds` must be at least 1, got {every_n_rounds}.")
-        self.every_n_rounds = every_n_rounds
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         self.by_layer: dict[str, dict[str, dict[str, float]]] = {}
 
     def is_due(self, round_idx: int) -> bool:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
@@ -37,7 +38,8 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     BAR_FORMAT = "{l_bar}{bar}| [{elapsed}<{remaining}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0) -> None:
-        super().__init__(refresh_rate, process_position)
+        count = Whole(at_least=0)
+        super().__init__(count("refresh_rate", refresh_rate), count("process_position", process_position))
         self._progress: dict[str, Any] = {}
         self._losses: dict[str, tuple[float, int]] = {}
         self._bytes = [0.0, 0.0]

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_spectral.algorithms.zampling import Zampling
+from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.validated_copy import SUFFIX, ValidatedCopy
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
@@ -40,6 +41,7 @@ class SampledNetworks(pl.Callback):
         every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check is none.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If a number is below 1; when it is set up, if several processes share the data for validation.
         TypeError: When it is set up, if the algorithm is not `Zampling`.
 
@@ -48,11 +50,8 @@ class SampledNetworks(pl.Callback):
     """
 
     def __init__(self, num_samples: int = 10, every_n_validations: int = 1) -> None:
-        for name, number in {"num_samples": num_samples, "every_n_validations": every_n_validations}.items():
-            if number < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {number}.")
-        self.num_samples = num_samples
-        self.every_n_validations = every_n_validations
+        self.num_samples: int = Whole(at_least=1)("num_samples", num_samples)
+        self.every_n_validations: int = Whole(at_least=1)("every_n_validations", every_n_validations)
         self._num_validations = 0
         self._is_due = False
         self._networks: list[ValidatedCopy] = []

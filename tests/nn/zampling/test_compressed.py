@@ -192,15 +192,15 @@ def test_rows_of_a_weight_follow_from_its_name_and_the_seed() -> None:
 
 def test_options_out_of_range_are_refused() -> None:
     for factor in (0.5, 0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="`compression` is the number of weights for each probability, at least 1"):
+        with pytest.raises(ValueError, match=r"`compression` must be at least 1 and finite, got .*; it is the n"):
             Compression(factor)
     with pytest.raises(ValueError, match=r"With `degree=None` each weight has a probability of its own, .* give a"):
         Compression(2, degree=None)
-    for degree in (0, -1, 2.5):
-        with pytest.raises(ValueError, match=f"`degree` must be a positive whole number, or None, got {degree}"):
-            Compression(2, degree=degree)  # type: ignore[arg-type]
+    for degree in (0, -1):
+        with pytest.raises(ValueError, match=f"`degree` must be at least 1, or None, got {degree}"):
+            Compression(2, degree=degree)
     for name in ("init", "values"):
-        with pytest.raises(ValueError, match=f"`{name}` must be one of '.*', '.*', got 'other'"):
+        with pytest.raises(ValueError, match=f"`{name}` must be '.*' or '.*', got 'other'"):
             Compression(2, **{name: "other"})  # type: ignore[arg-type]
     how = Compression(20, degree=4)
     with pytest.raises(ValueError, match=r"between 1 and the number of columns, 3, got 4: .* or the compression"):
@@ -229,3 +229,18 @@ def test_the_gain_scales_every_entry_of_the_matrix() -> None:
         assert torch.equal(one if one.dtype == torch.int64 else 2 * one, two)
     with pytest.raises(ValueError, match="`gain` must be positive and finite, got 0"):
         Compression(2, gain=0)
+
+
+def test_a_weight_that_only_a_property_reads_is_refused_by_name() -> None:
+    class ReadOnly(nn.Linear):
+        @property
+        def weight(self) -> Any:
+            return nn.Module.__getattr__(self, "weight")
+
+    net = nn.Sequential(nn.Linear(4, 4), ReadOnly(4, 4))
+    with pytest.raises(
+        ValueError, match=r"'1\.weight' is read through a property of ReadOnly without a setter.*exclude="
+    ):
+        Compression(2, degree=2).weights_of(net)
+    names = [weight.name for weight in Compression(2, degree=2, exclude=("1.*",)).weights_of(net)]
+    assert names == ["0.weight", "0.bias"]

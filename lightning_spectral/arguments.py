@@ -1,0 +1,167 @@
+"""Rules for arguments: each is called with an argument's name and value, and returns the value or says what is wrong.
+
+Numbers of NumPy become Python's own, because the ``repr`` of a choice is its identity in checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar
+
+Rule = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a range. Integers stay integers; a ``bool`` is no number, and NaN is in no range.
+
+    Args:
+        above: The number is larger than this.
+        at_least: It is not smaller than this.
+        below: It is smaller than this.
+        at_most: It is not larger than this.
+        finite: Whether infinity is refused.
+        optional: Whether ``None`` is accepted, too.
+        hint: What the number means, or what to do instead: the end of the message.
+
+    Example:
+        >>> share = Number(above=0, at_most=1, hint="it is a share")
+        >>> share("keep_ratio", 0.5)
+        0.5
+        >>> share("keep_ratio", 1.5)
+        Traceback (most recent call last):
+        ValueError: `keep_ratio` must be in (0, 1], got 1.5; it is a share.
+        >>> share("keep_ratio", "0.5")
+        Traceback (most recent call last):
+        TypeError: `keep_ratio` must be a number, got '0.5'; write 0.5.
+    """
+
+    kind: ClassVar[str] = "a number"
+    numeric: ClassVar[Any] = Real
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    finite: bool = True
+    optional: bool = False
+    hint: str = ""
+
+    def __call__(self, argument: str, value: Any) -> Any:
+        """Return the value as a plain number.
+
+        Raises:
+            TypeError: If it is no number.
+            ValueError: If it is out of range.
+        """
+        if value is None and self.optional:
+            return None
+        or_none, hint = ", or None" if self.optional else "", f"; {self.hint}" if self.hint else ""
+        if isinstance(value, bool) or not isinstance(value, self.numeric):
+            raise TypeError(f"`{argument}` must be {self.kind}{or_none}, got {value!r}{self._instead(value) or hint}.")
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if not self._holds(number):
+            raise ValueError(f"`{argument}` must be {self._range()}{or_none}, got {value!r}{hint}.")
+        return number
+
+    def _holds(self, number: float) -> bool:
+        return (
+            number == number  # not NaN
+            and not (self.finite and abs(number) == math.inf)
+            and (self.above is None or number > self.above)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.below is None or number < self.below)
+            and (self.at_most is None or number <= self.at_most)
+        )
+
+    def _range(self) -> str:
+        low = self.above if self.at_least is None else self.at_least
+        high = self.below if self.at_most is None else self.at_most
+        if low is not None and high is not None:
+            return f"in {'(' if self.at_least is None else '['}{low:g}, {high:g}{')' if self.at_most is None else ']'}"
+        bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
+        words = [
+            "positive" if self.above == 0 else f"{name} {bound:g}"
+            for name, bound in bounds.items()
+            if bound is not None
+        ]
+        is_said = self.finite and self.numeric is Real
+        return " and ".join(words + ["finite"] * is_said)
+
+    def _instead(self, value: Any) -> str:
+        """What to write for a number in another form, such as a string, a tensor or a whole float."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return ""
+        if not (number.is_integer() or (math.isfinite(number) and self.numeric is Real)):
+            return ""
+        return f"; write {int(number) if number.is_integer() else number}"
+
+
+@dataclass(frozen=True)
+class Whole(Number):
+    """A whole number in a range; a float is none, even without decimals.
+
+    Example:
+        >>> Whole(at_least=1)("batch_size", 8.0)
+        Traceback (most recent call last):
+        TypeError: `batch_size` must be a whole number, got 8.0; write 8.
+    """
+
+    kind: ClassVar[str] = "a whole number"
+    numeric: ClassVar[Any] = Integral
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of some strings, or ``None`` if that is among them.
+
+    Args:
+        choices: All that is accepted, as `typing.get_args` lists those of a ``Literal``.
+
+    Example:
+        >>> OneOf(("group", "joint", "best"))("cohort", "all")
+        Traceback (most recent call last):
+        ValueError: `cohort` must be 'group', 'joint' or 'best', got 'all'.
+    """
+
+    choices: tuple[str | None, ...]
+
+    def __call__(self, argument: str, value: Any) -> Any:
+        """Return the value; ``ValueError`` if it is none of the choices."""
+        if not isinstance(value, str | None) or value not in self.choices:
+            *others, last = map(repr, self.choices)
+            raise ValueError(f"`{argument}` must be {', '.join(others)} or {last}, got {value!r}.")
+        return value
+
+
+def flag(argument: str, value: Any) -> bool:
+    """Return the value; ``TypeError`` if it is neither true nor false, since a string or a number is easily misread.
+
+    Example:
+        >>> flag("normalize", "no")
+        Traceback (most recent call last):
+        TypeError: `normalize` must be True or False, got 'no'.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}` must be True or False, got {value!r}.")
+    return value
+
+
+def check_fields(choice: object, **rules: Rule) -> None:
+    """Check fields of a frozen dataclass, in its ``__post_init__``, and put plain numbers in their place.
+
+    Args:
+        choice: The dataclass.
+        **rules: For each field its rule.
+
+    Raises:
+        TypeError: If the value of a field is of another type.
+        ValueError: If it is out of range.
+    """
+    for name, rule in rules.items():
+        object.__setattr__(choice, name, rule(name, getattr(choice, name)))

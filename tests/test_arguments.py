@@ -70,9 +70,12 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "zample": lambda: {"module": net()},
     "zampling_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
 }
-RESULTS = {"CostTable", "RunEstimate", "ZamplingCostTable"}  # nobody but the package makes them
+# Nobody but the package makes the first; the last hands its arguments to torch.
+LEFT_OUT = {"ClientRow", "ClientTable", "CostTable", "RunEstimate", "ZamplingCostTable", "load_user_module"}
 MAY_BE_NEGATIVE = {"seed"}
-MAY_BE_INFINITE = re.compile(r"budget|slack|clip_|deadline|downlink$|uplink$|macs_per|max_norm|EffectiveLRClip\.tau")
+MAY_BE_INFINITE = re.compile(
+    r"budget|every_n_seconds|slack|clip_|deadline|downlink$|uplink$|macs_per|max_norm|EffectiveLRClip\.tau"
+)
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -85,7 +88,7 @@ def arguments() -> Iterator[tuple[str, str, Any]]:
         made = getattr(ls, name)
         function = made.__init__ if isinstance(made, type) else made
         is_ours = getattr(function, "__module__", "").startswith("lightning_spectral") or dataclasses.is_dataclass(made)
-        if is_ours and not inspect.isabstract(made) and name not in RESULTS:
+        if is_ours and not inspect.isabstract(made) and name not in LEFT_OUT:
             for parameter in inspect.signature(function, eval_str=True).parameters.values():
                 yield name, parameter.name, parameter.annotation
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 import torch
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
@@ -75,13 +76,10 @@ class ClientEvaluation(RoundCallback):
     """
 
     def __init__(self, every_n_rounds: int = 1, clients: Literal["all", "participants"] | int = "all") -> None:
-        is_number = isinstance(clients, int) and not isinstance(clients, bool)
-        if not is_number and clients not in ("all", "participants"):
-            raise ValueError(f'`clients` must be "all", "participants" or a number of clients, got {clients!r}.')
-        for name, number in {"every_n_rounds": every_n_rounds, **({"clients": clients} if is_number else {})}.items():
-            if number < 1:  # type: ignore[operator]
-                raise ValueError(f"`{name}` must be at least 1, got {number}.")
-        self.every_n_rounds = every_n_rounds
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
+        if clients not in ("all", "participants"):
+            hint = 'it is "all", "participants" or a number of clients'
+            clients = Whole(at_least=1, hint=hint)("clients", clients)
         self.clients = clients
         self.tables: dict[str, ClientTable] = {}
 

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_spectral.arguments import Number
 from lightning_spectral.plugin.callbacks.progress import megabytes
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.round_counting import num_rounds
@@ -34,16 +35,15 @@ class RoundLines(RoundCallback):
         every_n_seconds: Least number of seconds between two lines; 0 for a line in every round, ``math.inf`` for none.
 
     Raises:
-        ValueError: If ``every_n_seconds`` is negative.
+        TypeError: If ``every_n_seconds`` is no number.
+        ValueError: If it is negative.
 
     Example:
         >>> lines = RoundLines(every_n_seconds=60)  # Trainer(callbacks=[lines], enable_progress_bar=False)
     """
 
     def __init__(self, every_n_seconds: float = 10.0) -> None:
-        if not every_n_seconds >= 0:
-            raise ValueError(f"`every_n_seconds` must not be negative, got {every_n_seconds}.")
-        self.every_n_seconds = every_n_seconds
+        self.every_n_seconds: float = Number(at_least=0, finite=False)("every_n_seconds", every_n_seconds)
         self._bytes = 0
         self._first_round = 0
         self._start = self._last = 0.0

@@ -291,7 +291,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
             ls.ClientEvaluation(**options)
     for clients in ("some", True, 0.5):
-        with pytest.raises(ValueError, match=f'"participants" or a number of clients, got {clients!r}'):
+        with pytest.raises(TypeError, match=f"`clients` must be a whole number, got {clients!r}; "):
             ls.ClientEvaluation(clients=clients)  # type: ignore[arg-type]
     for fraction, error in ((1.0, ValueError), ("0.1", TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"`client_val_fraction` must be"):

@@ -163,5 +163,5 @@ def test_other_processes_are_silent(lit: Any, data: Any, fit: Fit, lines: list[s
 
 
 def test_a_negative_number_of_seconds_is_refused() -> None:
-    with pytest.raises(ValueError, match="`every_n_seconds` must not be negative, got -1"):
+    with pytest.raises(ValueError, match="`every_n_seconds` must be at least 0, got -1"):
         ls.RoundLines(-1)

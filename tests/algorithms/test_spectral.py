@@ -290,7 +290,7 @@ SLOPE = [torch.nn.Parameter(torch.ones(1))]
 def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer, nn.Linear(2, 2))
+        ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer, net())
     said = [str(warning.message) for warning in caught if warning.category is ls.SpectralWarning]
     assert len(said) == num_warnings
     assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)

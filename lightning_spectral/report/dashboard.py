@@ -1,4 +1,4 @@
-"""Tables and histograms that a dashboard logged: spectra of layers, and clients."""
+"""Tables and histograms that `RoundDashboard` logged: spectra of layers, and clients."""
 
 from __future__ import annotations
 
@@ -9,53 +9,34 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_spectral.report.measures import Numbers
-from lightning_spectral.report.names import (
-    CLIENT_TABLE,
-    LAYER_COLUMN,
-    SINGULAR_VALUE_COLUMN,
-    SPECTRA_TABLE,
-    SPECTRUM,
-)
-from lightning_spectral.report.runs import Histogram, Media, Run, Table
+from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
+from lightning_spectral.report.runs import Histogram, Run, Table
 
 Spectrum: TypeAlias = Mapping[int, Numbers]  # singular values of a layer, descending, by round
 
 
 def spectra(run: Run) -> Mapping[str, Spectrum]:
-    """Singular values of each layer.
-
-    Values from a histogram are those of the middles of its bins.
-    """
+    """Singular values of each layer, to within the width of a bin; of several models, by model and layer."""
     found: dict[str, dict[int, Numbers]] = defaultdict(dict)
     for name, by_round in run.media.items():
+        model, is_spectrum, layer = name.rpartition(SPECTRUM)
         for round_idx, media in by_round.items():
-            if name.startswith(SPECTRUM):
-                found[name.removeprefix(SPECTRUM)][round_idx] = _descending(_singular_values(media))
-            elif name == SPECTRA_TABLE and isinstance(media, Table):
-                for layer, values in _by_layer(media).items():
-                    found[layer][round_idx] = values
+            if is_spectrum and isinstance(media, Histogram):
+                found[model + layer][round_idx] = _descending(media)
     return found
 
 
-def client_table(run: Run) -> tuple[int, Table] | None:
-    """The last table of clients, and its round."""
-    tables = {index: media for index, media in run.media.get(CLIENT_TABLE, {}).items() if isinstance(media, Table)}
-    return max(tables.items(), key=lambda item: item[0]) if tables else None
+def client_tables(run: Run) -> dict[str, tuple[int, Table]]:
+    """The last table of clients of each model, and its round."""
+    found: dict[str, tuple[int, Table]] = {}
+    for name, by_round in run.media.items():
+        tables = {index: media for index, media in by_round.items() if isinstance(media, Table)}
+        if name.endswith(CLIENT_TABLE) and tables:
+            found[name.removesuffix(CLIENT_TABLE).rstrip("/")] = max(tables.items(), key=lambda item: item[0])
+    return found
 
 
-def _by_layer(table: Table) -> dict[str, Numbers]:
-    rows: dict[str, list[float]] = defaultdict(list)
-    for layer, value in zip(table.column(LAYER_COLUMN), table.column(SINGULAR_VALUE_COLUMN), strict=True):
-        rows[str(layer)].append(float(value))
-    return {layer: _descending(np.array(values)) for layer, values in rows.items()}
-
-
-def _singular_values(media: Media) -> Numbers:
-    if isinstance(media, Histogram):
-        edges = np.array(media.edges)
-        return np.repeat((edges[1:] + edges[:-1]) / 2, np.array(media.counts, dtype=int))
-    return np.array(media.column(SINGULAR_VALUE_COLUMN), dtype=np.float64)
-
-
-def _descending(values: Numbers) -> Numbers:
-    return np.sort(values)[::-1]
+def _descending(histogram: Histogram) -> Numbers:
+    edges = np.array(histogram.edges)
+    middles = (edges[1:] + edges[:-1]) / 2
+    return np.repeat(middles, np.array(histogram.counts, dtype=int))[::-1]

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.names import (
     BYTES,
-    CENTRE,
     CLIENTS,
     HIGH,
     HIGHER_IS_BETTER,
     LOW,
     LOWER_IS_BETTER,
+    MIDDLE,
+    OVER_BYTES,
     ROUND,
     SECONDS,
 )
@@ -107,7 +108,7 @@ def client_statistics(run: Run, metric: str) -> tuple[str, dict[str, Curve]]:
 
     If clients were evaluated by other metrics only, it is the first of these.
     """
-    names = [name.removeprefix(CLIENTS).rpartition("/") for name in sorted(run.names) if name.startswith(CLIENTS)]
+    names = [name.partition(CLIENTS)[2].rpartition("/") for name in sorted(run.names) if CLIENTS in name]
     measured = [name for name, _, _ in names if name]
     chosen = metric if metric in measured else next(iter(measured), metric)
     curves = {statistic: curve(run, f"{CLIENTS}{chosen}/{statistic}") for name, _, statistic in names if name == chosen}
@@ -116,9 +117,9 @@ def client_statistics(run: Run, metric: str) -> tuple[str, dict[str, Curve]]:
 
 def spread(statistics: dict[str, Curve]) -> tuple[Curve, Curve, Curve] | None:
     """The low, the middle and the high curve of statistics over clients; ``None`` unless all three are known."""
-    found = [next((statistics[name] for name in names if name in statistics), None) for names in (LOW, CENTRE, HIGH)]
-    low, centre, high = found
-    return (low, centre, high) if low is not None and centre is not None and high is not None else None
+    if not {LOW, MIDDLE, HIGH} <= statistics.keys():
+        return None
+    return statistics[LOW], statistics[MIDDLE], statistics[HIGH]
 
 
 def clients_at_end(run: Run, metric: str) -> tuple[float, float, float] | None:
@@ -151,13 +152,14 @@ def lower_is_better(metric: str) -> bool:
 
 def _plain(run: Run) -> set[str]:
     """Metrics of a user's own; those of several models also without the model's name."""
-    own = {name for name in run.names if not name.startswith("fl/") and "/fl/" not in name and not _is_rate(name)}
+    own = {name for name in run.names if "fl/" not in name and not name.startswith(OVER_BYTES) and not _is_rate(name)}
     parts = [{name.removeprefix(f"{model}/") for name in own if name.startswith(f"{model}/")} for model in models(run)]
     return own | set.intersection(*parts) if parts else own
 
 
 def _is_rate(name: str) -> bool:
-    return name.startswith("lr-")  # of Lightning's LearningRateMonitor
+    last = name.rpartition("/")[2]
+    return last == "lr" or name.startswith("lr-")  # of Lightning's LearningRateMonitor
 
 
 def _evaluated(run: Run) -> set[str]:

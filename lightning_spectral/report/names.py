@@ -8,18 +8,17 @@ VISITED = "fl/terms_visited"
 EXPECTED_COVERAGE = "fl/expected_coverage"
 SECONDS = "fl/seconds_"  # before the name of a stage
 
-# Statistics of a metric over clients: ``fl/clients/<metric>/<statistic>``. The first of each that a run has is drawn.
+OVER_BYTES = "over_bytes/"  # evaluation metrics once more, for loggers that draw them over bytes
+
+# Statistics of a metric over clients, of `ClientEvaluation`: ``fl/clients/<metric>/<statistic>``.
 CLIENTS = "fl/clients/"
-CENTRE = ("mean", "median")
-LOW = ("p10", "worst_decile", "worst10", "worst_10", "min", "worst")
-HIGH = ("p90", "best_decile", "best10", "best_10", "max", "best")
+LOW, MIDDLE, HIGH = "lowest_decile", "mean", "highest_decile"
 
-# Spectra: a histogram or a table for each layer, ``fl/singular_values/<layer>``, or one table for all layers.
-SPECTRUM = "fl/singular_values/"
-SPECTRA_TABLE = "fl/spectra"
-LAYER_COLUMN, SINGULAR_VALUE_COLUMN = "layer", "singular_value"
-
-CLIENT_TABLE = "fl/client_table"
+# Of `RoundDashboard`; of several models, all begin with the model's name.
+SPECTRUM = "singular_values/"  # a histogram for each layer
+TABLES = "tables/"
+CLIENT_TABLE = f"{TABLES}clients"
+HISTOGRAMS = "histograms"  # the file that has all of them
 
 BOOKKEEPING = frozenset({"epoch", "step", "trainer/global_step"})
 # Settings in which repetitions of one experiment differ, by the last part of their names.
@@ -30,10 +29,13 @@ HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 # What to switch on where a section has nothing to show.
 SWITCH_ON = {
     "bytes": "No bytes were logged: `FederatedModule` logs `fl/bytes_down` and `fl/bytes_up` to every logger.",
-    "clients": "No per-client evaluation in these runs: evaluate single clients, and log `fl/clients/<metric>/...`.",
-    "spectra": "No singular values in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`.",
+    "clients": "No per-client evaluation in these runs: hold out examples, `FederatedDataModule(client_val_fraction=0.2)`, "
+    "and add `ClientEvaluation()` to the callbacks.",
+    "spectra": "No singular values in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger` "
+    "or a `CSVLogger`.",
     "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`, and `SpectralDiagnostics()` "
     "what was expected.",
     "seconds": "No stage was timed: `FederatedModule` logs `fl/seconds_...` to every logger.",
-    "table": "No client table in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`.",
+    "table": "No client table in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger` "
+    "or a `CSVLogger`.",
 }

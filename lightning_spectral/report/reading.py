@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_spectral.errors import ReportError
+from lightning_spectral.report.csv_files import read_csv
 from lightning_spectral.report.runs import Run, build_run
 from lightning_spectral.report.wandb_file import read_wandb
 
@@ -65,13 +63,6 @@ def read_run(path: Path) -> Run:
     raise ReportError(f"{path} is not a run; expected {EXPECTED}.")
 
 
-def read_csv(path: Path) -> Run:
-    """Read what Lightning's CSVLogger wrote; settings are in the ``hparams.yaml`` beside it."""
-    with path.open(newline="", encoding="utf-8") as file:
-        logged = list(csv.DictReader(file))
-    return build_run("/".join(path.parent.parts[-2:]), path, _settings(path.with_name("hparams.yaml")), logged)
-
-
 def read_history(path: Path) -> Run:
     """Read what `RoundHistory.save` wrote."""
     try:
@@ -80,13 +71,6 @@ def read_history(path: Path) -> Run:
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(f"{path} is not a run: it was not written by `RoundHistory.save`.") from error
     return build_run(path.stem, path, config, _parts(rows, set(from_clients)))
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        return (yaml.load(path.read_text(encoding="utf-8"), _Lenient) or {}) if path.exists() else {}
-    except yaml.YAMLError as error:
-        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
 
 
 def _parts(rows: Sequence[dict[str, Any]], from_clients: set[str]) -> Iterator[dict[str, Any]]:
@@ -101,14 +85,3 @@ def _runs_in(folder: Path) -> list[Path]:
     if not found:
         raise ReportError(f"{folder} has no run in it; expected {EXPECTED}. JSON files are named one by one.")
     return found
-
-
-class _Lenient(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads objects of other people's classes as their names: nothing in a file is executed."""
-
-
-def _as_name(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> str:
-    return suffix.rpartition(":")[2]
-
-
-_Lenient.add_multi_constructor("", _as_name)  # for all tags that YAML itself does not know

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_spectral.report import figures
-from lightning_spectral.report.dashboard import client_table, spectra
+from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.drawing import Picture, Size
 from lightning_spectral.report.figures.heat_maps import HeatMap
 from lightning_spectral.report.groups import Group
@@ -170,14 +170,17 @@ def spectra_section(contents: Contents) -> Section:
 
 def clients_section(contents: Contents) -> Section:
     """What is known of single clients at the end."""
-    tables = [(run, found) for run in contents.runs if (found := client_table(run)) is not None]
+    tables = [(run, model, *found) for run in contents.runs for model, found in client_tables(run).items()]
     if not tables:
         return Section("Clients", remark=SWITCH_ON["table"])
     shown = tuple(
-        (f"{run.name}, round {index + 1}", Table(table.columns, tuple(_cells(row) for row in table.rows[:MAX_CLIENTS])))
-        for run, (index, table) in tables
+        (
+            ", ".join(part for part in (run.name, model, f"round {index + 1}") if part),
+            Table(table.columns, tuple(_cells(row) for row in table.rows[:MAX_CLIENTS])),
+        )
+        for run, model, index, table in tables
     )
-    more = any(len(table.rows) > MAX_CLIENTS for _, (_, table) in tables)
+    more = any(len(table.rows) > MAX_CLIENTS for *_, table in tables)
     return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
 
 

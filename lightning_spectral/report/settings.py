@@ -27,8 +27,11 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
+        if name and isinstance(value.get("name"), str):  # a choice: its class, and its arguments
+            yield name, value["name"]
         for key, inner in value.items():
-            yield from _flat(f"{name}/{key}" if name else str(key), inner)
+            if not (name and key == "name"):
+                yield from _flat(f"{name}/{key}" if name else str(key), inner)
         return
     call = _as_call(value) if isinstance(value, str) else None
     if call is None:

@@ -19,7 +19,7 @@ class FrozenBase:
 
     A client has what it was sent once an update of it has come back; until then everything is sent again. If the
     server's value of a frozen parameter changes between rounds, by a callback perhaps, it travels to everyone once
-    more. Values are compared by digests, which also see writes through ``.data``: about a second for each gigabyte in
+    more. Values are compared by digests, which also see writes through ``.data``: a second or two for each gigabyte in
     each round.
 
     Holders noted during a round count at once, but are committed only when the round ends, as in a `ClientStore`.

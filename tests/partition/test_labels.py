@@ -117,7 +117,6 @@ class Column(Sequence[Any]):
         (np.array(["b", "a", "b"], dtype=object), [1, 0, 1]),
         (Column(["b", "a", "c"]), [1, 0, 2]),
     ],
-    ids=repr,
 )
 def test_given_labels_become_class_indices(labels: Any, expected: list[int]) -> None:
     found = class_indices(labels, num_examples=3)
@@ -135,7 +134,6 @@ def test_given_labels_become_class_indices(labels: Any, expected: list[int]) -> 
         (["a", None, "b"], "`labels` must be integers, got ndarray"),
         (["a", 1.5, None], "`labels` must be integers, got ndarray"),
     ],
-    ids=repr,
 )
 def test_given_labels_that_are_no_classes_are_refused(labels: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,21 @@ class Command:
         return self.model.members[self.name].module
 
 
+@pytest.fixture(scope="module", autouse=True)
+def a_process_of_its_own() -> Iterator[None]:
+    """Whatever a command line does to the process is undone: arguments, variables, paths, the generators' seeds."""
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.setattr(sys, "argv", ["program"])
+        patch.setattr(sys, "path", [str(ROOT), *sys.path])
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            patch.setenv(name, "0")
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        yield
+
+
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["program"])
-        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-        yield Command(tmp_path_factory.mktemp("cli"), *request.param)
+    return Command(tmp_path_factory.mktemp("cli"), *request.param)
 
 
 def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
@@ -204,11 +214,9 @@ def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:
         ls.load_user_module(tmp_path / "plain.ckpt", LitToy)
 
 
-def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["program"])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any]) -> None:
     trainer = {**quiet, "default_root_dir": str(quiet["default_root_dir"]), "max_epochs": 1}
-    config = {**ONE, "trainer": trainer, "optimizer": part("torch.optim.Adam")}
+    config = {**ONE, "seed_everything": 0, "trainer": trainer, "optimizer": part("torch.optim.Adam")}
     with (
         pytest.warns(UserWarning, match="will be overridden"),
         pytest.raises(ValueError, match=r"model\.server_optimizer"),
@@ -217,13 +225,8 @@ def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any], monkeyp
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-def test_every_config_of_the_page_builds_a_federation(
-    block: str, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_config_of_the_page_builds_a_federation(block: str, quiet: dict[str, Any]) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
-    monkeypatch.setattr(sys, "argv", ["program"])
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     shown = yaml.safe_load(block)
     needed = {} if "models" in shown["model"] else {"module": part(LitToy, width=32)}
     if not {"clients_per_round", "participation"} & shown["model"].keys():
@@ -236,8 +239,7 @@ def test_every_config_of_the_page_builds_a_federation(
 
 
 @pytest.mark.parametrize("option", ["--model.help=MultiModelModule", "--model.algorithm.help=SpectralSharding"])
-def test_classes_have_a_help(option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["program"])
+def test_classes_have_a_help(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         FederatedCLI(args=["fit", option])
     assert f"Help for --{option.split('.')[-2].strip('-')}.help=lightning_spectral." in capsys.readouterr().out
@@ -246,15 +248,13 @@ def test_classes_have_a_help(option: str, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_configs_run_with_the_command_that_they_show(
-    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
     shown = f"-m lightning_spectral fit --config examples/configs/{config.name}"
     assert shown in config.read_text()
     toy_size = ["--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--trainer.enable_model_summary=false"]
     monkeypatch.setattr(sys, "argv", ["lightning_spectral", "fit", "--config", str(config), *toy_size])
-    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     monkeypatch.chdir(tmp_path)
     main()
     (checkpoint,) = tmp_path.rglob("*.ckpt")

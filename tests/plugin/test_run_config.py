@@ -47,7 +47,6 @@ class Anything:
         (Anything(), "Anything"),
         (list(range(1000)), f"{str(list(range(1000)))[:197]}..."),
     ],
-    ids=repr,
 )
 def test_a_setting_becomes_plain_values_under_names(value: Any, config: Any) -> None:
     made = as_config(value)

@@ -11,6 +11,7 @@ import lightning_spectral as ls
 from lightning_spectral.server.optimizers import FedOptimizer
 
 jsonargparse = pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `skip_none` has another name since 4.53
 
 
 @dataclass(frozen=True)

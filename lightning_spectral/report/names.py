@@ -29,8 +29,8 @@ HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 # What to switch on where a section has nothing to show.
 SWITCH_ON = {
     "bytes": "No bytes were logged: `FederatedModule` logs `fl/bytes_down` and `fl/bytes_up` to every logger.",
-    "clients": "No per-client evaluation in these runs: hold out examples, `FederatedDataModule(client_val_fraction=0.2)`, "
-    "and add `ClientEvaluation()` to the callbacks.",
+    "clients": "No evaluation of single clients in these runs: hold examples out with "
+    "`FederatedDataModule(client_val_fraction=0.2)`, and add `ClientEvaluation()` to the callbacks.",
     "spectra": "No singular values in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger` "
     "or a `CSVLogger`.",
     "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`, and `SpectralDiagnostics()` "

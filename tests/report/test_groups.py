@@ -94,13 +94,14 @@ def test_of_several_models_the_mean_is_reported() -> None:
 
 
 def test_the_spread_over_clients_has_two_ends_and_a_middle() -> None:
-    statistics = {f"fl/clients/acc/{name}": value for name, value in {"p10": 0.1, "mean": 0.5, "max": 0.9}.items()}
+    ends = {"lowest_decile": 0.1, "mean": 0.5, "highest_decile": 0.9}
+    statistics = {f"fl/clients/acc/{name}": value for name, value in ends.items()}
     metric, found = client_statistics(run({}, {"fl/round": 0, **statistics}), "val_acc")
     three = spread(found)
     assert metric == "acc"
     assert three is not None
     assert [one.last for one in three] == [0.1, 0.5, 0.9]
-    del found["p10"]
+    del found["lowest_decile"]
     assert spread(found) is None
 
 

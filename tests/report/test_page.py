@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from made_up_runs import rounds, strategies, write_csv
 
-from lightning_spectral.__main__ import main
+from lightning_spectral.report.command import main
 from lightning_spectral.report.groups import group_runs
-from lightning_spectral.report.names import SWITCH_ON
+from lightning_spectral.report.names import HIGH, LOW, MIDDLE, SWITCH_ON
 from lightning_spectral.report.page import POLICY
 from lightning_spectral.report.reading import read_run
-from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.runs import Histogram, Run, Table
 from lightning_spectral.report.sections import Contents, all_sections, pareto_section
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-CLIENTS = {"fl/clients/val_acc/p10": 0.3, "fl/clients/val_acc/mean": 0.5, "fl/clients/val_acc/p90": 0.7}
+CLIENTS = {f"fl/clients/val_acc/{name}": x for name, x in ((LOW, 0.3), (MIDDLE, 0.5), (HIGH, 0.7))}
 EVERYTHING = {**CLIENTS, "fl/terms_visited": 0.4, "fl/expected_coverage": 0.5}
 LOADS = {"src", "href", "xlink:href", "srcset", "data", "poster", "action", "background", "formaction"}
 
@@ -45,7 +45,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a page on runs that hold everything a logger of numbers can have, and its figures."""
     folder = tmp_path_factory.mktemp("full")
     runs = strategies(folder / "runs", **EVERYTHING)
-    assert main(["report", str(runs), "-o", str(folder / "new/report.html"), "--png", str(folder / "png")]) == 0
+    assert main([str(runs), "-o", str(folder / "new/report.html"), "--png", str(folder / "png")]) == 0
     return folder
 
 
@@ -94,9 +94,10 @@ def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> 
 
 
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
-    table = Table(("layer", "term", "singular_value"), (("net.0", 0, 2.0), ("net.0", 1, 0.5), ("net.2", 0, 1.0)))
+    counted = Histogram((0.0, 1.0, 2.0), (3, 1))
     clients = Table(("client_id", "val_acc"), ((7, 0.123456),))
-    media = {"fl/spectra": {0: table, 10: table}, "fl/client_table": {0: clients}}
+    spectra_of = {f"singular_values/{layer}": {0: counted, 10: counted} for layer in ("net.0", "net.2")}
+    media = {**spectra_of, "tables/clients": {0: clients}}
     run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
     sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
     spectra = sections["Singular values"].picture
@@ -109,9 +110,7 @@ def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: 
 def test_names_from_runs_cannot_become_markup(tmp_path: Path) -> None:
     config = {"note": "<script>alert(1)</script>", "seed": 1}
     write_csv(tmp_path / "<b>bold", rounds([0.5]), config)
-    assert (
-        main(["report", str(tmp_path), "-o", str(tmp_path / "r.html"), "--title", "<i>", "--metric", "val_loss"]) == 0
-    )
+    assert main([str(tmp_path), "-o", str(tmp_path / "r.html"), "--title", "<i>", "--metric", "val_loss"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert not {"script", "b", "i"} & set(Elements(page).tags)
     assert "&lt;script&gt;" in page
@@ -120,20 +119,15 @@ def test_names_from_runs_cannot_become_markup(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_made_says_why_and_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["report", str(tmp_path / "gone"), "-o", str(tmp_path / "r.html")]) == 1
+    assert main([str(tmp_path / "gone"), "-o", str(tmp_path / "r.html")]) == 1
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'gone'} does not exist")
     assert not (tmp_path / "r.html").exists()
     for name in [name for name in sys.modules if name.startswith("lightning_spectral.report.")]:
         if name != "lightning_spectral.report.command":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    assert main(["report", str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 1
     assert 'needs matplotlib: pip install "lightning-spectral[report]"' in capsys.readouterr().err
-
-
-def test_an_unknown_command_lists_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dance"]) == 2
-    assert "report" in capsys.readouterr().err
 
 
 # Shows a page in a frame, because a window has a least width, unfolds everything, and says by how much it overflows.

@@ -12,8 +12,8 @@ from made_up_runs import rounds, write_csv
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.dashboard import client_table, spectra
-from lightning_spectral.report.names import CLIENT_TABLE, SPECTRA_TABLE, SPECTRUM
+from lightning_spectral.report.dashboard import client_tables, spectra
+from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
 from lightning_spectral.report.reading import read_run, read_runs
 from lightning_spectral.report.runs import Run, Table
 from lightning_spectral.report.wandb_file import BLOCK_BYTES, FILE_HEADER, whole_records
@@ -34,9 +34,7 @@ def wandb_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             loss = math.nan if index == 1 else 0.5
             run.log({"fl/round": index, "fl/bytes_down": 2e6, "fl/loss": loss, "note": "text"})
             run.log({"fl/round": index, "val_acc": 0.1 * index, "nested": {"val_acc": 0.5}})
-            layers = [["net.0", 0, 3.0], ["net.0", 1, 1.0], ["net.2", 0, 2.0]]
-            table = wandb.Table(columns=["layer", "term", "singular_value"], data=layers)
-            run.log({SPECTRA_TABLE: table, SPECTRUM + "head": wandb.Histogram(np_histogram=([1, 2], [0.0, 1.0, 2.0]))})
+            run.log({SPECTRUM + "head": wandb.Histogram(np_histogram=([1, 2], [0.0, 1.0, 2.0]))})
             run.log({CLIENT_TABLE: wandb.Table(columns=["client_id", "val_acc"], data=[[index, 0.25]])})
     wandb.teardown()  # what is set up once in a process decides whether a later `WandbLogger` can be offline
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -52,12 +50,9 @@ def test_an_offline_run_of_wandb_is_read_whole(wandb_file: Path) -> None:
     assert [math.isnan(row["fl/loss"]) for row in run.rows] == [False, True, False]
     assert run.rows[0]["nested.val_acc"] == 0.5
     assert run.from_clients == {"fl/round", "fl/bytes_down", "fl/loss"}
-    assert client_table(run) == (2, Table(("client_id", "val_acc"), ((2, 0.25),)))
+    assert client_tables(run) == {"": (2, Table(("client_id", "val_acc"), ((2, 0.25),)))}
     found = spectra(run)
-    assert {layer: list(by_round) for layer, by_round in found.items()} == {
-        layer: [0, 1, 2] for layer in ("net.0", "net.2", "head")
-    }
-    np.testing.assert_array_equal(found["net.0"][1], [3.0, 1.0])
+    assert {layer: list(by_round) for layer, by_round in found.items()} == {"head": [0, 1, 2]}
     np.testing.assert_array_equal(found["head"][1], [1.5, 1.5, 0.5])
 
 
@@ -117,7 +112,7 @@ def test_all_loggers_and_the_history_tell_the_same(
     loggers = [WandbLogger(project="test", offline=True, save_dir=tmp_path), CSVLogger(tmp_path)]
     fitted = fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), max_epochs=2, trainer={"logger": loggers})
     wandb.finish()
-    fitted.history.save(tmp_path / "run.json", config={"federation": fitted.model.configuration()})
+    fitted.history.save(tmp_path / "run.json", config=dict(fitted.model.hparams))
     (from_wandb, from_csv), left_out = read_runs([tmp_path / "wandb", tmp_path / "lightning_logs"])
     from_history = read_run(tmp_path / "run.json")
     assert not left_out
@@ -125,7 +120,7 @@ def test_all_loggers_and_the_history_tell_the_same(
         assert len(run.rows) == 2
         for found, expected in zip(run.rows, fitted.history.rows, strict=True):
             assert found == pytest.approx(expected)
-        assert run.config["federation"] == fitted.model.configuration()
+        assert run.config["federation"] == fitted.model.hparams["federation"]
         assert "val_acc" in run.names - run.from_clients
         assert "train_acc" in run.from_clients
     assert ls.RoundHistory.load(tmp_path / "run.json").state_dict() == fitted.history.state_dict()

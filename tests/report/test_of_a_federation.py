@@ -1,0 +1,77 @@
+"""A report reads what `RoundDashboard` and `ClientEvaluation` of a federation leave behind, whichever the logger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from federation import Fit, seeded
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+import lightning_spectral as ls
+from lightning_spectral.plugin.run_config import as_config
+from lightning_spectral.report.dashboard import client_tables, spectra
+from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report.measures import clients_at_end, curve, megabytes
+from lightning_spectral.report.names import CLIENT_TABLE
+from lightning_spectral.report.reading import read_runs
+from lightning_spectral.report.runs import Run, Table
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
+SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
+ROUNDS = 3
+
+
+def filled(table: Table) -> list[dict[str, Any]]:
+    """Rows without their empty cells, which a CSV file cannot tell from empty texts."""
+    return [{n: v for n, v in zip(table.columns, row, strict=True) if v not in ("", None)} for row in table.rows]
+
+
+@pytest.fixture
+def runs(lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run, Any]:
+    """One federation that was logged by CSV files and by wandb, and what it was."""
+    wandb = pytest.importorskip("wandb", reason="wandb is in the `report` extra")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    loggers = [CSVLogger(tmp_path, name=None, version="csv"), WandbLogger(save_dir=tmp_path, offline=True)]
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(8), val=toy, batch_size=4, client_val_fraction=0.4)
+    watching = [ls.RoundDashboard(1), ls.ClientEvaluation(clients="participants")]
+    fitted = fit(
+        seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=ROUNDS, callbacks=watching, trainer={"logger": loggers}
+    )
+    wandb.finish()
+    wandb.teardown()
+    (csv,), (offline,) = (read_runs([tmp_path / name])[0] for name in ("csv", "wandb"))
+    return csv, offline, fitted
+
+
+def test_csv_files_and_wandb_hold_the_same(runs: tuple[Run, Run, Any]) -> None:
+    csv, offline, fitted = runs
+    for run in (csv, offline):
+        found = spectra(run)
+        assert {layer: sorted(by_round) for layer, by_round in found.items()} == {"net.2": [0, 1, 2]}
+        assert len(found["net.2"][0]) == 12
+        assert (np.diff(found["net.2"][0]) <= 0).all()
+        sent = megabytes(run)
+        assert sent is not None
+        assert sent.last == pytest.approx(fitted.ledger.total_bytes / 1e6, rel=1e-6)
+        assert clients_at_end(run, "val_acc") is not None
+        assert curve(run, "val_acc") is not None
+    np.testing.assert_allclose(spectra(csv)["net.2"][1], spectra(offline)["net.2"][1], rtol=1e-6)
+    (index, table), (_, other) = client_tables(csv)[""], client_tables(offline)[""]
+    assert index == ROUNDS - 1
+    assert filled(table) == filled(other)
+    ledger = [row for row in fitted.ledger.rows if row.round_idx == index]
+    assert table.column("client") == [row.client_id for row in ledger]
+    assert set(csv.media[CLIENT_TABLE]) == set(range(ROUNDS))
+
+
+def test_runs_that_differ_in_their_seed_are_one_group_and_strategies_are_told_apart() -> None:
+    def run(strategy: ls.ShardingStrategy, seed: int) -> Run:
+        config = {"federation": {"algorithm": as_config(ls.SpectralSharding(strategy)), "seed": seed}}
+        return Run("run", Path(f"{strategy}{seed}"), config, ({"fl/round": 0.0, "val_acc": 0.5},))
+
+    groups, names = group_runs([run(ls.TopN(), 0), run(ls.TopN(), 1), run(ls.Collective(), 0)])
+    assert names == ["federation/algorithm/strategy"]
+    assert [(group.label, len(group.runs)) for group in groups] == [("TopN", 2), ("Collective", 1)]

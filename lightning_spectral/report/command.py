@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_spectral.errors import ReportError
+from lightning_spectral.extras import from_extra
 
 DESCRIPTION = """\
 Write one HTML page on federated runs: an evaluation metric against megabytes and rounds, clients, coverage, spectra,
@@ -33,12 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = vars(_parser().parse_args(argv))
     try:
-        from lightning_spectral.report.write import write_report  # needs more than the package does
-    except ModuleNotFoundError as missing:
-        return _failed(f'The report needs {missing.name}: pip install "lightning-spectral[report]".')
-    try:
+        with from_extra("report"):
+            from lightning_spectral.report.write import write_report
         written = write_report(**arguments)
-    except ReportError as error:
+    except (ModuleNotFoundError, ReportError) as error:
         return _failed(str(error))
     print("\n".join(f"wrote {path}" for path in written))
     return 0

@@ -127,7 +127,7 @@ def test_a_report_that_cannot_be_made_says_why_and_fails(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert main([str(tmp_path)]) == 1
-    assert 'needs matplotlib: pip install "lightning-spectral[report]"' in capsys.readouterr().err
+    assert 'this needs matplotlib; install it: pip install "lightning-spectral[report]"' in capsys.readouterr().err
 
 
 # Shows a page in a frame, because a window has a least width, unfolds everything, and says by how much it overflows.

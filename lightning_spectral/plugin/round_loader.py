@@ -1,0 +1,46 @@
+"""What Lightning iterates over in an epoch: the clients of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import lightning.pytorch as pl
+
+from lightning_spectral.plugin.host import Host, Slot, is_host
+
+
+class RoundLoader:
+    """What Lightning iterates over in one epoch: this process's schedule of one round.
+
+    Args:
+        host: Knows the round and its schedule. It is asked when the first client is fetched, because Lightning creates
+            the iterator before it knows which epoch a resumed run is in.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def __len__(self) -> int:
+        return self.host.num_slots
+
+    def __iter__(self) -> Iterator[Slot]:
+        yield from self.host.schedule(self.host.current_epoch)
+
+
+def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
+    """The loader of the rounds of the module that a Trainer fits.
+
+    Args:
+        trainer: The Trainer, if there is one.
+        owner: Name of the data module's class, for the error.
+
+    Raises:
+        TypeError: If that module trains on batches.
+    """
+    host = None if trainer is None else trainer.lightning_module
+    if not is_host(host):
+        raise TypeError(
+            f"{owner} feeds clients, not batches, and {type(host).__name__} trains on batches; "
+            "wrap it: FederatedModule(module, clients_per_round=...)."
+        )
+    return RoundLoader(host)

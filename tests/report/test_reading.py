@@ -112,6 +112,7 @@ def test_all_loggers_and_the_history_tell_the_same(
     loggers = [WandbLogger(project="test", offline=True, save_dir=tmp_path), CSVLogger(tmp_path)]
     fitted = fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), max_epochs=2, trainer={"logger": loggers})
     wandb.finish()
+    wandb.teardown()  # which waits until the file is written
     fitted.history.save(tmp_path / "run.json", config=dict(fitted.model.hparams))
     (from_wandb, from_csv), left_out = read_runs([tmp_path / "wandb", tmp_path / "lightning_logs"])
     from_history = read_run(tmp_path / "run.json")

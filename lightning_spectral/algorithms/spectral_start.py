@@ -121,6 +121,7 @@ def spectral_start(
         Spectral start: the energy of 0 of 2 sharded matrices is now in 10% of the terms; left as they are, because they
         look trained or have nothing to move: 1, 2.
     """
+    keep_ratio = KEEP_RATIO("keep_ratio", keep_ratio)
     start = SpectralStart(tail, keep_ratio, trained)
     plan = plan_of(module, layers)
     granularity = plan.choices.term_granularity

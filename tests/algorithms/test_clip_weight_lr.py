@@ -193,7 +193,7 @@ class TestInAFit:
         assert all(min(one) < 1.0 for one in distinct)
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, "1"])
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_a_bound_that_is_not_positive_is_refused_with_the_remedy(bound: float) -> None:
     with pytest.raises(ValueError, match=r"`clip_weight_lr` must be positive, got .*use float\('inf'\) for no bound"):
         ls.SpectralSharding(clip_weight_lr=bound)

@@ -273,13 +273,13 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"compression": 0.5}, "`compression` is the number of weights for each probability, at least 1"),
+            ({"compression": 0.5}, "`compression` must be at least 1 and finite, got 0.5; it is the number of weights"),
             ({"compression": 8, "degree": None}, "so `compression` is 1, got 8"),
-            ({"degree": 0}, "`degree` must be a positive whole number"),
-            ({"smoothing": -1.0}, "`smoothing` is a pseudo-count"),
-            ({"downlink_bits": 32}, "`downlink_bits` must be from 1 to 16"),
+            ({"degree": 0}, "`degree` must be at least 1, or None, got 0"),
+            ({"smoothing": -1.0}, "`smoothing` must be at least 0 and finite, got -1.0; it is a pseudo-count"),
+            ({"downlink_bits": 32}, r"`downlink_bits` must be in \[1, 16\], or None, got 32"),
             ({"skip_settled": True, "link": ls.Sigmoid()}, "`skip_settled` needs scores that stay at 0 and 1"),
-            ({"init": "kaiming"}, "`init` must be one of 'he', 'paper'"),
+            ({"init": "kaiming"}, "`init` must be 'he' or 'paper', got 'kaiming'"),
         ],
     )
     def test_numbers_out_of_range(self, options: dict[str, Any], message: str) -> None:

@@ -172,5 +172,5 @@ def test_terms_of_size_zero_and_huge_multipliers_have_factors(dtype: torch.dtype
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_a_bound_that_is_not_positive_is_refused_with_the_remedy(bound: float) -> None:
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match=r"`clip_weight_lr` must be positive, got .*use float\('inf'\) for no bound"):
+    with pytest.raises(ValueError, match=r"`bound` must be positive, got .*use float\('inf'\) for no bound"):
         weight_lr_factors(one, torch.ones(1), one, bound)

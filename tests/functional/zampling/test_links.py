@@ -88,5 +88,5 @@ def test_scores_of_clip_are_a_copy() -> None:
 
 @pytest.mark.parametrize("margin", [0.0, -0.1, 0.5, 1.0, float("nan")])
 def test_a_margin_without_finite_scores_is_refused(margin: float) -> None:
-    with pytest.raises(ValueError, match=r"`margin` must be between 0 and 1/2, got .*: a score of 0 or 1 is infinite"):
+    with pytest.raises(ValueError, match=r"`margin` must be in \(0, 0\.5\), got .*; the score of a probability of 0"):
         Sigmoid(margin=margin)

@@ -124,7 +124,7 @@ def test_a_share_below_one_percent_is_not_shown_as_none() -> None:
 
 
 def test_what_zampling_refuses_has_no_cost() -> None:
-    with pytest.raises(ValueError, match=r"at least 1, got 0\.5"):
+    with pytest.raises(ValueError, match=r"`compressions` must be at least 1 and finite, got 0\.5"):
         ls.zampling_cost_table(Federated(), [0.5], EXAMPLE)
     with pytest.raises(ValueError, match="`degree` must be between 1 and the number of columns, 5, got 10"):
         ls.zampling_cost_table(Federated(), [100], EXAMPLE)

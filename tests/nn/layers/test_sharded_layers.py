@@ -244,7 +244,7 @@ def test_weight_has_the_dense_shape(dense: Any) -> None:
 
 @pytest.mark.parametrize("num_terms", [0, 4])
 def test_number_of_terms_out_of_range_is_refused(num_terms: int) -> None:
-    with pytest.raises(ValueError, match=rf"`num_terms` must be in \[1, N=3\], got {num_terms}"):
+    with pytest.raises(ValueError, match=rf"`num_terms` must be in \[1, 3\], got {num_terms}"):
         SpectralShardedLinear(5, 3, num_terms)
 
 

@@ -6,7 +6,7 @@ Numbers of NumPy become Python's own, because the ``repr`` of a choice is its id
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -150,6 +150,24 @@ def flag(argument: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"`{argument}` must be True or False, got {value!r}.")
     return value
+
+
+def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
+    """Patterns as a tuple: a list of the same is the same choice, and YAML knows only lists.
+
+    Raises:
+        ValueError: If they are not a sequence of strings.
+    """
+    if isinstance(patterns, str):
+        raise ValueError(
+            f"`{argument}` is a sequence of patterns, got the string {patterns!r}; write {argument}=({patterns!r},)."
+        )
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"`{argument}` is a sequence of patterns, got {patterns!r}; write strings, such as "
+            f"{argument}=('head', '*.proj')."
+        )
+    return tuple(patterns)
 
 
 def check_fields(choice: object, **rules: Rule) -> None:

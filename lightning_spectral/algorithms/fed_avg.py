@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.arguments import as_patterns, check_fields
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.nn.plan.choices import as_patterns
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -94,7 +94,7 @@ class FedAvg(Algorithm[DenseRound]):
     keep_buffers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep_buffers", as_patterns("keep_buffers", self.keep_buffers))
+        check_fields(self, keep_buffers=as_patterns)
 
     def prepare(self, server: nn.Module) -> FedAvg:
         """Decide which buffers keep the server's value, once for all rounds."""

@@ -15,13 +15,12 @@ from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.score_groups import check_score_groups
 from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
 from lightning_spectral.algorithms.zampling_side import BITS, PROBS, MatrixCache, ZamplingSide, uploaded
-from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.bits import bit_entropy, draw_bits, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
-from lightning_spectral.nn.plan.choices import as_patterns
 from lightning_spectral.nn.zampling.compressed import COMPRESSION, DOWNLINK_BITS, CompressedWeight, Compression, Init
 from lightning_spectral.nn.zampling.sampled_weights import split_weights
 from lightning_spectral.protocol.bit_sum import MeanBits
@@ -106,12 +105,13 @@ class Zampling(Algorithm[ZamplingRound]):
     _matrices: MatrixCache = field(default_factory=MatrixCache, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("exclude", "include", "keep_buffers"):
-            object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
         check_is("link", self.link, Link)
         check_fields(
             self,
             **COMPRESSION,
+            exclude=as_patterns,
+            include=as_patterns,
+            keep_buffers=as_patterns,
             smoothing=Number(at_least=0, hint="it is a pseudo-count"),
             weigh_clients=flag,
             downlink_bits=DOWNLINK_BITS,
@@ -145,8 +145,8 @@ class Zampling(Algorithm[ZamplingRound]):
             self.init,
             self.sampled,
             self.values,
-            tuple(self.exclude),
-            tuple(self.include),
+            self.exclude,
+            self.include,
             self.memory,
             self.gain,
         )

@@ -1,22 +1,48 @@
-"""What of a Trainer's own settings federated training cannot honour."""
+"""What of a Trainer's own settings a federation cannot honour, and what to do instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning
 
-REFUSED_CALLBACKS: Mapping[type[pl.Callback], str] = MappingProxyType(
+# By name, because not every version of Lightning has all of them.
+REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
     {
-        BatchSizeFinder: "it would try sizes on whole rounds; set FederatedDataModule(batch_size=...)",
-        LearningRateFinder: "it would move the server's learning rate in every round; set that of clients in "
+        "BaseFinetuning": "which parameters are trained is fixed when a fit begins; freeze some in your module, fit, "
+        "unfreeze them and fit again",
+        "BatchSizeFinder": "it tries sizes on whole rounds; set FederatedDataModule(batch_size=...)",
+        "GradientAccumulationScheduler": "a round adds up its clients' updates already; choose "
+        "FederatedDataModule(batch_size=...) for local steps",
+        "LearningRateFinder": "it moves the server's learning rate, round by round; set that of clients in "
         "`configure_optimizers`",
-        ModelPruning: "it would change the server's layers, and clients' copies keep the old ones; prune the trained "
-        "module after the fit",
+        "ModelPruning": "clients train copies of the weights that it replaces; prune after the fit",
+        "SpikeDetection": "it reads the loss of each batch, and a batch is a client's turn; monitor `fl/loss`: "
+        "EarlyStopping('fl/loss', check_finite=True)",
+        "StochasticWeightAveraging": "it follows the steps of one optimizer; use WeightAveraging, which averages the "
+        "server's weights round by round",
     }
 )
+
+
+def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse, by name, callbacks of Lightning that would do something else to a federation, or break it.
+
+    Raises:
+        ValueError: If there is one, or a subclass of one.
+
+    Example:
+        >>> check_callbacks([pl.callbacks.GradientAccumulationScheduler({0: 2})])
+        Traceback (most recent call last):
+        ValueError: GradientAccumulationScheduler cannot act on a federation: a round adds up its clients' updates ...
+    """
+    for callback in callbacks:
+        for base in type(callback).__mro__:
+            if base.__name__ in REFUSED_CALLBACKS and base.__module__.startswith("lightning.pytorch"):
+                raise ValueError(
+                    f"{type(callback).__name__} cannot act on a federation: {REFUSED_CALLBACKS[base.__name__]}."
+                )
 
 
 def check_rounds(trainer: pl.Trainer) -> None:
@@ -25,11 +51,3 @@ def check_rounds(trainer: pl.Trainer) -> None:
         raise TypeError(
             f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
         )
-
-
-def check_callbacks(trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if a callback, or the Tuner, which adds one, does what a federation cannot have done."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, remedy in REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"`{type(callback).__name__}` cannot be used with a federation: {remedy}.")

@@ -388,7 +388,7 @@ class TestHooks:
         module = type("Lit", (lit_mlp,), {"configure_model": lambda self: None})()
         with pytest.raises(ValueError, match="`configure_model`"):
             ls.FederatedModule(module, clients_per_round=2, client_engine="trainer")
-        with pytest.raises(ValueError, match=r'must be "loop" or "trainer", got .Trainer.'):
+        with pytest.raises(ValueError, match="must be 'loop' or 'trainer', got 'Trainer'"):
             ls.FederatedModule(lit_mlp(), clients_per_round=2, client_engine="Trainer")  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.callback_checks import REFUSED_CALLBACKS, check_callbacks
+from lightning_spectral.plugin.trainer_checks import REFUSED_CALLBACKS, check_callbacks
 
 WORKS: dict[str, Callable[[Path], pl.Callback]] = {
     "DeviceStatsMonitor": lambda folder: theirs.DeviceStatsMonitor(),
@@ -40,7 +40,9 @@ def refused() -> list[type[pl.Callback]]:
 
     return [
         theirs.BackboneFinetuning,
+        theirs.BatchSizeFinder,
         theirs.GradientAccumulationScheduler,
+        theirs.LearningRateFinder,
         theirs.ModelPruning,
         SpikeDetection,
         theirs.StochasticWeightAveraging,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from lightning_spectral.arguments import Whole, check_fields, flag
+from lightning_spectral.arguments import Whole, as_patterns, check_fields, flag
 from lightning_spectral.functional.factors import GRANULARITY
 
 
@@ -48,10 +48,14 @@ class LayerChoices:
     term_granularity: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("exclude", "keep_buffers"):
-            object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
-        object.__setattr__(self, "split", _plain_split(self.split))
-        check_fields(self, keep_first_and_last_dense=flag, term_granularity=GRANULARITY)
+        check_fields(
+            self,
+            exclude=as_patterns,
+            keep_buffers=as_patterns,
+            split=_plain_split,
+            keep_first_and_last_dense=flag,
+            term_granularity=GRANULARITY,
+        )
 
     def excludes(self, name: str) -> bool:
         """Whether a pattern of ``exclude`` matches the layer."""
@@ -62,25 +66,7 @@ class LayerChoices:
         return next((parts for pattern, parts in self.split.items() if fnmatchcase(name, pattern)), 1)
 
 
-def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
-    """Patterns as a tuple: a list of the same is the same choice, and YAML knows only lists.
-
-    Raises:
-        ValueError: If they are not a sequence of strings.
-    """
-    if isinstance(patterns, str):
-        raise ValueError(
-            f"`{argument}` is a sequence of patterns, got the string {patterns!r}; write {argument}=({patterns!r},)."
-        )
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(
-            f"`{argument}` is a sequence of patterns, got {patterns!r}; write strings, such as "
-            f"{argument}=('head', '*.proj')."
-        )
-    return tuple(patterns)
-
-
-def _plain_split(split: object) -> dict[str, int]:
+def _plain_split(argument: str, split: object) -> dict[str, int]:
     if not isinstance(split, Mapping) or not all(isinstance(pattern, str) for pattern in split):
         raise ValueError(
             f"`split` is a mapping from patterns to numbers of parts, got {split!r}; write split={{'*.qkv': 3}}."

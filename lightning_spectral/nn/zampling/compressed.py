@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_spectral.arguments import Number, OneOf, Rule, Whole, check_fields, flag
+from lightning_spectral.arguments import Number, OneOf, Rule, Whole, as_patterns, check_fields, flag
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
@@ -91,15 +91,21 @@ class Compression:
     init: Init = "he"
     sampled: bool = True
     values: Values = "normal"
-    exclude: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
+    exclude: Sequence[str] = ()
+    include: Sequence[str] = ()
     memory: int = 2**30
     gain: float = 1.0
 
     def __post_init__(self) -> None:
         rules = dict(COMPRESSION)
         factor = rules.pop("compression")
-        check_fields(self, factor=lambda _, value: factor("compression", value), **rules)
+        check_fields(
+            self,
+            factor=lambda _, value: factor("compression", value),
+            exclude=as_patterns,
+            include=as_patterns,
+            **rules,
+        )
         if self.degree is None and self.factor != 1.0:
             raise ValueError(
                 f"With `degree=None` each weight has a probability of its own, so `compression` is 1, got "

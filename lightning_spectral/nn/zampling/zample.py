@@ -77,7 +77,7 @@ def zample(
     """
     if hasattr(module, NAME):
         raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
-    how = Compression(compression, degree, init, sampled, values, tuple(exclude), tuple(include), memory, gain)
+    how = Compression(compression, degree, init, sampled, values, exclude, include, memory, gain)
     LocalWeights(module, how.weights_of(module), how, link or Clip(), Whole()("seed", seed))
     return module
 

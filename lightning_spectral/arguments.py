@@ -61,7 +61,8 @@ class Number:
             return None
         or_none, hint = ", or None" if self.optional else "", f"; {self.hint}" if self.hint else ""
         if isinstance(value, bool) or not isinstance(value, self.numeric):
-            raise TypeError(f"`{argument}` must be {self.kind}{or_none}, got {value!r}{self._instead(value) or hint}.")
+            got = repr(value) if "\n" not in repr(value) else f"a {type(value).__name__}"  # a message is one line
+            raise TypeError(f"`{argument}` must be {self.kind}{or_none}, got {got}{self._instead(value) or hint}.")
         number = int(value) if isinstance(value, Integral) else float(value)
         if not self._holds(number):
             raise ValueError(f"`{argument}` must be {self._range()}{or_none}, got {value!r}{hint}.")

@@ -22,7 +22,7 @@ class ReportError(ValueError):
 
 
 def check_is(argument: str, value: object, expected: type) -> None:
-    """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint where it is a class.
+    """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint where it is a class or a name.
 
     Example:
         >>> check_is("error", ValueError, Exception)
@@ -31,5 +31,9 @@ def check_is(argument: str, value: object, expected: type) -> None:
     """
     if isinstance(value, expected):
         return
-    kind = f"the class {value.__name__}; write {value.__name__}(...)" if isinstance(value, type) else repr(value)
-    raise TypeError(f"`{argument}` must be an instance of {expected.__name__}, got {kind}.")
+    got = repr(value)
+    if isinstance(value, type):
+        got = f"the class {value.__name__}; write {value.__name__}(...)"
+    elif isinstance(value, str):
+        got = f"the string {value!r}; pass an object, not its name"
+    raise TypeError(f"`{argument}` must be an instance of {expected.__name__}, got {got}.")

@@ -1,5 +1,6 @@
 """What cannot work is refused early, with the rule, the value and the remedy."""
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,16 @@ class TestConstructor:
             ),
             ({"algorithm": ls.Collective}, r"write SpectralSharding\(strategy=Collective\(\.\.\.\)\)"),
             ({"server_optimizer": 3}, "must be a function from parameters to an optimizer, got 3"),
+            (
+                {"server_optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
+                r"got SGD of some parameters; write lambda parameters: torch\.optim\.SGD\(parameters",
+            ),
+            ({"algorithm": "FedAvg"}, "got the string 'FedAvg'; pass an object, not its name"),
+            (
+                {"local_hooks": ls.GradientClip(1.0)},
+                r"got one hook; write local_hooks=\[GradientClip\(",
+            ),
+            ({"local_epochs": torch.eye(2)}, r"`local_epochs` must be a whole number, got a Tensor\.$"),
             ({"server_optimizer": ls.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),
             ({"clients_per_round": True}, "`clients_per_round` must be a whole number, or None, got True; write 1"),
             ({"local_epochs": True}, "`local_epochs` must be a whole number, got True; write 1"),
@@ -117,6 +128,9 @@ class TestConstructor:
             ({"train": ls.IIDPartitioner(2), "partitioner": []}, "the data set comes first: FederatedDataModule"),
             ({"train": Measured()}, "`train` must be a map-style data set, .*, got Measured, which cannot be dealt"),
             ({"val": {"a": [1]}}, r"`val` must be a data set, .* got a dict; write val=list\(data\.values\(\)\)"),
+            ({"val": 3}, r"`val` must be a data set, a dataloader or a list of them, got 3\."),
+            ({"train": (torch.zeros(4, 2), torch.zeros(4))}, r"got a tuple, .*; write .*TensorDataset\(\*train\)"),
+            ({"train": torch.zeros(4, 2)}, r"got a Tensor, .*; write .*TensorDataset\(train\)"),
             ({"test": {"a": [1]}}, "`test` must be a data set, .* got a dict"),
             ({"train": DataLoader([1, 2])}, r"got a DataLoader; write FederatedDataModule\(loader\.dataset, part"),
         ],
@@ -157,6 +171,11 @@ class TestSetup:
 
         with pytest.raises(ValueError, match="Stream has no length"):
             fit(lit, ls.FederatedDataModule(Stream(), ls.IIDPartitioner(2)), clients_per_round=1)
+
+    def test_a_list_of_examples_is_one_validation_set(self, lit: Any, toy: Any, fit: Fit) -> None:
+        whole, listed = (ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=val) for val in (toy, list(toy)))
+        logged = fit(copy.deepcopy(lit), whole).logged
+        assert fit(lit, listed).logged == pytest.approx(logged)
 
     def test_data_that_is_not_federated(self, lit: Any, toy: Any, quiet: Any) -> None:
         trainer = pl.Trainer(max_epochs=1, **quiet)
@@ -213,6 +232,11 @@ class TestSetup:
         with pytest.raises(ValueError, match=r"weight is zero have no singular terms that could train: net\.2"):
             ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
 
+    def test_lazy_layers(self, lit: Any, data: Any, fit: Fit) -> None:
+        lit.net.append(nn.LazyLinear(3))
+        with pytest.raises(ValueError, match=r"Lazy layers have no weight yet: net\.\d\.weight, net\.\d\.bias; run"):
+            fit(lit, data)
+
     def test_complex_parameters(self, lit: Any, data: Any, fit: Fit) -> None:
         lit.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
         with pytest.raises(ValueError, match="Complex parameters are not averaged: phase"):
@@ -222,6 +246,15 @@ class TestSetup:
         lit = type("LitUntested", (lit_mlp,), {"test_step": pl.LightningModule.test_step})()
         with pytest.raises(ValueError, match=r"`Trainer.test` needs `LitUntested.test_step`"):
             pl.Trainer(**quiet).test(ls.FederatedModule(lit, clients_per_round=1), data)
+
+    @pytest.mark.parametrize("stage", ["validate", "test"])
+    def test_evaluation_without_data(self, stage: str, lit: Any, toy: Any, quiet: Any) -> None:
+        trainer, data = pl.Trainer(**quiet), ls.FederatedDataModule(toy, ls.IIDPartitioner(2))
+        evaluate = getattr(trainer, stage)
+        with pytest.raises(
+            ValueError, match=rf"`Trainer\.{stage}` needs data; give FederatedDataModule\(\.\.\., {stage[:3]}"
+        ):
+            evaluate(ls.FederatedModule(lit, clients_per_round=1), data)
 
     def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitUnused(lit_mlp):  # type: ignore[misc]
@@ -325,6 +358,21 @@ class TestClients:
         with pytest.raises(ls.ClientError, match=r"Round 0, client 2, .*: RuntimeError: the sensor is broken") as error:
             fit(LitPoisoned(), data, clients_per_round=3)
         assert isinstance(error.value.__cause__, RuntimeError)
+
+    @pytest.mark.parametrize("client_engine", ["loop", "trainer"])
+    @pytest.mark.parametrize(
+        ("wrong", "remedy"),
+        [(lambda loss: loss[None].expand(3), "return one number"), (torch.detach, "depends on noth")],
+    )
+    def test_a_loss_that_cannot_be_trained_on(
+        self, wrong: Any, remedy: str, client_engine: str, lit_mlp: Any, data: Any, fit: Fit
+    ) -> None:
+        class LitWrong(lit_mlp):  # type: ignore[misc]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return wrong(super().training_step(batch, batch_idx))
+
+        with pytest.raises(ls.ClientError, match=rf"local training: RuntimeError: .*{remedy}"):
+            fit(LitWrong(), data, client_engine=client_engine)
 
     def test_server_weights_that_are_not_finite_are_refused_by_layer(self, fit: Fit) -> None:
         module = LitPoisoned()

@@ -23,6 +23,17 @@ from lightning_spectral.protocol.records import Download, Failure, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.protocol.stage_clock import Profile, StageClock
 
+# What to write, by words of an error of torch's
+REMEDIES = {
+    "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one example: leave such last "
+    "batches out with FederatedDataModule(..., drop_last=True), and give every client, and every batch, at least two "
+    "examples.",
+    "grad can be implicitly created only for scalar outputs": "`training_step` must return one number; return the mean "
+    "of the losses.",
+    "element 0 of tensors does not require grad": "The loss of `training_step` depends on nothing that is trained; "
+    "compute it from the module's output, without `detach` or `no_grad`, or return None to skip the step.",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class SubModel:
@@ -172,10 +183,5 @@ def _during(stage: str) -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """What to write, for an error of torch's that federated data cause."""
-    if "Expected more than 1 value per channel" not in str(error):
-        return ""
-    return (
-        ". BatchNorm cannot train on a batch of one example: leave such last batches out with "
-        "FederatedDataModule(..., drop_last=True), and give every client, and every batch, at least two examples."
-    )
+    """What to write, for an error of torch's that says nothing of what the user wrote."""
+    return next((f". {remedy}" for words, remedy in REMEDIES.items() if words in str(error)), "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import warnings
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,23 @@ def check_contents(path: Path) -> None:
         raise DamagedFile(f"{type(error).__name__}: {error}") from error
     if damaged is not None:
         raise DamagedFile(f"the checksum of {damaged} is another")
+
+
+@contextmanager
+def naming_damage(path: Any) -> Iterator[None]:
+    """Raise what torch says of a file that is no whole checkpoint as a ``ValueError`` that names the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # as nearly any exception, as above
+        is_local = isinstance(path, str | Path) and "://" not in str(path)
+        if not is_local or zipfile.is_zipfile(path):
+            raise  # the file is whole; so it is something else
+        raise ValueError(
+            f"{path} is empty or not a whole checkpoint ({Path(path).stat().st_size} bytes); "
+            "latest_checkpoint(folder) finds the last whole one of a folder."
+        ) from error
 
 
 def _structure(path: Path) -> Any:

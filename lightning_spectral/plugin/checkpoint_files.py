@@ -7,16 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.checkpoint_archive import DamagedFile, check_contents, saved_progress
+from lightning_spectral.plugin.checkpoint_archive import DamagedFile, check_contents, naming_damage, saved_progress
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -58,15 +56,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             ValueError: If the file is empty or not whole.
         """
-        try:
+        with naming_damage(path):
             return super().load_checkpoint(path, *args, **options)
-        except (EOFError, RuntimeError, UnpicklingError) as error:
-            if "://" in str(path) or is_zipfile(path):  # whole; so it is something else
-                raise
-            raise ValueError(
-                f"{path} is empty or not a whole checkpoint ({Path(path).stat().st_size} bytes); "
-                "latest_checkpoint(folder) finds the last whole one of a folder."
-            ) from error
 
 
 def write_whole_files(trainer: pl.Trainer) -> None:

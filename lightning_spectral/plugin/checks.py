@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
@@ -28,6 +29,9 @@ from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import Conditions
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
+
+# By stage, which is an enumeration of Lightning's: the Trainer's method, the module's, and the argument with the data
+EVALUATIONS = {"validate": ("validate", "validation_step", "val"), "test": ("test", "test_step", "test")}
 
 
 def check_module(module: Any) -> None:
@@ -64,6 +68,8 @@ def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) 
     """
     OneOf(("loop", "trainer"))("client_engine", client_engine)
     _check_server_optimizer(server_optimizer)
+    if isinstance(local_hooks, LocalHook):
+        raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
     check_is("local_hooks", local_hooks, Sequence)
     for hook in local_hooks:
         check_is("local_hooks", hook, LocalHook)
@@ -90,6 +96,12 @@ def _check_server_optimizer(server_optimizer: Any) -> None:
         raise TypeError(
             "`server_optimizer` must be a function from parameters to an optimizer, got the class "
             f"{name}; write {name}(...)."
+        )
+    if isinstance(server_optimizer, Optimizer):
+        name = type(server_optimizer).__name__
+        raise TypeError(
+            f"`server_optimizer` must be a function from parameters to an optimizer, got {name} of some parameters; "
+            f"write lambda parameters: torch.optim.{name}(parameters, lr=...)."
         )
     if server_optimizer is not None and not callable(server_optimizer):
         raise TypeError(
@@ -123,12 +135,17 @@ def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
         )
 
 
-def check_stage(stage: str, module: pl.LightningModule) -> None:
-    """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
-    step = {"validate": "validation_step", "test": "test_step"}.get(stage)
-    if step is not None and not is_overridden(module, step):
-        asked = {"validation_step": "validate", "test_step": "test"}[step]
+def check_stage(stage: str, module: pl.LightningModule, data: FederatedDataModule | None = None) -> None:
+    """Raise ``ValueError`` if the user's module, or its data, has not what the Trainer is asked to evaluate."""
+    if stage not in EVALUATIONS:
+        return
+    asked, step, argument = EVALUATIONS[stage]
+    if not is_overridden(module, step):
         raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`, which is not there; define it.")
+    if data is not None and not (data.has_val if asked == "validate" else data.has_test):
+        raise ValueError(
+            f"`Trainer.{asked}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
+        )
 
 
 def check_clipping(trainer: pl.Trainer) -> None:
@@ -196,9 +213,14 @@ def check_member(
     """Check that a module can be trained on the clients of its data.
 
     Raises:
-        ValueError: If it cannot be copied, or has complex parameters, or validation data without a ``validation_step``,
-            or if a client has no examples and `Faults` says `Raise`; a sampler never draws such a client.
+        ValueError: If it has lazy layers, cannot be copied, or has complex parameters, or validation data without a
+            ``validation_step``, or if a client has no examples and `Faults` says `Raise`; a sampler never draws such a
+            client.
     """
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ValueError(
+            f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first, in `__init__`."
+        )
     check_copyable(module)
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:

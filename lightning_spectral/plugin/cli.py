@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_spectral.plugin.checkpoint_archive import naming_damage
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
@@ -35,6 +36,12 @@ class FederatedCLI(LightningCLI):
             args=args,
             **{**defaults, **options},
         )
+
+    def _parse_ckpt_path(self) -> None:
+        """Read the federation's arguments from ``ckpt_path``; there is no public way to name a file that is damaged."""
+        command = self.config.get("subcommand")
+        with naming_damage(self.config[command].get("ckpt_path") if command else None):
+            super()._parse_ckpt_path()
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the Trainer's arguments, and those of either module and either data module."""

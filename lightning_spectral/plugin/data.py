@@ -24,7 +24,7 @@ from lightning_spectral.partition import (
     hold_out,
     report,
 )
-from lightning_spectral.plugin.data_checks import check_dealt, check_evaluation, plain_sizes
+from lightning_spectral.plugin.data_checks import are_several, check_dealt, check_evaluation, plain_sizes
 from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -39,7 +39,7 @@ class FederatedDataModule(pl.LightningDataModule):
     Args:
         train: Any map-style data set, one of Hugging Face's too (``with_format("torch")``).
         partitioner: Decides which examples belong to whom.
-        val: Validation data: a data set, a dataloader of your own, or a list of these.
+        val: Validation data: a data set, which may be a list of examples, a dataloader of your own, or a list of these.
         test: Test data, likewise.
         batch_size: Examples per local step of a client.
         drop_last: Whether a client leaves out the last batch of a local epoch if it is smaller than ``batch_size``, as
@@ -55,8 +55,8 @@ class FederatedDataModule(pl.LightningDataModule):
         client_val_fraction: Share of each client's examples on which it does not train, for `ClientEvaluation`.
 
     Raises:
-        TypeError: If ``train`` is no map-style data set, ``val`` or ``test`` is a dictionary, ``partitioner`` is none,
-            or a number is of another type.
+        TypeError: If ``train`` is no map-style data set, ``val`` or ``test`` is a dictionary or no data at all,
+            ``partitioner`` is none, or a number is of another type.
         ValueError: If a size is not positive, ``num_workers`` is negative, the fraction is not in ``[0, 1)``, or there
             is not one label per example.
 
@@ -142,6 +142,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """Whether there is validation data: given as ``val``, or by a subclass with loaders of its own."""
         return self.val is not None or type(self).val_dataloader is not FederatedDataModule.val_dataloader
 
+    @property
+    def has_test(self) -> bool:
+        """Whether there is test data, likewise."""
+        return self.test is not None or type(self).test_dataloader is not FederatedDataModule.test_dataloader
+
     def setup(self, stage: str) -> None:
         """Draw the partition before training, so that an impossible one is refused here."""
         if stage == "fit":
@@ -184,7 +189,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def _evaluation_loader(self, data: EvaluationData) -> Any:
         if data is None:
             return []
-        if isinstance(data, list | tuple):
+        if are_several(data):
             return [self._evaluation_loader(one) for one in data]
         if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
             return data  # a loader of the user's own

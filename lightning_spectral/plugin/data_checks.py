@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spectral.arguments import Whole
@@ -29,6 +30,12 @@ def check_dealt(train: Any, partitioner: Any) -> None:
             f"`train` must be a data set, got a {type(train).__name__} of {', '.join(map(repr, train))}; pass one of "
             f"them: FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)."
         )
+    if isinstance(train, Tensor) or (isinstance(train, tuple) and any(isinstance(part, Tensor) for part in train)):
+        tensors = "train" if isinstance(train, Tensor) else "*train"
+        raise TypeError(
+            f"`train` must be a data set, got a {type(train).__name__}, whose examples are not known; write "
+            f"torch.utils.data.TensorDataset({tensors}), whose examples are tuples."
+        )
     if isinstance(train, IterableDataset):
         raise TypeError(
             f"`train` must be a map-style data set, whose examples have numbers, got {type(train).__name__}, which "
@@ -38,13 +45,26 @@ def check_dealt(train: Any, partitioner: Any) -> None:
 
 
 def check_evaluation(**data: Any) -> None:
-    """Raise ``TypeError`` if evaluation data come in a dictionary."""
+    """Raise ``TypeError`` if evaluation data come in a dictionary, or cannot be gone through."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             raise TypeError(
                 f"`{name}` must be a data set, a dataloader or a list of them, got a {type(value).__name__}; write "
                 f"{name}=list(data.values()), and Lightning numbers their metrics in this order."
             )
+        if value is not None and not hasattr(value, "__getitem__") and not hasattr(value, "__iter__"):
+            raise TypeError(f"`{name}` must be a data set, a dataloader or a list of them, got {value!r}.")
+
+
+def are_several(data: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether evaluation data are a list of data sets or loaders; a list of examples is one data set.
+
+    Example:
+        >>> loader, example = DataLoader([1, 2]), ([0.5, 0.1], 1)
+        >>> are_several([loader, loader]), are_several([example, example])
+        (True, False)
+    """
+    return isinstance(data, list | tuple) and not any(isinstance(one, tuple | Mapping | Tensor) for one in data)
 
 
 def plain_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: Any) -> tuple[int, int | None, int, int]:

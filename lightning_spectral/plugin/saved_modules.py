@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.mixins import hparams_mixin
 
+from lightning_spectral.plugin.checkpoint_archive import naming_damage
+
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 HPARAMS_NAME = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_NAME
@@ -68,7 +70,7 @@ def load_user_module(
             ``strict``, as for ``load_from_checkpoint``.
 
     Raises:
-        ValueError: If the checkpoint is not of a federation, or ``name`` is not among its models.
+        ValueError: If the file is empty or not whole, or not of a federation, or ``name`` is not among its models.
         TypeError: If an argument is missing.
 
     Example:
@@ -87,7 +89,8 @@ def load_user_module(
         >>> lit.lr, torch.equal(lit.model.head.weight, model.module.model.head.weight)
         (0.2, True)
     """
-    checkpoint = torch.load(path, map_location, weights_only=weights_only)
+    with naming_damage(path):
+        checkpoint = torch.load(path, map_location, weights_only=weights_only)
     buffer = io.BytesIO()
     torch.save(_without_federation(checkpoint, name), buffer)
     buffer.seek(0)

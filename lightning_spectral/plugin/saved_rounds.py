@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import AttributeDict
 
+from lightning_spectral.plugin.checkpoint_archive import naming_damage
 from lightning_spectral.plugin.checkpoints import (
     TRAINER_SETTINGS,
     check_checkpoint,
@@ -45,9 +46,11 @@ class SavedRounds(RoundHooks):
 
         Raises:
             TypeError: If an argument is missing.
+            ValueError: If the file is empty or not whole.
         """
         try:
-            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+            with naming_damage(checkpoint_path):
+                return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         except TypeError as error:
             missing = str(error).partition(f"{cls.__name__}.__init__() missing ")[2]
             if not missing:

@@ -2,6 +2,7 @@
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,18 @@ class TestWholeRounds:
         assert ls.latest_checkpoint(tmp_path / "c") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"PK, and then the disk was full"])
+@pytest.mark.parametrize("content", [b"", b"PK, and then the disk was full", b"epoch: 3"])
 def test_a_file_that_is_no_whole_checkpoint_is_refused_by_name(
     content: bytes, lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
+    readers: list[Callable[[], Any]] = [
+        lambda: fit(lit, data, ckpt_path=path),
+        lambda: ls.FederatedModule.load_from_checkpoint(path, module=lit),
+        lambda: ls.load_user_module(path, type(lit)),
+    ]
     message = rf"last\.ckpt is empty or not a whole checkpoint \({len(content)} bytes\); latest_checkpoint"
-    with pytest.raises(ValueError, match=message):
-        fit(lit, data, ckpt_path=path)
+    for read in readers:
+        with pytest.raises(ValueError, match=message):
+            read()

@@ -175,6 +175,14 @@ def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
     assert same_state(loaded.state_dict(), command.module.state_dict())
 
 
+def test_a_damaged_checkpoint_is_named(command: Command, tmp_path: Path) -> None:
+    (path := tmp_path / "last.ckpt").touch()
+    if type(command.cli) is not FederatedCLI:
+        pytest.skip("Lightning's own names no file")
+    with pytest.raises(ValueError, match=r"last\.ckpt is empty or not a whole checkpoint"):
+        command.run("validate", ckpt_path=str(path))
+
+
 def test_a_model_that_is_not_in_the_checkpoint_is_refused(command: Command) -> None:
     remedy = "give the name of one of them: a, b" if command.name else "leave the name out"
     with pytest.raises(ValueError, match=f"no model 'c'; {remedy}"):

@@ -71,5 +71,5 @@ def test_small_terms_are_proportional_for_any_order() -> None:
 
 @pytest.mark.parametrize("p", [1.0, float("nan"), float("inf")])
 def test_order_out_of_range_is_refused(p: float) -> None:
-    with pytest.raises(ValueError, match="`p` must be finite and at least 2"):
+    with pytest.raises(ValueError, match="`p` must be at least 2 and finite"):
         schatten_inclusion_probs(torch.ones(3).double(), 1, p)

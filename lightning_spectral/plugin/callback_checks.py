@@ -12,8 +12,11 @@ REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
     {
         "BaseFinetuning": "which parameters are trained is fixed when a fit begins; freeze some in your module, fit, "
         "unfreeze them and fit again",
+        "BatchSizeFinder": "it would try sizes on whole rounds; set FederatedDataModule(batch_size=...)",
         "GradientAccumulationScheduler": "a round adds up its clients' updates already; choose "
         "FederatedDataModule(batch_size=...) for local steps",
+        "LearningRateFinder": "it would move the server's learning rate in every round; set that of clients in "
+        "`configure_optimizers`",
         "ModelPruning": "clients train copies of the weights that it replaces; prune after the fit",
         "SpikeDetection": "it reads the loss of each batch, and a batch is a client's turn; monitor `fl/loss`: "
         "EarlyStopping('fl/loss', check_finite=True)",
@@ -25,6 +28,8 @@ REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
 
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """Refuse, by name, callbacks of Lightning that would do something else to a federation, or break it.
+
+    The Tuner's are among them: it adds them to the Trainer's.
 
     Raises:
         ValueError: If there is one, or a subclass of one.

@@ -20,7 +20,7 @@ from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
 from lightning_spectral.plugin.host import is_host
-from lightning_spectral.plugin.trainer_checks import check_callbacks, check_rounds
+from lightning_spectral.plugin.trainer_checks import check_rounds
 from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.copying import check_copyable
 from lightning_spectral.server.fault_policy import Faults
@@ -193,11 +193,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
     Raises:
         TypeError: If the number of rounds is no ``int``.
-        ValueError: If a callback cannot be honoured, or there are several processes of another strategy than
-            ``"client_parallel"``.
+        ValueError: If there are several processes of another strategy than ``"client_parallel"``.
     """
     check_rounds(trainer)
-    check_callbacks(trainer)
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
         raise ValueError(
             f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "

@@ -40,7 +40,9 @@ def refused() -> list[type[pl.Callback]]:
 
     return [
         theirs.BackboneFinetuning,
+        theirs.BatchSizeFinder,
         theirs.GradientAccumulationScheduler,
+        theirs.LearningRateFinder,
         theirs.ModelPruning,
         SpikeDetection,
         theirs.StochasticWeightAveraging,

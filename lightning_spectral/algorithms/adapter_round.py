@@ -132,16 +132,16 @@ class AdapterAggregation(ABC):
         return ()
 
 
-def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, *ids: int | str) -> Tensor:
+def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, seed: int, *ids: int) -> Tensor:
     r"""Random rows of A, uniform in :math:`\pm 1 / \sqrt{c_{in}}`, as PEFT draws them; shape ``(rank, c_in)``.
 
     Args:
         layer: The layer.
         rank: Number of rows.
         like: Its weight, for type and device.
-        *ids: What they are derived from, the run's seed first.
+        seed: The run's seed.
+        *ids: What else they are derived from, besides the layer's name.
     """
-    seed, *rest = ids
-    generator = derived_generator(int(seed), "adapter", *rest, layer.name)
+    generator = derived_generator(seed, "adapter", *ids, layer.name)
     rows: Tensor = torch.rand(rank, layer.in_features, generator=generator, dtype=torch.float64) * 2 - 1
     return (rows / layer.in_features**0.5).to(like)

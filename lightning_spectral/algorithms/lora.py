@@ -160,7 +160,8 @@ class LoRA(Algorithm[LoRARound]):
         parameters = dict(server.named_parameters())
         if missing := [name for name in wanted if name in parameters and id(parameters[name]) not in held]:
             raise ValueError(
-                f"LoRA gives an adapter the options of its weight in your optimizer, which lacks {', '.join(missing[:3])}"
+                "LoRA gives an adapter the options of its weight in your optimizer, which lacks "
+                f"{', '.join(missing[:3])}"
                 f"{' and more' if len(missing) > 3 else ''}. Give your {type(template).__name__} all parameters of the "
                 "module; what is frozen stays frozen."
             )

@@ -2,6 +2,7 @@
 
 # Annotations are evaluated here, as in `base.py`.
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,4 +145,4 @@ def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, seed: int, *ids: in
     """
     generator = derived_generator(seed, "adapter", *ids, layer.name)
     rows: Tensor = torch.rand(rank, layer.in_features, generator=generator, dtype=torch.float64) * 2 - 1
-    return (rows / layer.in_features**0.5).to(like)
+    return (rows / math.sqrt(layer.in_features)).to(like)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -20,7 +21,7 @@ from lightning_spectral.algorithms.adapter_round import (
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.lora_side import TENSOR_OF, LoRASide
-from lightning_spectral.algorithms.lora_state import LoRARound, LoRAState, adapters_of, merged
+from lightning_spectral.algorithms.lora_state import LoRARound, LoRAState, adapters_of, merged, own_state
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.client.side import ClientSide
@@ -79,7 +80,7 @@ class LoRA(Algorithm[LoRARound]):
             sequence of strings.
 
     Note:
-        :math:`W_0` is what the weights are when the `FederatedModule` is built: load a pretrained model before. The
+        :math:`W_0` is what the weights are when the first fit begins, and what is written into them later is lost. The
         server needs the memory of the adapted weights twice.
 
     Reference:
@@ -268,7 +269,12 @@ class LoRA(Algorithm[LoRARound]):
         for adapter, own in zip(opened.adapters.values(), adapters_of(state), strict=True):
             adapter.close(own)
 
+    @torch.no_grad()
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Write ``W0 + s B A`` into the server's module."""
+        """Write ``W0 + s B A`` into the server's module; before the first round, take W0 from there."""
+        begun = own_state(state).has_begun
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
+            if not begun:
+                adapter.base.copy_(server.get_parameter(layer.weight))
             load_tensors(server, {layer.weight: merged(layer, adapter, self.scale)})
+        begun.fill_(True)

@@ -19,11 +19,15 @@ class LoRAState(nn.Module):
 
     Attributes:
         adapters: One for each adapted layer, in their order.
+        has_begun: Whether a fit has begun; until then bases follow the weights, which a user may still load.
     """
+
+    has_begun: Tensor
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
         super().__init__()
         self.adapters = nn.ModuleList(adapters)
+        self.register_buffer("has_begun", torch.tensor(False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +48,14 @@ class LoRARound:
 
 
 def adapters_of(state: nn.Module | None) -> list[Adapter]:
-    """The adapters in the state of federated LoRA, as which every algorithm is given its own."""
+    """The adapters in the state of federated LoRA."""
+    return [adapter for adapter in own_state(state).adapters if isinstance(adapter, Adapter)]
+
+
+def own_state(state: nn.Module | None) -> LoRAState:
+    """The state of federated LoRA, as which every algorithm is given its own."""
     assert isinstance(state, LoRAState)
-    return [adapter for adapter in state.adapters if isinstance(adapter, Adapter)]
+    return state
 
 
 @torch.no_grad()

@@ -129,6 +129,17 @@ def test_a_frozen_factor_travels_once_too(data: Any, fit: Fit) -> None:
     assert {row.downlink_bytes for row in rows if row.round_idx == 1} == {only_b}
 
 
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.StackedProducts()], ids=repr)
+def test_weights_that_are_loaded_before_the_fit_are_the_base(aggregation: Any, data: Any, fit: Fit) -> None:
+    algorithm, pretrained = ls.LoRA(2, aggregation=aggregation), LitMLP()
+    ours = ls.FederatedModule(seeded(LitMLP), algorithm=algorithm, clients_per_round=4)
+    ours.module.load_state_dict(pretrained.state_dict())
+    theirs = ls.FederatedModule(pretrained, algorithm=algorithm, clients_per_round=4)
+    for model in (ours, theirs):
+        fit(model, data, max_epochs=2)
+    assert same_state(ours.state_dict(), theirs.state_dict())
+
+
 class LitNormed(LitMLP):
     def __init__(self) -> None:
         super().__init__(dropout=0.0)

@@ -2,7 +2,22 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_spectral.algorithms import Algorithm, FedAvg, Scaffold, SpectralSharding, StaleUpdates, Zampling
+from lightning_spectral.algorithms import (
+    AdapterAggregation,
+    Algorithm,
+    AlternatingFactors,
+    FedAvg,
+    FrozenA,
+    LoRA,
+    PaddedFactors,
+    SampledTerms,
+    Scaffold,
+    SpectralSharding,
+    StackedProducts,
+    StaleUpdates,
+    TruncatedProducts,
+    Zampling,
+)
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
@@ -89,8 +104,10 @@ from lightning_spectral.simulation import ClientDropout, DeviceProfile, VirtualC
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterAggregation",
     "Aggregation",
     "Algorithm",
+    "AlternatingFactors",
     "AtomicCheckpointIO",
     "Brewer",
     "ClientDropout",
@@ -119,6 +136,7 @@ __all__ = [
     "FederatedDataModule",
     "FederatedModule",
     "FrobeniusDecay",
+    "FrozenA",
     "FullParticipation",
     "GradientClip",
     "IIDPartitioner",
@@ -126,6 +144,7 @@ __all__ = [
     "LayerChoices",
     "LeaveOut",
     "Link",
+    "LoRA",
     "LocalHook",
     "LossVarianceReduced",
     "LostProcessError",
@@ -133,6 +152,7 @@ __all__ = [
     "MultiModelDataModule",
     "MultiModelModule",
     "NaturalPartitioner",
+    "PaddedFactors",
     "Partitioner",
     "PriSM",
     "ProximalTerm",
@@ -148,6 +168,7 @@ __all__ = [
     "RunEstimate",
     "SVDRefresh",
     "SampledNetworks",
+    "SampledTerms",
     "Sampler",
     "Scaffold",
     "Scaled",
@@ -163,12 +184,14 @@ __all__ = [
     "SpectralSharding",
     "SpectralStart",
     "SpectralWarning",
+    "StackedProducts",
     "StaleUpdateVarianceReduced",
     "StaleUpdates",
     "SubmodelSampling",
     "SuccessiveSampling",
     "Systematic",
     "TopN",
+    "TruncatedProducts",
     "Unbiased",
     "Uniform",
     "UpdateAlignment",

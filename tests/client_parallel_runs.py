@@ -165,6 +165,16 @@ RUNS: dict[str, dict[str, Any]] = {
         "rounds": 3,
     },
     "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "clients_per_round": 7, "rounds": 3},
+    "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "clients_per_round": 7, "rounds": 3},
+    "LoRA, stacked, FedAdam": {
+        "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.StackedProducts(), train=["net.5"]),
+        "clients_per_round": 5,
+        "server_optimizer": ls.FedAdam(lr=0.01),
+    },
+    "LoRA, truncated, fails": {
+        "algorithm": ls.LoRA(2, aggregation=ls.TruncatedProducts()),
+        "clients_per_round": 5,
+    },
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
@@ -200,6 +210,8 @@ ONLY_WITH_TWO = {
     "cut cohort",
     "clients left out",
     "experts",
+    "LoRA",
+    "LoRA, stacked, FedAdam",
     "a store of clients",
     "sampled networks",
     "SCAFFOLD",

@@ -1,7 +1,12 @@
 """What clients hold, what travels, and how it is averaged."""
 
+from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.factor_means import AlternatingFactors, FrozenA, PaddedFactors
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.lora import LoRA
+from lightning_spectral.algorithms.product_means import StackedProducts, TruncatedProducts
+from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.scaffold import Scaffold
 from lightning_spectral.algorithms.spectral import SpectralSharding
 from lightning_spectral.algorithms.spectral_side import SpectralSide
@@ -9,13 +14,21 @@ from lightning_spectral.algorithms.stale_updates import StaleUpdates
 from lightning_spectral.algorithms.zampling import Zampling
 
 __all__ = [
+    "AdapterAggregation",
     "Algorithm",
+    "AlternatingFactors",
     "DenseRound",
     "DenseSide",
     "FedAvg",
+    "FrozenA",
+    "LoRA",
+    "PaddedFactors",
+    "SampledTerms",
     "Scaffold",
     "SpectralSharding",
     "SpectralSide",
+    "StackedProducts",
     "StaleUpdates",
+    "TruncatedProducts",
     "Zampling",
 ]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, assign
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import RunningMean
@@ -68,6 +69,10 @@ class Algorithm(ABC, Generic[RoundT]):
         """Check one of the user's optimizers, over ``server``'s parameters, before training. By default any will do."""
         return None
 
+    def check_server_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` if the server cannot step with ``optimizer``. By default it can with any."""
+        return None
+
     @abstractmethod
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half, which is built once and sent to each device once."""
@@ -97,6 +102,20 @@ class Algorithm(ABC, Generic[RoundT]):
             seed: The run's seed, for what is drawn.
         """
         return None
+
+    def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
+        """The tensors of every download that stay the same from round to round: each client is sent them once.
+
+        If a value changes all the same, it is sent again. By default the parameters that need no gradient.
+
+        Args:
+            server: The server's module.
+            state: What `start` returned.
+
+        Returns:
+            Values by the names of the download; the same names in every round.
+        """
+        return frozen_parameters(server)
 
     @abstractmethod
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> RoundT:

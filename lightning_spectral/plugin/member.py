@@ -136,6 +136,7 @@ class Member(ServerHooks, Trained):
         self.seat.num_optimizers = 1 + len(templates)
         parameters = self._server_parameters(templates)
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
+        self.algorithm.check_server_optimizer(server)
         self._name_optimizers(server, templates)
         return [server, *templates], self.schedulers
 

@@ -1,4 +1,4 @@
-"""Frozen parameters travel to a client once: the server's record of their values, and of who has them."""
+"""Frozen tensors travel to a client once: the server's record of their values, and of who has them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from torch import Tensor, nn
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Key = tuple[int, str]
+Tensors = Mapping[str, Tensor]
 
 
 class FrozenBase:
-    """Which frozen parameters each client of a model has, so that they need not be sent to it again.
+    """Which frozen tensors each client of a model has, so that they need not be sent to it again.
 
     A client has what it was sent once an update of it has come back; until then everything is sent again. If the
-    server's value of a frozen parameter changes between rounds, by a callback perhaps, it travels to everyone once
+    server's value of a frozen tensor changes between rounds, by a callback perhaps, it travels to everyone once
     more. Values are compared by digests, which also see writes through ``.data``: a second or two for each gigabyte in
     each round.
 
     Holders noted during a round count at once, but are committed only when the round ends, as in a `ClientStore`.
 
     Attributes:
-        digests: For each frozen parameter by name, a digest of its value when the last round opened.
+        digests: For each frozen tensor by name, a digest of its value when the last round opened.
 
     Example:
         >>> net, base, client = nn.Linear(2, 2).requires_grad_(False), FrozenBase(), WorkUnit(3)
-        >>> base.refresh(net)
+        >>> base.refresh(frozen_parameters(net))
         >>> base.note([client])
         >>> sorted(base.held_by(client))
         ['bias', 'weight']
         >>> net.weight.data.zero_()
         tensor([[0., 0.],
                 [0., 0.]])
-        >>> base.refresh(net)
+        >>> base.refresh(frozen_parameters(net))
         >>> sorted(base.held_by(client))
         ['bias']
     """
@@ -50,16 +51,15 @@ class FrozenBase:
         self._noted: dict[Key, int] = {}
         self._names: frozenset[str] | None = None
 
-    def refresh(self, server: nn.Module) -> None:
-        """Compare the frozen parameters with what they were when the last round opened.
+    def refresh(self, frozen: Tensors) -> None:
+        """Compare the frozen tensors with what they were when the last round opened.
 
         Args:
-            server: The server's module.
+            frozen: Their values by name, the names of the first round of the fit.
 
         Raises:
             ValueError: If others are frozen than in the first round of the fit.
         """
-        frozen = {name: p.detach() for name, p in server.named_parameters() if not p.requires_grad}
         self._check_names(frozenset(frozen))
         digests = {name: digest(tensor) for name, tensor in frozen.items()}
         changed = {name for name in digests if digests[name] != self.digests.get(name)}
@@ -78,7 +78,7 @@ class FrozenBase:
             )
 
     def held_by(self, unit: WorkUnit) -> frozenset[str]:
-        """Names of the frozen parameters whose value a client has already."""
+        """Names of the frozen tensors whose value a client has already."""
         version = self._noted.get(unit.key, self._holders.get(unit.key, -1))
         return frozenset(name for name, since in self._since.items() if since <= version)
 
@@ -87,7 +87,7 @@ class FrozenBase:
         return sum(self._num_bytes[name] for name in self.held_by(unit))
 
     def note(self, units: Iterable[WorkUnit]) -> None:
-        """Note that some clients have all frozen parameters now."""
+        """Note that some clients have all frozen tensors now."""
         self._noted.update({unit.key: self._version for unit in units if self.digests})
 
     def commit(self) -> None:
@@ -110,6 +110,16 @@ class FrozenBase:
             base._version, base._holders = state_dict["version"], dict(state_dict["holders"])
             base.digests, base._since = dict(state_dict["digests"]), dict(state_dict["since"])
         return base
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module that need no gradient, by name.
+
+    Example:
+        >>> sorted(frozen_parameters(nn.Linear(2, 2).requires_grad_(False)))
+        ['bias', 'weight']
+    """
+    return {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
 
 
 def digest(tensor: Tensor) -> str:

@@ -34,7 +34,7 @@ class Download:
         options: For each of the user's optimizers, the options of each parameter group, its learning rate in this
             round among them.
         seed: The run's seed, from which the order of the data and every other draw on the device is derived.
-        frozen: For each frozen parameter among the tensors, a digest of its value: the device keeps it for later
+        frozen: For each frozen one among the tensors, a digest of its value: the device keeps it for later
             rounds.
         held: Names of those that the client has from an earlier round, which do not travel. Within a process they are
             among the tensors all the same; pickling leaves them out.
@@ -171,7 +171,7 @@ class ClientOutcome:
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
         update_norm: Norm of its update, if the sampler goes by it; else NaN.
-        frozen_bytes: Bytes among those sent to it that are of frozen parameters, which it did not have yet.
+        frozen_bytes: Bytes among those sent to it that are frozen and that it did not have yet.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
     """

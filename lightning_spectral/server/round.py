@@ -57,7 +57,7 @@ class OpenRound:
         run.store.discard()
         with self.clock.measure("refresh"), suspecting_weights(run.server, round_idx):
             self.cohort = self._cohort()
-            run.frozen_base.refresh(run.server)
+            run.frozen_base.refresh(run.algorithm.frozen_tensors(run.server, run.state))
             self.opened: Any = run.algorithm.open(run.server, run.state, self.cohort)
             tasks = {unit: self._simulated_task(unit) for unit in num_examples}
             self.simulated = run.simulation.outcomes(round_idx, tasks)

@@ -54,7 +54,7 @@ class Run:
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own `Run`, with the same weights.
         store: State of single clients that the server keeps.
-        frozen_base: Which frozen parameters they have already.
+        frozen_base: Which frozen tensors they have already.
         sizes: Sizes of sub-models, measured for a virtual clock.
         profile: Maps the name of a stage to a context manager that is entered around it.
     """

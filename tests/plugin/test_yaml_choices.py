@@ -48,6 +48,12 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         ("{class_path: Zampling, init_args: {link: {class_path: Clip, init_args: {absorbing: false}}}}",
          ls.Zampling(link=ls.Clip(absorbing=False))),
         ("lightning_spectral.Zampling.fed_pm", ls.Zampling.fed_pm()),
+        ("{class_path: LoRA, init_args: {rank: {4: 0.5, 8: 0.5}, train: ['*.norm']}}",
+         ls.LoRA({4: 0.5, 8: 0.5}, train=["*.norm"])),
+        ("{class_path: LoRA, init_args: {aggregation: {class_path: SampledTerms, init_args: {strategy: TopN}}}}",
+         ls.LoRA(aggregation=ls.SampledTerms(ls.TopN()))),
+        *[(f"{{class_path: LoRA, init_args: {{aggregation: {name}}}}}", ls.LoRA(aggregation=getattr(ls, name)()))
+          for name in ("AlternatingFactors", "FrozenA", "PaddedFactors", "StackedProducts", "TruncatedProducts")],
         ("{class_path: lightning_spectral.SpectralSharding.published, init_args: {keep_ratio: 0.1}}",
          ls.SpectralSharding.published(keep_ratio=0.1)),
         (f"{{class_path: {__name__}.Cautious, init_args: {{caution: 0.1}}}}", Cautious(caution=0.1)),
@@ -181,7 +187,8 @@ def test_what_is_wrong_in_yaml_is_refused_before_anything_is_built(model: Any, k
 
 def test_every_choice_has_a_config_here() -> None:
     known = str([*CHOICES.values(), PARTITIONERS])
-    bases = (ls.Algorithm, ls.ShardingStrategy, ls.Design, ls.Sampler, ls.LocalHook, ls.Partitioner, ls.Link)
+    bases = (ls.Algorithm, ls.AdapterAggregation, ls.ShardingStrategy, ls.Design, ls.Sampler, ls.LocalHook)
+    bases = (*bases, ls.Partitioner, ls.Link)
     names = [name for name in ls.__all__ if isinstance(getattr(ls, name), type)]
     choices = [name for name in names if issubclass(getattr(ls, name), (*bases, FedOptimizer))]
     abstract = [base.__name__ for base in (*bases, ls.JointDesign)]

@@ -13,7 +13,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.client.kept_tensors import KeptTensors
-from lightning_spectral.protocol.frozen_base import FrozenBase
+from lightning_spectral.protocol.frozen_base import FrozenBase, frozen_parameters
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -161,7 +161,7 @@ def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_noth
 def download(net: nn.Linear, held: frozenset[str] = frozenset()) -> Download:
     """Of a layer whose weight is frozen, in a pickle and back."""
     base = FrozenBase()
-    base.refresh(net)
+    base.refresh(frozen_parameters(net))
     tensors = {name: parameter.detach() for name, parameter in net.named_parameters()}
     sent = Download(WorkUnit(0), 1.0, tensors, frozen=base.digests, held=held)
     received: Download = pickle.loads(pickle.dumps(sent))
@@ -190,9 +190,9 @@ def test_every_change_of_a_frozen_tensor_is_seen(dtype: torch.dtype) -> None:
     net.empty = nn.Parameter(torch.zeros(0, dtype=dtype), requires_grad=False)
     net.scalar = nn.Parameter(torch.zeros((), dtype=dtype), requires_grad=False)
     base, unit = FrozenBase(), WorkUnit(1)
-    base.refresh(net)
+    base.refresh(frozen_parameters(net))
     base.note([unit])
     assert base.bytes_held_by(unit) == 13 * net.base.element_size()
     net.base.data[2, 3] = 1
-    base.refresh(net)
+    base.refresh(frozen_parameters(net))
     assert base.held_by(unit) == {"empty", "scalar"}

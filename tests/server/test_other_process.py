@@ -28,6 +28,8 @@ ALGORITHMS = {
     "Zampling": ls.Zampling(4, degree=3),
     "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
     "SCAFFOLD": ls.Scaffold(),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
+    "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
 }
 
 

@@ -1,0 +1,148 @@
+"""The contract of an aggregation of adapters: what a client gets of the server's factors, and what becomes of them."""
+
+# Annotations are evaluated here, as in `base.py`.
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.nn.adapters import AdaptedLayer
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.statistics import RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Tensors = Mapping[str, Tensor]
+ROW_NORM = (1 / 3) ** 0.5  # of a row of A as it is drawn
+
+
+class Adapter(nn.Module):
+    """What the server has of one adapted layer between rounds.
+
+    Attributes:
+        base: The weight without its adapter, in the weight's own shape.
+        B: Left factor, shape ``(c_out, R)``.
+        A: Right factor, shape ``(R, c_in)``.
+    """
+
+    def __init__(self, base: Tensor, B: Tensor, A: Tensor) -> None:
+        super().__init__()
+        self.base, self.B, self.A = (nn.Parameter(part, requires_grad=False) for part in (base, B, A))
+
+
+@dataclass(frozen=True, eq=False)
+class OpenAdapter:
+    """One adapted layer when a round opens.
+
+    Attributes:
+        layer: The layer.
+        B: The server's left factor, shape ``(c_out, R)``.
+        A: The server's right factor, shape ``(R, c_in)``.
+        scale: Factor on their product.
+        cohort: Who takes part.
+        ranks: Rank of the clients of each keep ratio in the cohort.
+        is_mixed: Whether the federation has clients of different ranks.
+    """
+
+    layer: AdaptedLayer
+    B: Tensor
+    A: Tensor
+    scale: float
+    cohort: Cohort
+    ranks: Mapping[float, int]
+    is_mixed: bool
+
+    def rank_of(self, unit: WorkUnit) -> int:
+        """Number of terms that a unit gets."""
+        return self.ranks[self.cohort.keep_ratio_of(unit)]
+
+
+class AdapterRound(ABC):
+    """One adapted layer in one open round.
+
+    By default a client of rank r gets the first r terms. Parts are named ``"A"`` and ``"B"``, and ``"omega"`` the
+    multipliers of the terms.
+
+    Args:
+        opened: The layer and the cohort.
+    """
+
+    def __init__(self, opened: OpenAdapter) -> None:
+        self.opened = opened
+
+    def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
+        """Indices of a unit's terms, shape ``(r,)``, and what it is sent."""
+        rank = self.opened.rank_of(unit)
+        terms = torch.arange(rank, device=self.opened.A.device)
+        return terms, {"A": self.opened.A[:rank], "B": self.opened.B[:, :rank]}
+
+    @abstractmethod
+    def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
+        """Add what one unit sends back, weighted by its coefficient.
+
+        Args:
+            unit: The unit.
+            terms: The indices that `draw` returned.
+            parts: Its trained factors.
+            largest: Largest magnitude of each.
+        """
+
+    @abstractmethod
+    def means(self) -> Sequence[RunningMean]:
+        """Its running sums, for several processes; ``NotImplementedError`` if it has none."""
+
+    @abstractmethod
+    def close(self, adapter: Adapter) -> None:
+        """Set pseudo-gradients of the server's factors or base, or the new factors themselves."""
+
+
+class AdapterAggregation(ABC):
+    """How adapters of many clients become one.
+
+    Attributes:
+        has_multipliers: Whether terms have multipliers where clients have different ranks.
+    """
+
+    has_multipliers: ClassVar[bool] = False
+
+    @abstractmethod
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """Open a round of one adapted layer."""
+
+    def steps(self, is_mixed: bool) -> tuple[str, ...]:
+        """The parts of an `Adapter` that the server optimizer steps; by default both factors.
+
+        If there are none, the aggregation sets new factors itself, and only plain averaging makes sense.
+
+        Args:
+            is_mixed: Whether the federation has clients of different ranks.
+        """
+        return ("B", "A")
+
+    def trained(self, round_idx: int) -> tuple[str, ...]:
+        """The factors that clients train and send back in a round; by default both."""
+        return ("A", "B")
+
+    def frozen(self) -> tuple[str, ...]:
+        """The factors that never change; by default none."""
+        return ()
+
+
+def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, seed: int, *ids: int) -> Tensor:
+    r"""Random rows of A, uniform in :math:`\pm 1 / \sqrt{c_{in}}`, as PEFT draws them; shape ``(rank, c_in)``.
+
+    Args:
+        layer: The layer.
+        rank: Number of rows.
+        like: Its weight, for type and device.
+        seed: The run's seed.
+        *ids: What else they are derived from, besides the layer's name.
+    """
+    generator = derived_generator(seed, "adapter", *ids, layer.name)
+    rows: Tensor = torch.rand(rank, layer.in_features, generator=generator, dtype=torch.float64) * 2 - 1
+    return (rows / math.sqrt(layer.in_features)).to(like)

@@ -1,0 +1,142 @@
+"""Aggregations that average the factors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_spectral.algorithms.adapter_round import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
+from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Tensors = Mapping[str, Tensor]
+
+
+class PaddedRound(AdapterRound):
+    """Factors of smaller ranks count with zeros in place of the terms that they lack."""
+
+    def __init__(self, opened: OpenAdapter) -> None:
+        super().__init__(opened)
+        before = {"A": opened.A, "B": opened.B}
+        self.mean = MeanChange(before, opened.cohort.total, opened.cohort.absolute)
+
+    def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
+        """Pad and add a client's factors."""
+        missing = len(self.opened.A) - len(terms)
+        padded = {"A": F.pad(parts["A"], (0, 0, 0, missing)), "B": F.pad(parts["B"], (0, missing))}
+        self.mean.add(padded, unit.coefficient, largest)
+
+    def means(self) -> Sequence[RunningMean]:
+        """The sum over both factors."""
+        return [self.mean]
+
+    def close(self, adapter: Adapter) -> None:
+        """Set the pseudo-gradients of both factors."""
+        for name, change in self.mean.finish():
+            set_gradient(adapter, name, change)
+
+
+class TermMeanRound(AdapterRound):
+    """Each term is averaged over the clients that held it, and stays as it is if nobody did."""
+
+    def __init__(self, opened: OpenAdapter, trained: Sequence[str], mean: MeanTermChange | None = None) -> None:
+        super().__init__(opened)
+        self.trained = tuple(trained)
+        self.mean = mean or MeanTermChange(opened.B, opened.A, opened.cohort.total, opened.cohort.absolute)
+
+    def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
+        """Add the change of a client's terms; a factor that was not trained has not changed."""
+        sent = {"A": self.opened.A[terms], "B": self.opened.B[:, terms]}
+        b, a = ({**sent, **parts}[name] for name in ("B", "A"))
+        known = (largest["B"], largest["A"]) if len(parts) == 2 else None
+        self.mean.add(terms, b, a, unit.coefficient, known)
+
+    def means(self) -> Sequence[RunningMean]:
+        """The sum over terms."""
+        return [self.mean]
+
+    def changes(self) -> dict[str, Tensor]:
+        """Mean change of both factors, float64: zero where a term was held by nobody."""
+        visited, b, a = self.mean.finish()
+        changes = {"A": torch.zeros_like(self.opened.A, dtype=torch.float64)}
+        changes["B"] = torch.zeros_like(self.opened.B, dtype=torch.float64)
+        changes["A"][visited], changes["B"][:, visited] = a, b
+        return changes
+
+    def close(self, adapter: Adapter) -> None:
+        """Set the pseudo-gradients of the factors that were trained."""
+        changes = self.changes()
+        for name in self.trained:
+            set_gradient(adapter, name, changes[name])
+
+
+def set_gradient(adapter: Adapter, name: str, change: Tensor) -> None:
+    """Set the pseudo-gradient of one part of an adapter, which is minus its mean change."""
+    part = adapter.get_parameter(name)
+    part.grad = -change.to(part)
+
+
+@dataclass(frozen=True)
+class PaddedFactors(AdapterAggregation):
+    """The mean of the factors, in which those of smaller ranks are padded with zeros.
+
+    With equal ranks this is FedIT, plain federated LoRA. With mixed ranks a term that small clients lack is pulled to
+    zero in every round, whether or not anybody trains it. The mean of factors is not the factor of the mean.
+
+    Reference:
+        Zhang et al. (2024), FedIT; Cho et al. (2024), HetLoRA, without its pruning and its weights by sparsity.
+    """
+
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """Both factors, padded."""
+        return PaddedRound(opened)
+
+
+@dataclass(frozen=True)
+class FrozenA(AdapterAggregation):
+    """A stays as it was drawn, so that the mean of the products is the product of the mean: only B is trained.
+
+    A term is averaged over the clients that hold it.
+
+    Reference:
+        Sun et al. (2024), FFA-LoRA, for equal ranks.
+    """
+
+    def steps(self, is_mixed: bool) -> tuple[str, ...]:
+        """B alone."""
+        return ("B",)
+
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """The mean of B."""
+        return TermMeanRound(opened, ["B"])
+
+    def trained(self, round_idx: int) -> tuple[str, ...]:
+        """B alone."""
+        return ("B",)
+
+    def frozen(self) -> tuple[str, ...]:
+        """A."""
+        return ("A",)
+
+
+@dataclass(frozen=True)
+class AlternatingFactors(AdapterAggregation):
+    """Clients train B in rounds 0, 2, ... and A in rounds 1, 3, ...: each round averages products exactly.
+
+    A term is averaged over the clients that hold it.
+
+    Reference:
+        Chen et al. (2024), RoLoRA, for equal ranks.
+    """
+
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """The mean of the factor whose turn it is."""
+        return TermMeanRound(opened, self.trained(opened.cohort.round_idx))
+
+    def trained(self, round_idx: int) -> tuple[str, ...]:
+        """B first: as long as it is zero, A has no gradient."""
+        return ("B",) if round_idx % 2 == 0 else ("A",)

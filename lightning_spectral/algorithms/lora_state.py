@@ -1,0 +1,65 @@
+"""What the server of federated LoRA owns: bases and factors between rounds, running means within one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound
+from lightning_spectral.nn.adapters import AdaptedLayer
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.statistics import MeanChange
+
+
+class LoRAState(nn.Module):
+    """What the server owns between rounds.
+
+    Attributes:
+        adapters: One for each adapted layer, in their order.
+        has_begun: Whether a fit has begun; until then bases follow the weights, which a user may still load.
+    """
+
+    has_begun: Tensor
+
+    def __init__(self, adapters: Sequence[Adapter]) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(adapters)
+        self.register_buffer("has_begun", torch.tensor(False))
+
+
+@dataclass(frozen=True, eq=False)
+class LoRARound:
+    """One open round of federated LoRA.
+
+    Attributes:
+        cohort: Who takes part.
+        tensors: What every client is sent: bases, and all else but factors, by name.
+        adapters: The adapted layers with their open rounds.
+        dense: Running mean of the changes of what is trained whole.
+    """
+
+    cohort: Cohort
+    tensors: Mapping[str, Tensor]
+    adapters: Mapping[AdaptedLayer, AdapterRound]
+    dense: MeanChange
+
+
+def adapters_of(state: nn.Module | None) -> list[Adapter]:
+    """The adapters in the state of federated LoRA."""
+    return [adapter for adapter in own_state(state).adapters if isinstance(adapter, Adapter)]
+
+
+def own_state(state: nn.Module | None) -> LoRAState:
+    """The state of federated LoRA, as which every algorithm is given its own."""
+    assert isinstance(state, LoRAState)
+    return state
+
+
+@torch.no_grad()
+def merged(layer: AdaptedLayer, adapter: Adapter, scale: float) -> Tensor:
+    """The weight of an adapted layer, ``W0 + scale B A``, rounded once; exactly W0 where the product is zero."""
+    product = scale * (adapter.B.double() @ adapter.A.double())
+    return (adapter.base.double() + (product.T if layer.transposed else product)).to(adapter.base)

@@ -1,0 +1,133 @@
+"""Aggregations that average the products of the clients' factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.algorithms.adapter_round import (
+    ROW_NORM,
+    Adapter,
+    AdapterAggregation,
+    AdapterRound,
+    OpenAdapter,
+    drawn_rows,
+)
+from lightning_spectral.algorithms.client_sum import sum_of
+from lightning_spectral.algorithms.factor_means import set_gradient
+from lightning_spectral.functional.low_rank import balanced_factors, stacked
+from lightning_spectral.protocol.statistics import RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+Tensors = Mapping[str, Tensor]
+
+
+class TruncatedRound(AdapterRound):
+    """All clients' factors are kept until the round closes: small next to a weight, but no sum."""
+
+    def __init__(self, opened: OpenAdapter) -> None:
+        super().__init__(opened)
+        self.factors: dict[WorkUnit, tuple[Tensor, Tensor]] = {}
+
+    def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
+        """Copy a client's factors."""
+        self.factors[unit] = parts["B"].clone(), parts["A"].clone()
+
+    def means(self) -> Sequence[RunningMean]:
+        """There are none.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "TruncatedProducts keeps the factors of all clients of a round, no sum, so it runs in one process. "
+            "Several can train with SampledTerms, FrozenA, PaddedFactors, AlternatingFactors or StackedProducts."
+        )
+
+    def close(self, adapter: Adapter) -> None:
+        """Set the factors of the truncated mean."""
+        set_factors(adapter, *stacked(self._weighted()))
+
+    def _weighted(self) -> list[tuple[float, Tensor, Tensor]]:
+        """The clients' factors with their weights in the mean, by client, and the server's own with what is left."""
+        units = sorted(self.factors, key=lambda unit: unit.key)
+        total = sum(unit.coefficient for unit in units)
+        divisor, rest = (1.0, 1.0 - total) if self.opened.cohort.absolute else (total or 1.0, 0.0)
+        own = (rest, self.opened.B, self.opened.A)  # with weight 0, its rows are where spare terms come from
+        return [*((unit.coefficient / divisor, *self.factors[unit]) for unit in units), own]
+
+
+@torch.no_grad()
+def set_factors(adapter: Adapter, left: Tensor, right: Tensor) -> None:
+    """Set the balanced factors of the best approximation of a product that an adapter has room for."""
+    eps = torch.finfo(adapter.B.dtype).eps
+    b, a = balanced_factors(left, right, len(adapter.A), ROW_NORM, eps)
+    adapter.B.copy_(b)
+    adapter.A.copy_(a)
+
+
+@dataclass(frozen=True)
+class TruncatedProducts(AdapterAggregation):
+    """The mean of the products, truncated by SVD to the largest rank; a client of rank r gets the r largest terms.
+
+    The decomposition is that of the stacked factors, by QR; no full matrix is formed. With mixed ranks the mean has
+    zeros where a small client lacks a term, so what small clients lack is pulled to zero. It runs in one process.
+
+    Reference:
+        Bai et al. (2024), FlexLoRA.
+    """
+
+    def steps(self, is_mixed: bool) -> tuple[str, ...]:
+        """None: new factors have no coordinates in common with the old ones."""
+        return ()
+
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """Keep factors until the round closes."""
+        return TruncatedRound(opened)
+
+
+class StackedRound(AdapterRound):
+    """New factors for every round, whose products are summed."""
+
+    def __init__(self, opened: OpenAdapter) -> None:
+        super().__init__(opened)
+        like = {"product": opened.A.new_zeros(()).expand(opened.layer.out_features, opened.layer.in_features)}
+        self.mean = sum_of(like, opened.cohort)
+
+    def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
+        """Add a client's product."""
+        product = self.opened.scale * (parts["B"].double() @ parts["A"].double())
+        self.mean.add({"product": product}, unit.coefficient)
+
+    def means(self) -> Sequence[RunningMean]:
+        """The sum of the products."""
+        return [self.mean]
+
+    def close(self, adapter: Adapter) -> None:
+        """Set the pseudo-gradient of the base."""
+        ((_, change),) = self.mean.finish()
+        set_gradient(adapter, "base", change.T if self.opened.layer.transposed else change)
+
+
+@dataclass(frozen=True)
+class StackedProducts(AdapterAggregation):
+    """The exact mean of the products is added to the base in each round, and adapters begin anew, with another A.
+
+    That is what stacked factors multiply to. The base is no longer frozen: it travels to every client in every round.
+
+    Reference:
+        Wang et al. (2024), FLoRA.
+    """
+
+    def steps(self, is_mixed: bool) -> tuple[str, ...]:
+        """The base."""
+        return ("base",)
+
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """Draw this round's A; B is zero."""
+        cohort = opened.cohort
+        rows = drawn_rows(opened.layer, len(opened.A), opened.A, cohort.seed, cohort.round_idx)
+        return StackedRound(replace(opened, A=rows))

@@ -1,0 +1,101 @@
+"""The aggregation of this package: each client gets sampled terms of the server's product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.algorithms.adapter_round import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
+from lightning_spectral.algorithms.factor_means import TermMeanRound
+from lightning_spectral.algorithms.product_means import set_factors
+from lightning_spectral.algorithms.spectral_round import LayerRound, open_layer
+from lightning_spectral.designs import Design
+from lightning_spectral.errors import check_is
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sharding import Collective, ShardingStrategy
+
+
+class SampledRound(TermMeanRound):
+    """Terms are drawn for each client, averaged by term, and factorised anew when the round closes."""
+
+    def __init__(self, opened: OpenAdapter, drawn: LayerRound) -> None:
+        super().__init__(opened, ("A", "B"), drawn.mean)
+        self._drawn = drawn
+
+    def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
+        """Draw a unit's terms."""
+        terms, parts = self._drawn.draw(self.opened.cohort, unit)
+        return terms, {"A": parts["v"], "B": parts["u"], "omega": parts["omega"]}
+
+    @torch.no_grad()
+    def close(self, adapter: Adapter) -> None:
+        """Set the singular terms of the product of the mean factors; nothing, if none of these has changed."""
+        changes = self.changes()
+        if any(bool(change.any()) for change in changes.values()):
+            set_factors(adapter, adapter.B.double() + changes["B"], adapter.A.double() + changes["A"])
+
+
+@dataclass(frozen=True)
+class SampledTerms(AdapterAggregation):
+    """A client of rank r gets r sampled singular terms of the server's product, as in `SpectralSharding`.
+
+    The server factorises its product B A anew after each round, by QR of the factors. A strategy turns singular values
+    into inclusion probabilities and multipliers, a design draws, and each term is averaged over the clients that held
+    it: what nobody holds stays. In the first round the product is zero, and all terms are equally likely; later, a term
+    that is zero is as likely as the smallest that is not.
+
+    With equal ranks everybody holds all terms: that is plain federated LoRA, and nothing is factorised.
+
+    Args:
+        strategy: Turns singular values into inclusion probabilities and multipliers. A term's multiplier scales its
+            gradients, too.
+        design: Draws terms with those probabilities; ``None`` for the strategy's own.
+
+    Raises:
+        TypeError: If an argument is of another type.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
+    """
+
+    has_multipliers: ClassVar[bool] = True
+
+    strategy: ShardingStrategy = field(default_factory=Collective)
+    design: Design | None = None
+
+    def __post_init__(self) -> None:
+        check_is("strategy", self.strategy, ShardingStrategy)
+        if self.design is not None:
+            check_is("design", self.design, Design)
+
+    def steps(self, is_mixed: bool) -> tuple[str, ...]:
+        """Both factors, unless they are factorised anew in each round."""
+        return () if is_mixed else ("B", "A")
+
+    def open(self, opened: OpenAdapter) -> AdapterRound:
+        """Compute probabilities and multipliers for the ranks of the cohort."""
+        if not opened.is_mixed:
+            return TermMeanRound(opened, ("A", "B"))
+        cohort = opened.cohort
+        sizes: Mapping[float, float] = {ratio: float(len(units)) for ratio, units in cohort.groups.items()}
+        terms = (term_sizes(opened.B, opened.A), opened.B, opened.A)
+        drawn = open_layer(opened.layer.name, terms, self.strategy, self.design, cohort, sizes)
+        return SampledRound(opened, drawn)
+
+
+def term_sizes(B: Tensor, A: Tensor) -> Tensor:
+    """Norms of the terms of a product, shape ``(R,)``, float64: its singular values, if the factors are balanced.
+
+    Terms that are zero are as large as the smallest that is not; if all are zero, they are 1.
+
+    Example:
+        >>> term_sizes(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0], [1.0]]))
+        tensor([6., 6.], dtype=torch.float64)
+    """
+    sizes = B.double().norm(dim=0) * A.double().norm(dim=1)
+    live = sizes[sizes > 0]
+    return torch.where(sizes > 0, sizes, live.min() if len(live) else 1.0)

@@ -1,0 +1,78 @@
+"""Products of thin factors, averaged and factorised without ever forming the full matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.functional.factors import Factors
+
+
+def compact_svd(left: Tensor, right: Tensor) -> Factors:
+    """Singular value decomposition of a product of two thin factors, in float64.
+
+    Both factors are reduced by QR first, so that the time grows with ``(c_out + c_in) K^2`` and not with
+    ``c_out c_in``.
+
+    Args:
+        left: Shape ``(c_out, K)``.
+        right: Shape ``(K, c_in)``.
+
+    Returns:
+        `Factors` of ``left @ right``, with ``min(c_out, c_in, K)`` terms.
+
+    Example:
+        >>> compact_svd(torch.tensor([[2.0], [0.0]]), torch.tensor([[0.0, 3.0]])).s
+        tensor([6.], dtype=torch.float64)
+    """
+    q_left, r_left = torch.linalg.qr(left.double())
+    q_right, r_right = torch.linalg.qr(right.double().T)
+    U, s, Vh = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
+    return Factors(q_left @ U, s, Vh @ q_right.T)
+
+
+def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: float) -> tuple[Tensor, Tensor]:
+    """The best approximation of a product by ``rank`` terms, each singular value split evenly between its vectors.
+
+    A term whose singular value is zero to rounding gets a left vector of zeros and a right vector of norm ``spare``.
+    So it adds nothing, and can still be trained; with two zero vectors it could not.
+
+    Args:
+        left: Shape ``(c_out, K)``, K at least ``rank``.
+        right: Shape ``(K, c_in)``.
+        rank: Number of terms.
+        spare: Norm of the right vector of a term that is zero.
+        eps: Singular values up to this share of the largest are zero.
+
+    Returns:
+        Shapes ``(c_out, rank)`` and ``(rank, c_in)``, float64.
+
+    Example:
+        >>> b, a = balanced_factors(torch.tensor([[2.0], [0.0]]), torch.tensor([[0.0, 2.0]]), 1, spare=1.0, eps=1e-7)
+        >>> (b @ a).tolist(), float(b.norm()), float(a.norm())
+        ([[0.0, 4.0], [0.0, 0.0]], 2.0, 2.0)
+        >>> balanced_factors(torch.zeros(2, 1), torch.tensor([[0.0, 3.0]]), 1, spare=1.0, eps=1e-7)[1].abs().tolist()
+        [[0.0, 1.0]]
+    """
+    U, s, Vh = compact_svd(left, right)
+    U, s, Vh = U[:, :rank], s[:rank], Vh[:rank]
+    is_live, root = s > eps * s[0], s.sqrt()
+    return U * (root * is_live), Vh * torch.where(is_live, root, spare)[:, None]
+
+
+def stacked(products: Sequence[tuple[float, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Factors of a weighted sum of products: all left factors side by side, and all right factors one below another.
+
+    Args:
+        products: Of each its weight, left factor ``(c_out, r)`` and right factor ``(r, c_in)``; ranks r may differ.
+
+    Example:
+        >>> left, right = stacked([(0.5, torch.ones(2, 1), torch.ones(1, 3)), (2.0, torch.ones(2, 2), torch.eye(2, 3))])
+        >>> left @ right
+        tensor([[2.5000, 2.5000, 0.5000],
+                [2.5000, 2.5000, 0.5000]], dtype=torch.float64)
+    """
+    left = torch.cat([weight * left.double() for weight, left, _ in products], dim=1)
+    return left, torch.cat([right.double() for _, _, right in products])

@@ -23,11 +23,10 @@ from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.lora_side import TENSOR_OF, LoRASide
 from lightning_spectral.algorithms.lora_state import LoRARound, LoRAState, adapters_of, merged, own_state
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
-from lightning_spectral.arguments import Number, Whole, check_fields
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, matches
-from lightning_spectral.nn.plan.choices import as_patterns
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -99,9 +98,14 @@ class LoRA(Algorithm[LoRARound]):
     keep_buffers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name in ("layers", "train", "keep_buffers"):
-            object.__setattr__(self, name, as_patterns(name, getattr(self, name)))
-        check_fields(self, rank=partial(check_per_client, rule=Whole(at_least=1)), alpha=Number(above=0))
+        check_fields(
+            self,
+            rank=partial(check_per_client, rule=Whole(at_least=1)),
+            alpha=Number(above=0),
+            layers=as_patterns,
+            train=as_patterns,
+            keep_buffers=as_patterns,
+        )
         check_is("aggregation", self.aggregation, AdapterAggregation)
 
     @property

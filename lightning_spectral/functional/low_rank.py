@@ -51,8 +51,8 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: 
 
     Example:
         >>> b, a = balanced_factors(torch.tensor([[2.0], [0.0]]), torch.tensor([[0.0, 2.0]]), 1, spare=1.0, eps=1e-7)
-        >>> (b @ a).tolist(), float(b.norm()), float(a.norm())
-        ([[0.0, 4.0], [0.0, 0.0]], 2.0, 2.0)
+        >>> float((b @ a)[0, 1]), float(b.norm()), float(a.norm())
+        (4.0, 2.0, 2.0)
         >>> balanced_factors(torch.zeros(2, 1), torch.tensor([[0.0, 3.0]]), 1, spare=1.0, eps=1e-7)[1].abs().tolist()
         [[0.0, 1.0]]
     """

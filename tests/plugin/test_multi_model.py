@@ -341,7 +341,7 @@ def two(**options: Any) -> Mapping[str, ls.FederatedModule]:
         (lambda: ls.MultiModelModule({"training": two()["words"]}, participation=ls.Uniform(active=1)), "another name"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable=[0]), "unavailable"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={-1: ["a"]}), "least 0"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={"1": ["words"]}), "int"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={"1": ["words"]}), "whole"),
         (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: "words"}), "lists"),
         (lambda: ls.MultiModelDataModule({}), "is empty"),
         (lambda: ls.MultiModelDataModule({"a": 3}), "FederatedDataModule"),

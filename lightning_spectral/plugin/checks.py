@@ -218,9 +218,7 @@ def check_member(
             client.
     """
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        raise ValueError(
-            f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first, in `__init__`."
-        )
+        raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_copyable(module)
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:

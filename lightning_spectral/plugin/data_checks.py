@@ -30,12 +30,7 @@ def check_dealt(train: Any, partitioner: Any) -> None:
             f"`train` must be a data set, got a {type(train).__name__} of {', '.join(map(repr, train))}; pass one of "
             f"them: FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)."
         )
-    if isinstance(train, Tensor) or (isinstance(train, tuple) and any(isinstance(part, Tensor) for part in train)):
-        tensors = "train" if isinstance(train, Tensor) else "*train"
-        raise TypeError(
-            f"`train` must be a data set, got a {type(train).__name__}, whose examples are not known; write "
-            f"torch.utils.data.TensorDataset({tensors}), whose examples are tuples."
-        )
+    _check_no_columns("train", train)
     if isinstance(train, IterableDataset):
         raise TypeError(
             f"`train` must be a map-style data set, whose examples have numbers, got {type(train).__name__}, which "
@@ -45,15 +40,25 @@ def check_dealt(train: Any, partitioner: Any) -> None:
 
 
 def check_evaluation(**data: Any) -> None:
-    """Raise ``TypeError`` if evaluation data come in a dictionary, or cannot be gone through."""
+    """Raise ``TypeError`` if evaluation data come in a dictionary, or as tensors, or cannot be gone through."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             raise TypeError(
                 f"`{name}` must be a data set, a dataloader or a list of them, got a {type(value).__name__}; write "
                 f"{name}=list(data.values()), and Lightning numbers their metrics in this order."
             )
+        _check_no_columns(name, value)
         if value is not None and not hasattr(value, "__getitem__") and not hasattr(value, "__iter__"):
             raise TypeError(f"`{name}` must be a data set, a dataloader or a list of them, got {value!r}.")
+
+
+def _check_no_columns(argument: str, data: Any) -> None:
+    """Raise ``TypeError`` for inputs and labels that nobody has put together to examples."""
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+        raise TypeError(
+            f"`{argument}` must be a data set, got a tuple of tensors; write "
+            f"torch.utils.data.TensorDataset(*{argument}), whose examples are the tensors' rows."
+        )
 
 
 def are_several(data: Any) -> TypeGuard[Sequence[Any]]:

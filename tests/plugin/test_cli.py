@@ -261,6 +261,7 @@ def test_the_configs_run_with_the_command_that_they_show(
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
     shown = f"-m lightning_spectral fit --config examples/configs/{config.name}"
     assert shown in config.read_text()
+    assert "version:" not in config.read_text()  # a second run would delete the first's metrics, and then be refused
     toy_size = ["--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--trainer.enable_model_summary=false"]
     monkeypatch.setattr(sys, "argv", ["lightning_spectral", "fit", "--config", str(config), *toy_size])
     monkeypatch.chdir(tmp_path)

@@ -150,10 +150,14 @@ def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) ->
     options = {"layers": ["net.0"], "train": ["net.1", "net.6.bias"]}
     lit = seeded(LitNormed)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
-    after = fit(lit, data, algorithm=ls.LoRA(2, **options), max_epochs=2).state
+    fitted = fit(lit, data, algorithm=ls.LoRA(2, **options), clients_per_round=12, max_epochs=2)
+    after = fitted.state
     moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     trained = {f"net.1.{own}" for own in ("weight", "bias", "running_mean", "running_var")} | {"net.6.bias"}
     assert moved == {"net.0.weight"} | trained
+    again = 4 * (2 * (6 + 12) + sum(after[name].numel() for name in trained))  # what travels in every round
+    sent = {(row.downlink_bytes, row.frozen_bytes) for row in fitted.ledger.rows if row.round_idx == 1}
+    assert sent == {(again, 0)}
     kept = fit(seeded(LitNormed), data, algorithm=ls.LoRA(2, keep_buffers=["*.running_*"], **options)).state
     assert torch.equal(kept["net.1.running_mean"], before["net.1.running_mean"])
 

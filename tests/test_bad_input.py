@@ -256,6 +256,16 @@ class TestSetup:
         ):
             evaluate(ls.FederatedModule(lit, clients_per_round=1), data)
 
+    @pytest.mark.parametrize("stage", ["validate", "test"])
+    def test_evaluation_on_a_loader_after_a_fit_without_evaluation_data(
+        self, stage: str, lit: Any, toy: Any, quiet: Any
+    ) -> None:
+        trainer, data = pl.Trainer(max_epochs=1, **quiet), ls.FederatedDataModule(toy, ls.IIDPartitioner(2))
+        model = ls.FederatedModule(lit, clients_per_round=1)
+        trainer.fit(model, data)
+        (found,) = getattr(trainer, stage)(model, DataLoader(toy, batch_size=30), verbose=False)
+        assert found
+
     def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitUnused(lit_mlp):  # type: ignore[misc]
             def __init__(self) -> None:

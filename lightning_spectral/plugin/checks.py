@@ -30,8 +30,8 @@ from lightning_spectral.simulation import Conditions
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
-# By stage, which is an enumeration of Lightning's: the Trainer's method, the module's, and the argument with the data
-EVALUATIONS = {"validate": ("validate", "validation_step", "val"), "test": ("test", "test_step", "test")}
+# By stage, which is an enumeration of Lightning's: the Trainer's method, and the module's
+EVALUATIONS = {"validate": ("validate", "validation_step"), "test": ("test", "test_step")}
 
 
 def check_module(module: Any) -> None:
@@ -135,17 +135,13 @@ def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
         )
 
 
-def check_stage(stage: str, module: pl.LightningModule, data: FederatedDataModule | None = None) -> None:
-    """Raise ``ValueError`` if the user's module, or its data, has not what the Trainer is asked to evaluate."""
+def check_stage(stage: str, module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
     if stage not in EVALUATIONS:
         return
-    asked, step, argument = EVALUATIONS[stage]
+    asked, step = EVALUATIONS[stage]
     if not is_overridden(module, step):
         raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`, which is not there; define it.")
-    if data is not None and not (data.has_val if asked == "validate" else data.has_test):
-        raise ValueError(
-            f"`Trainer.{asked}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
-        )
 
 
 def check_clipping(trainer: pl.Trainer) -> None:

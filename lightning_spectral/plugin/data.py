@@ -24,7 +24,7 @@ from lightning_spectral.partition import (
     hold_out,
     report,
 )
-from lightning_spectral.plugin.data_checks import are_several, check_dealt, check_evaluation, plain_sizes
+from lightning_spectral.plugin.data_checks import are_several, check_asked, check_dealt, check_evaluation, plain_sizes
 from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator
@@ -142,11 +142,6 @@ class FederatedDataModule(pl.LightningDataModule):
         """Whether there is validation data: given as ``val``, or by a subclass with loaders of its own."""
         return self.val is not None or type(self).val_dataloader is not FederatedDataModule.val_dataloader
 
-    @property
-    def has_test(self) -> bool:
-        """Whether there is test data, likewise."""
-        return self.test is not None or type(self).test_dataloader is not FederatedDataModule.test_dataloader
-
     def setup(self, stage: str) -> None:
         """Draw the partition before training, so that an impossible one is refused here."""
         if stage == "fit":
@@ -180,10 +175,12 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
+        check_asked(self.trainer, "validate", val=self.val)
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
         """The test data in order, or nothing."""
+        check_asked(self.trainer, "test", test=self.test)
         return self._evaluation_loader(self.test)
 
     def _evaluation_loader(self, data: EvaluationData) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -70,6 +71,15 @@ def are_several(data: Any) -> TypeGuard[Sequence[Any]]:
         (True, False)
     """
     return isinstance(data, list | tuple) and not any(isinstance(one, tuple | Mapping | Tensor) for one in data)
+
+
+def check_asked(trainer: pl.Trainer | None, method: str, **data: Any) -> None:
+    """Raise ``ValueError`` if one of the Trainer's methods would evaluate data that are not there."""
+    ((argument, value),) = data.items()
+    if value is None and trainer is not None and trainer.state.fn == method:
+        raise ValueError(
+            f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
+        )
 
 
 def plain_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: Any) -> tuple[int, int | None, int, int]:

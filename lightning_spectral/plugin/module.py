@@ -193,7 +193,7 @@ class FederatedModule(SavedRounds, Member, Host):
         """Call the user's hook; for a fit, check everything that can be checked before training."""
         self.seat = Seat()  # alone now, even if it was one of several models before
         self.module.setup(stage)
-        check_stage(stage, self.module, self._data_or_none(""))
+        check_stage(stage, self.module)
         if stage == "fit":
             self._finished_round, self._stop_after_round, self._resumed = -1, False, False
             check_trainer(self.trainer)

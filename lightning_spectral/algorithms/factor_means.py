@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spectral.algorithms.adapter_round import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
+from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -36,8 +37,7 @@ class PaddedRound(AdapterRound):
 
     def close(self, adapter: Adapter) -> None:
         """Set the pseudo-gradients of both factors."""
-        for name, change in self.mean.finish():
-            set_gradient(adapter, name, change)
+        apply_mean_change(adapter, self.mean.finish())
 
 
 class TermMeanRound(AdapterRound):
@@ -70,14 +70,7 @@ class TermMeanRound(AdapterRound):
     def close(self, adapter: Adapter) -> None:
         """Set the pseudo-gradients of the factors that were trained."""
         changes = self.changes()
-        for name in self.trained:
-            set_gradient(adapter, name, changes[name])
-
-
-def set_gradient(adapter: Adapter, name: str, change: Tensor) -> None:
-    """Set the pseudo-gradient of one part of an adapter, which is minus its mean change."""
-    part = adapter.get_parameter(name)
-    part.grad = -change.to(part)
+        apply_mean_change(adapter, [(name, changes[name]) for name in self.trained])
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from lightning_spectral.algorithms.adapter_round import (
     drawn_rows,
 )
 from lightning_spectral.algorithms.client_sum import sum_of
-from lightning_spectral.algorithms.factor_means import set_gradient
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
+from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -109,7 +109,7 @@ class StackedRound(AdapterRound):
     def close(self, adapter: Adapter) -> None:
         """Set the pseudo-gradient of the base."""
         ((_, change),) = self.mean.finish()
-        set_gradient(adapter, "base", change.T if self.opened.layer.transposed else change)
+        apply_mean_change(adapter, [("base", change.T if self.opened.layer.transposed else change)])
 
 
 @dataclass(frozen=True)

@@ -175,12 +175,12 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
-        check_asked(self.trainer, "validate", val=self.val)
+        check_asked(self.trainer, "validate", "val", self.val)
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
         """The test data in order, or nothing."""
-        check_asked(self.trainer, "test", test=self.test)
+        check_asked(self.trainer, "test", "test", self.test)
         return self._evaluation_loader(self.test)
 
     def _evaluation_loader(self, data: EvaluationData) -> Any:

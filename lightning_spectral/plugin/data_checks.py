@@ -73,10 +73,9 @@ def are_several(data: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(data, list | tuple) and not any(isinstance(one, tuple | Mapping | Tensor) for one in data)
 
 
-def check_asked(trainer: pl.Trainer | None, method: str, **data: Any) -> None:
+def check_asked(trainer: pl.Trainer | None, method: str, argument: str, data: Any) -> None:
     """Raise ``ValueError`` if one of the Trainer's methods would evaluate data that are not there."""
-    ((argument, value),) = data.items()
-    if value is None and trainer is not None and trainer.state.fn == method:
+    if data is None and trainer is not None and trainer.state.fn == method:
         raise ValueError(
             f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
         )

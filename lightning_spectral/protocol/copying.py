@@ -57,12 +57,16 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
         ) from error
 
 
+def weight_hooks(layer: nn.Module) -> list[Any]:
+    """The hooks of ``torch.nn.utils``, such as that of its `weight_norm`, that compute a weight before every pass."""
+    hooks = layer._forward_pre_hooks.values()
+    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
+
+
 def _recomputed(module: nn.Module) -> Iterator[Tensor]:
     """The weights that hooks of ``torch.nn.utils`` compute, as they were in the last forward pass."""
     for part in module.modules():
-        for hook in part._forward_pre_hooks.values():
-            if not type(hook).__module__.startswith("torch.nn.utils."):
-                continue
+        for hook in weight_hooks(part):
             name = hook._tensor_name if isinstance(hook, BasePruningMethod) else getattr(hook, "name", "")
             weight = vars(part).get(name)
             if isinstance(weight, Tensor) and not weight.is_leaf:

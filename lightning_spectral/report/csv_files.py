@@ -39,13 +39,15 @@ def _shown(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, str]]) -> Table:
-    """Numbers as numbers, and empty cells empty."""
-    cells = [[value if (number := as_number(value)) is None else number for value in row.values()] for row in rows]
-    return Table(tuple(rows[0]), tuple(tuple(_whole(cell) for cell in row) for row in cells))
+    return Table(tuple(rows[0]), tuple(tuple(map(_cell, row.values())) for row in rows))
 
 
-def _whole(cell: Any) -> Any:
-    return int(cell) if isinstance(cell, float) and cell.is_integer() else cell
+def _cell(text: str) -> str | float:
+    """A number as a number, without decimals if it is whole; anything else, also an empty cell, as it is."""
+    number = as_number(text)
+    if number is None:
+        return text
+    return int(number) if number.is_integer() else number
 
 
 def _histograms(rows: list[dict[str, str]]) -> dict[str, Histogram]:

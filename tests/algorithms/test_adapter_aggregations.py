@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from aggregations import AGGREGATIONS
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -19,14 +20,6 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 C_OUT, C_IN, R, SCALE = 9, 7, 4, 1.5
 WEIGHTS = {0: 3.0, 1: 1.0, 2: 2.0, 3: 2.0}  # number of examples of each client
 ALL_FULL, MIXED = (R, R, R, R), (R, 1, 2, 2)
-AGGREGATIONS: Sequence[ls.AdapterAggregation] = [
-    ls.PaddedFactors(),
-    ls.FrozenA(),
-    ls.AlternatingFactors(),
-    ls.TruncatedProducts(),
-    ls.StackedProducts(),
-    ls.SampledTerms(),
-]
 
 
 class OneLayer:

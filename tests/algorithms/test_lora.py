@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from aggregations import AGGREGATIONS
 from conftest import LitMLP
 from federation import Fit, same_state, seeded
 from test_third_party_models import LitLogits, gpt2, tokens
@@ -19,14 +20,6 @@ from lightning_spectral.nn.adapters import adapted_layers
 LAYERS = {"net.0": (12, 6), "net.2": (12, 12), "net.5": (3, 12)}
 BASE = 4 * sum(out * into + out for out, into in LAYERS.values())
 MIXED = {1: 0.5, 3: 0.5}
-AGGREGATIONS = [
-    ls.PaddedFactors(),
-    ls.FrozenA(),
-    ls.AlternatingFactors(),
-    ls.TruncatedProducts(),
-    ls.StackedProducts(),
-    ls.SampledTerms(),
-]
 
 
 def factor_bytes(rank: int) -> int:

@@ -17,6 +17,7 @@ from lightning_spectral.arguments import Number, OneOf, Rule, Whole, as_patterns
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
+from lightning_spectral.protocol.copying import weight_hooks
 from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
@@ -176,7 +177,7 @@ class Compression:
         dense |= {id(p) for p in module.parameters() if gradient_hooks(p)}
         for path, owner in module.named_modules():
             fan_in: int | None = None
-            known = (is_affine(owner) and not _computes_weights(owner)) or isinstance(owner, nn.Embedding)
+            known = (is_affine(owner) and not weight_hooks(owner)) or isinstance(owner, nn.Embedding)
             for own_name, parameter in owner.named_parameters(recurse=False):
                 name = f"{path}.{own_name}" if path else own_name
                 if not parameter.requires_grad or id(parameter) in dense:
@@ -200,11 +201,6 @@ class Compression:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _computes_weights(layer: nn.Module) -> bool:
-    """Whether a hook of `torch.nn.utils`, such as that of its `weight_norm`, computes a weight from the parameters."""
-    return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in layer._forward_pre_hooks.values())
 
 
 def _of_special_embeddings(module: nn.Module) -> set[int]:

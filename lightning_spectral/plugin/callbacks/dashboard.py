@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
+from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.records import Curve, Histogram, Record, Table, of_model
@@ -64,7 +64,7 @@ class RoundDashboard(RoundCallback):
         self._opened: dict[str, Any] = {}
         self._summaries: list[RoundSummary] = []
         self._records: list[Histogram | Table] = []
-        self._before: dict[str, Tensor] = {}
+        self._new = NewlyLogged()
         self._writers: list[Write] = []
 
     @property
@@ -108,8 +108,8 @@ class RoundDashboard(RoundCallback):
             self._records += of_model(summary.model, shown)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
-        self._before = dict(trainer.callback_metrics)
+        """Note what was logged before."""
+        self._new.mark(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the bytes beside the metrics of validation, so that any logger can plot these over them."""
@@ -118,10 +118,9 @@ class RoundDashboard(RoundCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the metrics of validation over the bytes."""
-        before, self._before = self._before, {}
-        new = {name: v for name, v in trainer.callback_metrics.items() if v is not before.get(name)}
+        new = self._new.take(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._draw(trainer, {name: float(v) for name, v in new.items() if name not in ("fl/round", BYTES)})
+            self._draw(trainer, {name: value for name, value in new.items() if name not in ("fl/round", BYTES)})
 
     def _draw(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
         finite = {f"{OVER_BYTES}/{name}": value for name, value in values.items() if math.isfinite(value)}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from lightning_spectral.extras import from_extra
+from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
@@ -28,7 +28,7 @@ class RoundHistory(RoundCallback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self._from_clients: set[str] = set()
-        self._before: dict[str, Tensor] = {}
+        self._new = NewlyLogged()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Add the row of the round; of several models, each adds its part to it."""
@@ -45,13 +45,13 @@ class RoundHistory(RoundCallback):
         return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
-        self._before = dict(trainer.callback_metrics)
+        """Note what was logged before."""
+        self._new.mark(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note it also where no round precedes: in ``Trainer.validate``."""
         if trainer.state.fn != "fit":
-            self._before = dict(trainer.callback_metrics)
+            self._new.mark(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the validation metrics of the aggregated model."""
@@ -63,11 +63,9 @@ class RoundHistory(RoundCallback):
         self._add_new(trainer)
 
     def _add_new(self, trainer: pl.Trainer) -> None:
-        now = dict(trainer.callback_metrics)
-        new = {n: float(v) for n, v in now.items() if v is not self._before.get(n) and n not in self._from_clients}
+        new = self._new.take(trainer)
         if self.rows:
-            self.rows[-1].update(new)
-        self._before = now
+            self.rows[-1].update({name: value for name, value in new.items() if name not in self._from_clients})
 
     def column(self, name: str) -> list[float]:
         """One metric over the rounds that have it."""

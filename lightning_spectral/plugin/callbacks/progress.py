@@ -77,7 +77,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         """Show the loss of the clients so far."""
         if turn.upload is not None and turn.upload.num_steps > 0:
-            name = f"{turn.unit.model} loss" if turn.unit.model else "loss"
+            name = loss_title(turn.unit.model)
             total, size = self._losses.get(name, (0.0, 0))
             total, size = total + turn.upload.loss * turn.num_examples, size + turn.num_examples
             self._losses[name], self._progress[name] = (total, size), total / size
@@ -86,7 +86,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         """Take the figures of the finished round; bytes are those of all models."""
         self._bytes[0] += sum(client.downlink_bytes for client in (*summary.clients, *summary.measured))
         self._bytes[1] += sum(client.uplink_bytes for client in (*summary.clients, *summary.measured))
-        name = f"{summary.model} loss" if summary.model else "loss"
+        name = loss_title(summary.model)
         if summary.averaged:
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
@@ -128,6 +128,11 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         total = num_rounds(trainer)
         of_total = "" if total is None else f"/{total}"
         self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{of_total}{doing}")
+
+
+def loss_title(model: str) -> str:
+    """What the loss of a model is called; the only one has no name."""
+    return f"{model} loss" if model else "loss"
 
 
 def megabytes(num_bytes: float) -> str:

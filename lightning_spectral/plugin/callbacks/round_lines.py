@@ -9,11 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
 
 from lightning_spectral.arguments import Number
-from lightning_spectral.plugin.callbacks.progress import megabytes
+from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
+from lightning_spectral.plugin.callbacks.progress import loss_title, megabytes
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.dashboard.cohort import round_bytes
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -49,7 +50,7 @@ class RoundLines(RoundCallback):
         self._start = self._last = 0.0
         self._has_spoken = False
         self._losses: dict[str, float] = {}
-        self._before: dict[str, Tensor] = {}
+        self._new = NewlyLogged()
         self._validated: dict[str, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -63,19 +64,17 @@ class RoundLines(RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Take the loss of each model, and count bytes."""
-        clients = (*summary.clients, *summary.measured)
-        self._bytes += sum(client.downlink_bytes + client.uplink_bytes for client in clients)
+        self._bytes += round_bytes(summary)
         if summary.averaged:
-            self._losses[f"{summary.model} loss" if summary.model else "loss"] = mean_loss(summary)
+            self._losses[loss_title(summary.model)] = mean_loss(summary)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before: Lightning keeps the last value of every metric, however old."""
-        self._before = dict(trainer.callback_metrics)
+        """Note what was logged before."""
+        self._new.mark(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take what validation logged."""
-        new = {name: value for name, value in trainer.callback_metrics.items() if value is not self._before.get(name)}
-        self._validated = {name: float(value) for name, value in new.items() if name != "fl/round"}
+        self._validated = {name: value for name, value in self._new.take(trainer).items() if name != "fl/round"}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log a line, if it is time."""

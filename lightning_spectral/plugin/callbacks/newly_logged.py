@@ -1,0 +1,25 @@
+"""What was logged since a moment, by whomever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+
+class NewlyLogged:
+    """Tells new values from old ones: Lightning keeps the last value of every metric, however old."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, Tensor] = {}
+
+    def mark(self, trainer: pl.Trainer) -> None:
+        """What is logged from now on is new."""
+        self._before = dict(trainer.callback_metrics)
+
+    def take(self, trainer: pl.Trainer) -> dict[str, float]:
+        """The new values by name; from now on they are old."""
+        before = self._before
+        self.mark(trainer)
+        return {name: float(value) for name, value in self._before.items() if value is not before.get(name)}

@@ -22,7 +22,7 @@ from lightning_spectral.client.loss_loop import LossLoop
 from lightning_spectral.plugin.client_trainer import ClientTrainer
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Trained
-from lightning_spectral.plugin.schedules import RoundScheduler
+from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.plugin.user_hooks import defines, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
@@ -44,7 +44,7 @@ class Owner(Trained, Protocol):
     client_engine: Literal["loop", "trainer"]
     local_hooks: tuple[LocalHook, ...]
     faults: Faults
-    schedulers: list[RoundScheduler]
+    schedules: RoundSchedules
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -171,5 +171,5 @@ def _forward_context(precision: Precision) -> Callable[[], AbstractContextManage
 def _local_trainer(owner: Owner) -> LocalTrainer:
     if owner.client_engine == "loop":
         return LocalLoop
-    schedulers: Sequence[Any] = [scheduler.scheduler for scheduler in owner.schedulers]
+    schedulers: Sequence[Any] = [scheduler.scheduler for scheduler in owner.schedules.schedulers]
     return ClientTrainer(owner.trainer, schedulers).prepare

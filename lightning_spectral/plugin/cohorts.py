@@ -9,11 +9,11 @@ from typing import cast
 import lightning.pytorch as pl
 
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checks import check_limit, check_measurable, check_sampler
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Slot
 from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.sampler_checks import check_limit, check_measurable, check_sampler
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator

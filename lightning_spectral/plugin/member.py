@@ -19,6 +19,7 @@ from lightning_spectral.plugin.build_engine import build_engine, sequential_exec
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Seat, Trained
+from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.schedules import RoundScheduler, name_group, read_optimizers
 from lightning_spectral.plugin.server_hooks import ServerHooks
 from lightning_spectral.protocol.client_store import ClientStore
@@ -30,7 +31,6 @@ from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.first_rounds import FirstRounds
-from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import FedOptimizer
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import OpenRound
@@ -49,16 +49,13 @@ class Member(ServerHooks, Trained):
     server_optimizer: ServerOptimizer | None
     faults: Faults
     conditions: Conditions
-    schedulers: list[RoundScheduler]
+    schedules: RoundSchedules
     seat: Seat
     _store: ClientStore
     _frozen_base: FrozenBase
     _engine: Engine | None
     _first_rounds: FirstRounds
     _unreached: list[str] | None
-    _logged: set[str]
-    _outdated: set[str]
-    _rests: bool
 
     @property
     def name(self) -> str:
@@ -129,7 +126,8 @@ class Member(ServerHooks, Trained):
         """The server optimizer with the user's own, which clients' are modelled on; and the schedules of the latter."""
         several = self.client_engine == "trainer" and not self.module.automatic_optimization
         configured = self.module.configure_optimizers()
-        templates, self.schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
+        templates, schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
+        self.schedules = RoundSchedules(schedulers, self.name)
         for template in templates:
             check_optimizer(template)
             self.algorithm.check_optimizer(template, self.module)
@@ -138,12 +136,12 @@ class Member(ServerHooks, Trained):
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
         self.algorithm.check_server_optimizer(server)
         self._name_optimizers(server, templates)
-        return [server, *templates], self.schedulers
+        return [server, *templates], schedulers
 
     def _name_optimizers(self, server: Optimizer, templates: Sequence[Optimizer]) -> None:
         """Tell them apart in ``LearningRateMonitor``; a schedule has a name of its own there."""
         name_group(server, f"{self.name}/server" if self.name else "server")
-        scheduled = [scheduler.scheduler.optimizer for scheduler in self.schedulers]
+        scheduled = [scheduler.scheduler.optimizer for scheduler in self.schedules.schedulers]
         for template in templates:
             if self.name and template not in scheduled:
                 name_group(template, self.name)
@@ -164,7 +162,6 @@ class Member(ServerHooks, Trained):
         if not resumed:
             self._frozen_base = FrozenBase()
             self._initialize(algorithm)
-        self._logged, self._outdated, self._rests = set(), set(), False
         unreached = self._unreached if resumed else None
         self._first_rounds = FirstRounds(self.processes.rank == 0, unreached)
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
@@ -209,31 +206,6 @@ class Member(ServerHooks, Trained):
         """A round's summary with the learning rate that clients had in it."""
         rate = float(self.templates()[0].param_groups[0]["lr"])
         return replace(summary, diagnostics={**summary.diagnostics, "lr": rate})
-
-    def note_metrics(self, summary: RoundSummary) -> None:
-        """Remember which metrics of training this round has not: Lightning keeps the last value of every metric."""
-        logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
-        self._logged |= logged
-        self._outdated = self._logged - logged
-        self._rests = not summary.averaged
-
-    def step_schedules(self, round_idx: int) -> None:
-        """Step the schedules at the end of a round, whether or not anybody trained this model."""
-        for scheduler in self.schedulers:
-            if not scheduler.waits_for_metric:
-                scheduler.step(round_idx)
-
-    def step_schedules_on(self, metrics: dict[str, torch.Tensor], round_idx: int) -> None:
-        """Step the schedules that wait for a metric, under the names that the user's module logs.
-
-        One that waits for a metric of training skips a round in which no client is in the average.
-        """
-        prefix = f"{self.name}/" if self.name else ""
-        new = {name: value for name, value in metrics.items() if name not in self._outdated}
-        own = {name.removeprefix(prefix): value for name, value in new.items() if name.startswith(prefix)}
-        for scheduler in self.schedulers:
-            if scheduler.waits_for_metric and (scheduler.monitor in own or not self._rests):
-                scheduler.step_on(own, round_idx)
 
     def stored(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
         """What the server remembers of single clients, for the checkpoint."""

@@ -15,26 +15,28 @@ from lightning_spectral.participation import Population, Sampler, UniformPartici
 from lightning_spectral.plugin.checkpoint_files import write_whole_files
 from lightning_spectral.plugin.checkpoints import described
 from lightning_spectral.plugin.checks import (
-    check_algorithm,
-    check_clipping,
     check_datamodule,
     check_member,
-    check_module,
-    check_over_selection,
-    check_own_optimizers,
     check_same_everywhere,
-    check_settings,
     check_stage,
     check_trainer,
-    plain_numbers,
-    warn_of_compiled_in_place,
 )
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member, ServerOptimizer
+from lightning_spectral.plugin.module_checks import (
+    check_algorithm,
+    check_module,
+    check_settings,
+    plain_numbers,
+    warn_of_compiled_in_place,
+)
 from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.run_config import as_config, config_of
+from lightning_spectral.plugin.sampler_checks import check_over_selection
 from lightning_spectral.plugin.saved_rounds import SavedRounds
+from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
@@ -128,7 +130,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self.faults = Faults() if faults is None else faults
         check_is("faults", self.faults, Faults)
         self.conditions = Conditions(dropout, clock)
-        self.schedulers = []
+        self.schedules = RoundSchedules((), "")
         self.state = self.algorithm.start(module, seed)
         self.seat = Seat()
         self._limit, self._sampled = 1.0, None

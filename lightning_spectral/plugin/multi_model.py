@@ -14,11 +14,8 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.plugin.checkpoint_files import write_whole_files
 from lightning_spectral.plugin.checks import (
-    check_clipping,
     check_datamodule,
     check_member,
-    check_over_selection,
-    check_own_optimizers,
     check_same_everywhere,
     check_stage,
     check_trainer,
@@ -33,6 +30,8 @@ from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
 from lightning_spectral.plugin.round_boundaries import with_boundaries
 from lightning_spectral.plugin.run_config import config_of
+from lightning_spectral.plugin.sampler_checks import check_over_selection
+from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 

@@ -97,8 +97,8 @@ class RoundHooks(CohortHooks):
         self._finished_round = self.current_epoch
         summaries = self._complete(closed)
         for member, summary in zip(self.members.values(), summaries, strict=True):
-            member.note_metrics(summary)
-            member.step_schedules(self.current_epoch)
+            member.schedules.note(summary)
+            member.schedules.step(self.current_epoch)
         # last, so that a checkpoint written by one of them, or after one failed, holds the whole round
         log_round(self.trainer, summaries)
         self._announce(summaries)
@@ -157,7 +157,7 @@ class RoundHooks(CohortHooks):
         """
         if self._finished_round == self.current_epoch:
             for member in self.members.values():
-                member.step_schedules_on(self.trainer.callback_metrics, self.current_epoch)
+                member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
 
 
 def _nothing() -> None:

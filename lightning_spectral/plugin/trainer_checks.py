@@ -51,3 +51,22 @@ def check_rounds(trainer: pl.Trainer) -> None:
         raise TypeError(
             f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
         )
+
+
+def check_clipping(trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it would clip only the server's."""
+    if trainer.state.fn == "fit" and trainer.gradient_clip_val:
+        raise ValueError(
+            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` would not reach the gradients of clients; give "
+            f"FederatedModule(..., local_hooks=[GradientClip({trainer.gradient_clip_val})]) instead, which clips by "
+            "norm in every local step."
+        )
+
+
+def check_own_optimizers(federation: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if LightningCLI has put an optimizer in place of the server's and the clients'."""
+    if "configure_optimizers" in vars(federation):
+        raise ValueError(
+            "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "
+            "get theirs from `configure_optimizers` of your own module, and the server's is `model.server_optimizer`."
+        )

@@ -1,0 +1,120 @@
+"""Checks of the arguments of a `FederatedModule`, whose errors name the remedy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.arguments import OneOf, Whole
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
+from lightning_spectral.plugin.host import is_host
+from lightning_spectral.sharding import ShardingStrategy
+
+
+def check_module(module: Any) -> None:
+    """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package, not federated yet."""
+    if isinstance(module, pl.LightningModule):
+        if is_host(module):
+            raise TypeError(
+                f"`module` must be your own LightningModule, got a {type(module).__name__}, which is federated "
+                "already; train it as it is, or wrap its `.module` anew."
+            )
+        return
+    if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
+        raise TypeError(
+            "`module` is a compiled LightningModule, and clients train copies with other layers; compile what does the "
+            "work inside it: self.net = torch.compile(net)."
+        )
+    kind = type(module)
+    other_package = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
+    remedy = (
+        "it derives from `pytorch_lightning`, whose classes are other types than those of `lightning.pytorch`; "
+        "change the import to `import lightning.pytorch as pl`"
+        if other_package
+        else "wrap it in one, with `training_step` and `configure_optimizers`"
+    )
+    raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
+
+
+def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) -> None:
+    """Check the arguments of a `FederatedModule` that are no numbers, and need nothing else to be checked.
+
+    Raises:
+        TypeError: If one is of the wrong type.
+        ValueError: If the engine is unknown.
+    """
+    OneOf(("loop", "trainer"))("client_engine", client_engine)
+    _check_server_optimizer(server_optimizer)
+    if isinstance(local_hooks, LocalHook):
+        raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
+    check_is("local_hooks", local_hooks, Sequence)
+    for hook in local_hooks:
+        check_is("local_hooks", hook, LocalHook)
+
+
+def plain_numbers(local_epochs: Any, clients_per_round: Any, seed: Any) -> tuple[int, int | None, int]:
+    """The numbers among the arguments, checked.
+
+    Raises:
+        TypeError: If one is no whole number.
+        ValueError: If one is out of range.
+    """
+    return (
+        Whole(at_least=0)("local_epochs", local_epochs),
+        replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round),
+        Whole()("seed", seed),
+    )
+
+
+def _check_server_optimizer(server_optimizer: Any) -> None:
+    """A class of torch's is a function from parameters to an optimizer; one of ours makes such functions."""
+    if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
+        name = server_optimizer.__name__
+        raise TypeError(
+            "`server_optimizer` must be a function from parameters to an optimizer, got the class "
+            f"{name}; write {name}(...)."
+        )
+    if isinstance(server_optimizer, Optimizer):
+        name = type(server_optimizer).__name__
+        raise TypeError(
+            f"`server_optimizer` must be a function from parameters to an optimizer, got {name} of some parameters; "
+            f"write lambda parameters: torch.optim.{name}(parameters, lr=...)."
+        )
+    if server_optimizer is not None and not callable(server_optimizer):
+        raise TypeError(
+            f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
+            "leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
+            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
+        )
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raise ``TypeError`` unless it is an algorithm; a strategy is only a part of one."""
+    is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
+    if is_class or isinstance(algorithm, ShardingStrategy):
+        strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
+        raise TypeError(
+            f"`algorithm` must be an instance of Algorithm, got the strategy {strategy}; write "
+            f"SpectralSharding(strategy={strategy})."
+        )
+    check_is("algorithm", algorithm, Algorithm)
+
+
+def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
+    """Warn about parts that were compiled by ``part.compile()``, which copies lose."""
+    lost = [name or "itself" for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None)]
+    if lost:
+        warnings.warn(
+            f"{type(module).__name__}: clients train copies, which lose `compile()` in place "
+            f"({', '.join(lost)}) and run uncompiled; write self.net = torch.compile(net) instead.",
+            SpectralWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,52 @@
+"""When a model's learning-rate schedules step: at the end of a round, or on a metric that the round has logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_spectral.plugin.schedules import RoundScheduler
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.server.metrics import logged_by_clients, round_metrics
+
+
+class RoundSchedules:
+    """A model's schedules in one fit.
+
+    Lightning keeps the last value of every metric, so a schedule that waits for one could see that of an earlier round.
+
+    Args:
+        schedulers: Those of the user's ``configure_optimizers``.
+        name: The model's name, which begins its metrics'; empty if it is trained alone.
+    """
+
+    def __init__(self, schedulers: Sequence[RoundScheduler], name: str) -> None:
+        self.schedulers = schedulers
+        self.prefix = f"{name}/" if name else ""
+        self._logged: set[str] = set()
+        self._outdated: set[str] = set()
+        self._rests = False
+
+    def note(self, summary: RoundSummary) -> None:
+        """Remember which metrics of training this round has not."""
+        logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
+        self._logged |= logged
+        self._outdated = self._logged - logged
+        self._rests = not summary.averaged
+
+    def step(self, round_idx: int) -> None:
+        """Step at the end of a round, whether or not anybody trained this model."""
+        for scheduler in self.schedulers:
+            if not scheduler.waits_for_metric:
+                scheduler.step(round_idx)
+
+    def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
+        """Step the schedules that wait for a metric, under the names that the user's module logs.
+
+        One that waits for a metric of training skips a round in which no client is in the average.
+        """
+        new = {name: value for name, value in metrics.items() if name not in self._outdated}
+        own = {name.removeprefix(self.prefix): value for name, value in new.items() if name.startswith(self.prefix)}
+        for scheduler in self.schedulers:
+            if scheduler.waits_for_metric and (scheduler.monitor in own or not self._rests):
+                scheduler.step_on(own, round_idx)

@@ -1,0 +1,75 @@
+"""Whether a sampler finds what it goes by, and keeps all that it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.participation import Sampler
+from lightning_spectral.simulation import Conditions
+
+
+def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) -> None:
+    """Check that what a sampler goes by is there.
+
+    Args:
+        sampler: The sampler.
+        algorithms: Those of the models, by name.
+
+    Raises:
+        ValueError: If it goes by norms of updates, and an algorithm's uploads are no updates of tensors; or by what is
+            new in them, and an algorithm expects nothing.
+    """
+    for name, algorithm in algorithms.items():
+        of_model = f" of {name!r}" if name else ""
+        if "update" in sampler.figure and not algorithm.updates_have_norms:
+            raise ValueError(
+                f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} uploads "
+                "none; use LossVarianceReduced."
+            )
+        expects = type(algorithm).expected_update is not Algorithm.expected_update
+        if sampler.figure == "stale update" and not expects:
+            raise ValueError(
+                f"{type(sampler).__name__} goes by how far updates are from the last ones, which "
+                f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
+                "UpdateVarianceReduced."
+            )
+
+
+def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
+    """Raise ``ValueError`` if a sampler measures losses by a ``training_step`` that trains."""
+    if sampler.figure != "loss" or getattr(sampler, "measure", "last") == "last":
+        return
+    for name, module in modules.items():
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(sampler).__name__} measures losses with `training_step`, and that of "
+                f"{type(module).__name__}{f' ({name!r})' if name else ''} trains, by manual optimisation; use "
+                'measure="last", or UpdateVarianceReduced.'
+            )
+
+
+def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if a cohort that a sampler draws is to be cut: its coefficients are those of all drawn.
+
+    Args:
+        limit: Lightning's ``limit_train_batches``.
+        trainer: The Trainer; with ``fast_dev_run`` the result does not matter.
+    """
+    if not trainer.fast_dev_run and limit != 0 and not (isinstance(limit, float) and limit == 1.0):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average; lower "
+            "its `active` instead."
+        )
+
+
+def check_over_selection(conditions: Conditions, *, absolute: bool) -> None:
+    """Raise ``ValueError`` if those who come late are left out of a sum whose coefficients are those of all drawn."""
+    if absolute and conditions.clock is not None and conditions.clock.keep_first is not None:
+        raise ValueError(
+            f"VirtualClock(keep_first={conditions.clock.keep_first}) leaves out clients that a sampler drew, and every "
+            "step would be too short; leave it out, or give the sampler normalize=True."
+        )

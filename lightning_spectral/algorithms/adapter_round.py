@@ -25,14 +25,18 @@ class Adapter(nn.Module):
     """What the server has of one adapted layer between rounds.
 
     Attributes:
-        base: The weight without its adapter, in the weight's own shape.
+        base: The weight without its adapter, in the weight's own shape; ``None`` for an adapter of PEFT, whose weight
+            the server's module holds unmerged.
         B: Left factor, shape ``(c_out, R)``.
         A: Right factor, shape ``(R, c_in)``.
     """
 
-    def __init__(self, base: Tensor, B: Tensor, A: Tensor) -> None:
+    base: nn.Parameter | None
+
+    def __init__(self, base: Tensor | None, B: Tensor, A: Tensor) -> None:
         super().__init__()
-        self.base, self.B, self.A = (nn.Parameter(part, requires_grad=False) for part in (base, B, A))
+        self.register_parameter("base", None if base is None else nn.Parameter(base, requires_grad=False))
+        self.B, self.A = (nn.Parameter(part, requires_grad=False) for part in (B, A))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +47,6 @@ class OpenAdapter:
         layer: The layer.
         B: The server's left factor, shape ``(c_out, R)``.
         A: The server's right factor, shape ``(R, c_in)``.
-        scale: Factor on their product.
         cohort: Who takes part.
         ranks: Rank of the clients of each keep ratio in the cohort.
         is_mixed: Whether the federation has clients of different ranks.
@@ -52,7 +55,6 @@ class OpenAdapter:
     layer: AdaptedLayer
     B: Tensor
     A: Tensor
-    scale: float
     cohort: Cohort
     ranks: Mapping[float, int]
     is_mixed: bool

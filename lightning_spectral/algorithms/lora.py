@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.adapter_round import (
     Adapter,
@@ -20,13 +20,20 @@ from lightning_spectral.algorithms.adapter_round import (
 )
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.algorithms.lora_side import TENSOR_OF, LoRASide
-from lightning_spectral.algorithms.lora_state import LoRARound, LoRAState, adapters_of, merged, own_state
+from lightning_spectral.algorithms.lora_checks import (
+    check_brought,
+    check_holds,
+    check_steps,
+    check_trained,
+    trained_parts,
+)
+from lightning_spectral.algorithms.lora_side import LoRASide
+from lightning_spectral.algorithms.lora_state import LoRARound, LoRAState, adapters_of, held, own_state, take_in
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
-from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, matches
+from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -47,7 +54,7 @@ from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
-PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+ALPHA = 8.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,9 @@ class LoRA(Algorithm[LoRARound]):
     :math:`W_0`, which travels to each once, and the factors B, ``(c_out, r)``, zero at first, and A, ``(r, c_in)``.
     Everything else is frozen, but for what ``train`` names: that is averaged as in `FedAvg`.
 
+    If the module has adapters of PEFT already, these are trained, as PEFT scales them, and so is all that PEFT has not
+    frozen. R is their rank. Nothing is merged, so the module can be saved in PEFT's format as ever.
+
     With R the largest rank, everybody has the same :math:`s = \alpha / \sqrt{R}`. So a term means the same to all who
     hold it and learns at the same rate: the rank of a client is its capacity, not its learning rate. And the expected
     first step of SGD on W at full rank, :math:`-\eta s^2 R \sigma^2 G` for the variance :math:`\sigma^2` of A, is the
@@ -66,7 +76,7 @@ class LoRA(Algorithm[LoRARound]):
     Args:
         rank: Rank r of a client's adapters: one for all; ``{rank: share of clients}``; or one per client. A client's
             keep ratio, in ledger and logs, is its rank over R.
-        alpha: Numerator of the scale s.
+        alpha: Numerator of the scale s; ``None`` for 8, and where PEFT has made the adapters.
         aggregation: How adapters of many clients become one.
         layers: Patterns of the linear layers that get an adapter; the ``Conv1D`` of transformers is one, too.
         train: Patterns of what is trained whole, such as heads and norms: names of modules or of parameters. Floating-
@@ -91,7 +101,7 @@ class LoRA(Algorithm[LoRARound]):
     """
 
     rank: PerClient[int] = 8
-    alpha: float = 8.0
+    alpha: float | None = None
     aggregation: AdapterAggregation = field(default_factory=SampledTerms)
     layers: Sequence[str] = ("*",)
     train: Sequence[str] = ()
@@ -101,7 +111,7 @@ class LoRA(Algorithm[LoRARound]):
         check_fields(
             self,
             rank=partial(check_per_client, rule=Whole(at_least=1)),
-            alpha=Number(above=0),
+            alpha=Number(above=0, optional=True),
             layers=as_patterns,
             train=as_patterns,
             keep_buffers=as_patterns,
@@ -121,7 +131,7 @@ class LoRA(Algorithm[LoRARound]):
     @property
     def scale(self) -> float:
         """Factor s on the product of the factors."""
-        return self.alpha / math.sqrt(self.max_rank)
+        return (ALPHA if self.alpha is None else self.alpha) / math.sqrt(self.max_rank)
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
         """Rank of every client as a share of the largest: exact shares, drawn from the seed.
@@ -135,24 +145,16 @@ class LoRA(Algorithm[LoRARound]):
 
     def adapted(self, server: nn.Module) -> tuple[AdaptedLayer, ...]:
         """The layers of ``server`` that get an adapter."""
-        return adapted_layers(server, self.layers, self.train)
+        return adapted_layers(server, self.layers, self.train, self.scale)
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if a pattern matches nothing, or a rank is above that of a layer."""
-        for layer in self.adapted(server):
-            if self.max_rank > (most := min(layer.out_features, layer.in_features)):
-                raise ValueError(
-                    f"`rank` must be at most {most} for the layer {layer.name!r}, which has {layer.in_features} inputs "
-                    f"and {layer.out_features} outputs, got {self.max_rank}; lower it, or leave the layer out by "
-                    "`layers`, or train it whole by `train`."
-                )
-        names = [name for name, parameter in server.named_parameters() if parameter.requires_grad]
-        for pattern in self.train:
-            if not any(matches(name, [pattern]) for name in names):
-                raise ValueError(
-                    f"`train`: {pattern!r} matches no trainable parameter of {type(server).__name__}; give patterns of "
-                    "names of modules or parameters, such as 'head' or '*.bias'."
-                )
+        """Raise ``ValueError`` if a pattern matches nothing, a rank is impossible, or adapters of PEFT do not fit."""
+        layers = self.adapted(server)
+        for layer in layers:
+            layer.check_rank(self.max_rank)
+        check_trained(server, self.train, factors_of(layers))
+        if any(layer.brings_factors for layer in layers):
+            check_brought(server, layers, self.aggregation, self.alpha)
 
     def prepare(self, server: nn.Module) -> LoRA:
         """Decide which buffers keep the server's value, once for all rounds."""
@@ -160,38 +162,27 @@ class LoRA(Algorithm[LoRARound]):
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Raise ``ValueError`` unless the optimizer steps everything that is to be trained."""
-        held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
-        wanted = [*(layer.weight for layer in self.adapted(server)), *self._trained(server)]
-        parameters = dict(server.named_parameters())
-        if missing := [name for name in wanted if name in parameters and id(parameters[name]) not in held]:
-            raise ValueError(
-                "LoRA gives an adapter the options of its weight in your optimizer, which lacks "
-                f"{', '.join(missing[:3])}"
-                f"{' and more' if len(missing) > 3 else ''}. Give your {type(template).__name__} all parameters of the "
-                "module; what is frozen stays frozen."
-            )
+        parts = trained_parts(self.aggregation)
+        origins = [layer.origins[layer.parts[part]] for layer in self.adapted(server) for part in parts]
+        check_holds(template, server, [*dict.fromkeys(origins), *self._trained(server)])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ``ValueError`` for any but plain averaging, if the aggregation sets new factors."""
-        plain = isinstance(optimizer, SGD) and all(
-            group[name] == value for group in optimizer.param_groups for name, value in PLAIN.items()
-        )
-        if not self.aggregation.steps(self.is_mixed) and not plain:
-            raise ValueError(
-                f"{type(self.aggregation).__name__} factorises its product anew in each round, so that a server "
-                f"optimizer such as {type(optimizer).__name__} would step along terms that are gone; leave "
-                "`server_optimizer` out, or take PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
-            )
+        check_steps(optimizer, self.aggregation, self.is_mixed)
 
     def _trained(self, server: nn.Module) -> dict[str, Tensor]:
-        """What is trained whole: parameters and averaged buffers that `train` names."""
-        averaged = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return {name: tensor for name, tensor in averaged.items() if matches(name, self.train)}
+        """What is trained whole: what `train` names, and what PEFT has not frozen; parameters and averaged buffers."""
+        layers = self.adapted(server)
+        factors, averaged = factors_of(layers), averaged_tensors(server, keep_buffers=self.keep_buffers)
+        by_peft = any(layer.brings_factors for layer in layers)
+        beside = {name for name, _ in server.named_parameters() if by_peft and name in averaged}
+        chosen = {name for name in averaged if name in beside or matches(name, self.train)}
+        return {name: tensor for name, tensor in averaged.items() if name in chosen - factors}
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: adapters in the place of weights."""
         layers, dense = self.adapted(server), tuple(self._trained(server))
-        return LoRASide(layers, self.max_rank, self.scale, self.aggregation, self.is_mixed, dense)
+        return LoRASide(layers, self.max_rank, self.aggregation, self.is_mixed, dense)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Say how much is trained."""
@@ -209,9 +200,13 @@ class LoRA(Algorithm[LoRARound]):
         return LoRAState([self._adapter(server, layer, seed) for layer in self.adapted(server)])
 
     def _adapter(self, server: nn.Module, layer: AdaptedLayer, seed: int) -> Adapter:
-        weight = server.get_parameter(layer.weight).detach()
-        B = weight.new_zeros(layer.out_features, self.max_rank)
-        adapter = Adapter(weight.clone(), B, drawn_rows(layer, self.max_rank, weight, seed))
+        if layer.brings_factors:
+            b, a = (server.get_parameter(layer.parts[part]).detach().clone() for part in "BA")
+            adapter = Adapter(None, b, a)
+        else:
+            weight = server.get_parameter(layer.weight).detach()
+            b = weight.new_zeros(layer.out_features, self.max_rank)
+            adapter = Adapter(weight.clone(), b, drawn_rows(layer, self.max_rank, weight, seed))
         for name in self.aggregation.steps(self.is_mixed):
             adapter.get_parameter(name).requires_grad_(True)
         return adapter
@@ -222,13 +217,15 @@ class LoRA(Algorithm[LoRARound]):
         frozen = {name: tensor for name, tensor in self._tensors(server, state).items() if name not in trained}
         parts = () if self.is_mixed else self.aggregation.frozen()
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
-            frozen.update({layer.tensor(TENSOR_OF[part]): adapter.get_parameter(part).detach() for part in parts})
+            frozen.update({layer.parts[part]: adapter.get_parameter(part).detach() for part in parts})
         return frozen
 
     def _tensors(self, server: nn.Module, state: nn.Module | None) -> dict[str, Tensor]:
-        """What every client is sent: bases in the place of adapted weights, and the rest of the module."""
-        layers = zip(self.adapted(server), adapters_of(state), strict=True)
-        return {**travelling_tensors(server), **{layer.weight: adapter.base.detach() for layer, adapter in layers}}
+        """What every client is sent: bases in the place of adapted weights, and the rest of the module but factors."""
+        layers = self.adapted(server)
+        bases = [(layer.weight, adapter.base) for layer, adapter in zip(layers, adapters_of(state), strict=True)]
+        whole = travelling_tensors(server, without=factors_of(layers))
+        return {**whole, **{name: base.detach() for name, base in bases if base is not None}}
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> LoRARound:
         """Collect what every client starts from, and open a round of each adapter."""
@@ -236,7 +233,7 @@ class LoRA(Algorithm[LoRARound]):
         adapters: dict[AdaptedLayer, AdapterRound] = {}
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
             b, a = adapter.B.detach(), adapter.A.detach()
-            adapters[layer] = self.aggregation.open(OpenAdapter(layer, b, a, self.scale, cohort, ranks, self.is_mixed))
+            adapters[layer] = self.aggregation.open(OpenAdapter(layer, b, a, cohort, ranks, self.is_mixed))
         mean = dense_mean(server, self._trained(server), cohort)
         return LoRARound(cohort, self._tensors(server, state), adapters, mean)
 
@@ -246,15 +243,14 @@ class LoRA(Algorithm[LoRARound]):
         tensors, terms = dict(opened.tensors), {}
         for layer, adapter in opened.adapters.items():
             terms[layer.name], parts = adapter.draw(unit)
-            tensors.update({layer.tensor(TENSOR_OF[part]): tensor for part, tensor in parts.items()})
+            tensors.update({layer.parts[part]: tensor for part, tensor in parts.items()})
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, opened: LoRARound, receipt: Receipt, upload: Upload) -> None:
         """Add a client's factors, and the change of what it trained whole."""
         opened.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
         for layer, adapter in opened.adapters.items():
-            names = {part: layer.tensor(own) for part, own in TENSOR_OF.items() if part != "omega"}
-            sent = {part: name for part, name in names.items() if name in upload.tensors}
+            sent = {part: name for part, name in layer.factors.items() if name in upload.tensors}
             parts = {part: upload.tensors[name] for part, name in sent.items()}
             largest = {part: upload.largest[name] for part, name in sent.items()}
             adapter.add(receipt.unit, receipt.drawn[layer.name], parts, largest)
@@ -275,10 +271,10 @@ class LoRA(Algorithm[LoRARound]):
 
     @torch.no_grad()
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Write ``W0 + s B A`` into the server's module; before the first round, take W0 from there."""
+        """Write ``W0 + s B A`` or factors into the server's module; before the first round, take in what it has."""
         begun = own_state(state).has_begun
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
             if not begun:
-                adapter.base.copy_(server.get_parameter(layer.weight))
-            load_tensors(server, {layer.weight: merged(layer, adapter, self.scale)})
+                take_in(server, layer, adapter)
+            load_tensors(server, held(layer, adapter))
         begun.fill_(True)

@@ -10,21 +10,18 @@ from torch import nn
 from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.nn.adapters import OMEGA, A, AdaptedLayer, B, attach_adapter
+from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Upload
-
-TENSOR_OF = {"A": A, "B": B, "omega": OMEGA}
 
 
 @dataclass(frozen=True)
 class LoRASide(ClientSide):
-    """Sub-models whose chosen layers compute ``W0 x + scale B A x``, with A and B alone to be trained.
+    """Sub-models whose chosen layers compute ``W0 x + s B A x``, with A and B alone to be trained.
 
     Attributes:
         layers: The layers with adapters.
         max_rank: Largest rank in the federation; a capacity is a share of it.
-        scale: Factor on the product.
         aggregation: Says which factors are trained in a round, and whether terms have multipliers.
         is_mixed: Whether the federation has clients of different ranks; only then there are multipliers.
         dense: Names of the tensors that are trained whole and travel back.
@@ -32,7 +29,6 @@ class LoRASide(ClientSide):
 
     layers: tuple[AdaptedLayer, ...]
     max_rank: int
-    scale: float
     aggregation: AdapterAggregation
     is_mixed: bool
     dense: tuple[str, ...]
@@ -40,8 +36,8 @@ class LoRASide(ClientSide):
     @cached_property
     def _weight_of(self) -> dict[str, str]:
         """For each trained parameter the one of the server whose optimizer options it gets."""
-        factors = {layer.tensor(part): layer.weight for layer in self.layers for part in (A, B)}
-        return {**{name: name for name in self.dense}, **factors}
+        factors = [layer.origins for layer in self.layers]
+        return {name: origin for part in ({n: n for n in self.dense}, *factors) for name, origin in part.items()}
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
         """A copy of ``module``, frozen but for adapters of one rank and what is trained whole."""
@@ -50,16 +46,16 @@ class LoRASide(ClientSide):
             parameter.requires_grad_(name in self.dense)
         rank, multiplied = round(capacity * self.max_rank), self.is_mixed and self.aggregation.has_multipliers
         for layer in self.layers:
-            attach_adapter(client, layer, rank, self.scale, multiplied)
+            layer.attach(client, rank, multiplied)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
         """Copy all values, and let the factors of this round be trained."""
         load_tensors(client, download.tensors)
-        trained = [TENSOR_OF[part] for part in self.aggregation.trained(download.round_idx)]
+        trained = self.aggregation.trained(download.round_idx)
         for layer in self.layers:
-            for part in (A, B):
-                client.get_parameter(layer.tensor(part)).requires_grad_(part in trained)
+            for part, name in layer.factors.items():
+                client.get_parameter(name).requires_grad_(part in trained)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
         """The user's optimizer, with both factors in the place of each adapted weight."""
@@ -67,11 +63,11 @@ class LoRASide(ClientSide):
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         """The factors of this round, and what is trained whole."""
-        parts = [TENSOR_OF[part] for part in self.aggregation.trained(download.round_idx)]
-        factors = [layer.tensor(part) for layer in self.layers for part in parts]
+        parts = self.aggregation.trained(download.round_idx)
+        factors = [layer.parts[part] for layer in self.layers for part in parts]
         return Upload(download.unit, select_tensors(client, [*self.dense, *factors]))
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         """One factor of each adapter that this round trains."""
-        pairs = {layer.name: [client.get_parameter(layer.tensor(part)) for part in (B, A)] for layer in self.layers}
+        pairs = {layer.name: [client.get_parameter(layer.parts[part]) for part in "BA"] for layer in self.layers}
         return {name: next(part for part in parts if part.requires_grad) for name, parts in pairs.items()}

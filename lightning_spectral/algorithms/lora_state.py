@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import load_tensors
 from lightning_spectral.protocol.statistics import MeanChange
 
 
@@ -59,7 +60,24 @@ def own_state(state: nn.Module | None) -> LoRAState:
 
 
 @torch.no_grad()
-def merged(layer: AdaptedLayer, adapter: Adapter, scale: float) -> Tensor:
-    """The weight of an adapted layer, ``W0 + scale B A``, rounded once; exactly W0 where the product is zero."""
-    product = scale * (adapter.B.double() @ adapter.A.double())
+def take_in(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
+    """Begin with what the server's module holds of a layer: its weight, or the factors that it brings."""
+    if adapter.base is None:
+        load_tensors(adapter, {part: server.get_parameter(name).detach() for part, name in layer.factors.items()})
+    else:
+        adapter.base.copy_(server.get_parameter(layer.weight))
+
+
+def held(layer: AdaptedLayer, adapter: Adapter) -> dict[str, Tensor]:
+    """What the server's module holds of a layer between rounds: the merged weight, or the factors that it brings."""
+    if adapter.base is None:
+        return {name: adapter.get_parameter(part).detach() for part, name in layer.factors.items()}
+    return {layer.weight: merged(layer, adapter)}
+
+
+@torch.no_grad()
+def merged(layer: AdaptedLayer, adapter: Adapter) -> Tensor:
+    """The weight of an adapted layer, ``W0 + s B A``, rounded once; exactly W0 where the product is zero."""
+    assert adapter.base is not None
+    product = layer.scale * (adapter.B.double() @ adapter.A.double())
     return (adapter.base.double() + (product.T if layer.transposed else product)).to(adapter.base)

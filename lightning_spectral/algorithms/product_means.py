@@ -99,7 +99,7 @@ class StackedRound(AdapterRound):
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         """Add a client's product."""
-        product = self.opened.scale * (parts["B"].double() @ parts["A"].double())
+        product = self.opened.layer.scale * (parts["B"].double() @ parts["A"].double())
         self.mean.add({"product": product}, unit.coefficient)
 
     def means(self) -> Sequence[RunningMean]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -36,7 +36,7 @@ class SampledRound(TermMeanRound):
         """Set the singular terms of the product of the mean factors; nothing, if none of these has changed."""
         changes = self.changes()
         if any(bool(change.any()) for change in changes.values()):
-            set_factors(adapter, adapter.B.double() + changes["B"], adapter.A.double() + changes["A"])
+            set_factors(adapter, self.opened.B.double() + changes["B"], self.opened.A.double() + changes["A"])
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class SampledTerms(AdapterAggregation):
             return TermMeanRound(opened, ("A", "B"))
         cohort = opened.cohort
         sizes: Mapping[float, float] = {ratio: float(len(units)) for ratio, units in cohort.groups.items()}
-        terms = (term_sizes(opened.B, opened.A), opened.B, opened.A)
+        norms, order = term_sizes(opened.B, opened.A).sort(descending=True, stable=True)
+        opened = replace(opened, B=opened.B[:, order], A=opened.A[order])  # a user's own adapter has them in any order
+        terms = (norms, opened.B, opened.A)
         drawn = open_layer(opened.layer.name, terms, self.strategy, self.design, cohort, sizes)
         return SampledRound(opened, drawn)
 

@@ -43,8 +43,8 @@ class OneLayer:
             groups[rank / R] = (*groups.get(rank / R, ()), WorkUnit(client, coefficient=WEIGHTS[client]))
         cohort = Cohort(0, round_idx, groups, absolute=absolute)
         by_ratio = {ratio: round(ratio * R) for ratio in groups}
-        layer = AdaptedLayer("fc", C_OUT, C_IN)
-        self.opened = OpenAdapter(layer, b.clone(), a.clone(), SCALE, cohort, by_ratio, len(set(ranks)) > 1)
+        layer = AdaptedLayer("fc", C_OUT, C_IN, scale=SCALE)
+        self.opened = OpenAdapter(layer, b.clone(), a.clone(), cohort, by_ratio, len(set(ranks)) > 1)
         self.round: AdapterRound = aggregation.open(self.opened)
         self.trained = aggregation.trained(round_idx)
         self.units = [unit for units in groups.values() for unit in units]

@@ -1,0 +1,83 @@
+"""What federated LoRA refuses, with the rule, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_spectral.algorithms.adapter_round import AdapterAggregation
+from lightning_spectral.nn.adapters import AdaptedLayer, matches
+
+PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+
+
+def check_trained(server: nn.Module, patterns: Sequence[str], factors: Collection[str]) -> None:
+    """Raise ``ValueError`` if a pattern of `train` matches nothing that can be trained whole.
+
+    Args:
+        server: The user's module.
+        patterns: The patterns.
+        factors: Names of the factors of adapters, which are not trained whole.
+    """
+    names = [name for name, p in server.named_parameters() if p.requires_grad and name not in factors]
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(
+                f"`train`: {pattern!r} matches no trainable parameter of {type(server).__name__}; give patterns of "
+                "names of modules or parameters, such as 'head' or '*.bias'."
+            )
+
+
+def check_brought(
+    server: nn.Module, layers: Sequence[AdaptedLayer], aggregation: AdapterAggregation, alpha: float | None
+) -> None:
+    """Raise ``ValueError`` if the adapters that PEFT has made could not be kept as they are."""
+    if alpha is not None:
+        raise ValueError(
+            f"`alpha` must be None where PEFT has made the adapters, which it scales itself, got {alpha}; give PEFT's "
+            "`LoraConfig` a `lora_alpha`."
+        )
+    if "base" in aggregation.steps(is_mixed=True):
+        raise ValueError(
+            f"{type(aggregation).__name__} changes the base, which is no part of an adapter of PEFT; take another "
+            "aggregation, or the module without PEFT."
+        )
+    for name in (layer.parts[part] for layer in layers for part in trained_parts(aggregation)):
+        if not server.get_parameter(name).requires_grad:
+            raise ValueError(
+                f"{name} is frozen, and {type(aggregation).__name__} trains it. Load the adapter with "
+                "`is_trainable=True`; if A alone is frozen, take FrozenA."
+            )
+
+
+def check_holds(template: Optimizer, server: nn.Module, wanted: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless the user's optimizer holds the parameters among some names."""
+    held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
+    parameters = dict(server.named_parameters())
+    if missing := [name for name in wanted if name in parameters and id(parameters[name]) not in held]:
+        raise ValueError(
+            "LoRA gives an adapter the options of its weight in your optimizer, which lacks "
+            f"{', '.join(missing[:3])}"
+            f"{' and more' if len(missing) > 3 else ''}. Give your {type(template).__name__} all parameters of the "
+            "module; what is frozen stays frozen."
+        )
+
+
+def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed: bool) -> None:
+    """Raise ``ValueError`` for any server optimizer but plain averaging, if the aggregation sets new factors."""
+    plain = isinstance(optimizer, SGD) and all(
+        group[name] == value for group in optimizer.param_groups for name, value in PLAIN.items()
+    )
+    if not aggregation.steps(is_mixed) and not plain:
+        raise ValueError(
+            f"{type(aggregation).__name__} factorises its product anew in each round, so that a server "
+            f"optimizer such as {type(optimizer).__name__} would step along terms that are gone; leave "
+            "`server_optimizer` out, or take PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
+        )
+
+
+def trained_parts(aggregation: AdapterAggregation) -> tuple[str, ...]:
+    """The factors that clients train in some round."""
+    return tuple(sorted({part for round_idx in (0, 1) for part in aggregation.trained(round_idx)}))

@@ -1,0 +1,7 @@
+"""Low-rank adapters on linear layers: which layers have one or can have one, and how a device holds it."""
+
+from lightning_spectral.nn.adapters.find import adapted_layers, matches
+from lightning_spectral.nn.adapters.layer import AdaptedLayer, factors_of
+from lightning_spectral.nn.adapters.peft import PeftLayer
+
+__all__ = ["AdaptedLayer", "PeftLayer", "adapted_layers", "factors_of", "matches"]

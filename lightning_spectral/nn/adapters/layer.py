@@ -1,0 +1,113 @@
+"""A linear layer with a low-rank adapter, and how a device attaches one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+OMEGA = "lora_omega"
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer that gets an adapter, with the product ``scale B A``.
+
+    Attributes:
+        name: Its dotted name.
+        out_features: Number c_out of outputs.
+        in_features: Number c_in of inputs.
+        transposed: Whether its weight has the shape ``(c_in, c_out)``, as in the ``Conv1D`` of transformers.
+        scale: Factor on the product of the factors.
+        brings_factors: Whether the server's module has the factors, so that nothing is merged into the weight.
+    """
+
+    brings_factors: ClassVar[bool] = False
+
+    name: str
+    out_features: int
+    in_features: int
+    transposed: bool = False
+    scale: float = 1.0
+
+    @property
+    def weight(self) -> str:
+        """Name of its weight, without the adapter."""
+        return self.tensor("weight")
+
+    def tensor(self, own: str) -> str:
+        """Full name of one of the layer's tensors."""
+        return f"{self.name}.{own}" if self.name else own
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Names that its factors ``"A"``, ``(r, c_in)``, and ``"B"``, ``(c_out, r)``, have on a device.
+
+        And ``"omega"``, the multipliers of its terms, ``(r,)``.
+        """
+        own = {"A": "lora_A", "B": "lora_B", "omega": OMEGA}
+        return MappingProxyType({part: self.tensor(name) for part, name in own.items()})
+
+    @property
+    def factors(self) -> dict[str, str]:
+        """Names of both factors."""
+        return {part: self.parts[part] for part in ("A", "B")}
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """For each factor, by its name, the parameter of the server's module whose optimizer options it gets."""
+        return dict.fromkeys(self.factors.values(), self.weight)
+
+    def check_rank(self, max_rank: int) -> None:
+        """Raise ``ValueError`` unless the largest rank of all clients is possible here."""
+        if max_rank > (most := min(self.out_features, self.in_features)):
+            raise ValueError(
+                f"`rank` must be at most {most} for the layer {self.name!r}, which has {self.in_features} inputs and "
+                f"{self.out_features} outputs, got {max_rank}; lower it, or leave the layer out by `layers`, or train "
+                "it whole by `train`."
+            )
+
+    def attach(self, client: nn.Module, rank: int, multiplied: bool) -> None:
+        """Give a copy of the server's module the factors of this layer, zero for now; its weight becomes frozen.
+
+        Args:
+            client: The copy.
+            rank: Number of terms.
+            multiplied: Whether terms have multipliers.
+        """
+        layer = client.get_submodule(self.name)
+        weight = layer.get_parameter("weight").requires_grad_(False)
+        layer.register_parameter("lora_A", nn.Parameter(weight.new_zeros(rank, self.in_features)))
+        layer.register_parameter("lora_B", nn.Parameter(weight.new_zeros(self.out_features, rank)))
+        layer.register_buffer(OMEGA, torch.ones_like(weight[0, :1]).repeat(rank) if multiplied else None)
+        # first of all hooks, so that the user's own see the output of the adapted layer
+        layer.register_forward_hook(AddProduct(self.scale), prepend=True, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class AddProduct:
+    """A forward hook that adds ``scale B diag(omega) A x`` to the output of a layer.
+
+    Attributes:
+        scale: Factor on the product of the factors.
+    """
+
+    scale: float
+
+    def __call__(self, layer: Any, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], output: Tensor) -> Tensor:
+        """The output of the adapted layer."""
+        (x,) = (*args, *kwargs.values())
+        hidden = F.linear(x, layer.lora_A) * self.scale
+        if layer.lora_omega is not None:
+            hidden = hidden * layer.lora_omega
+        return output + F.linear(hidden, layer.lora_B)
+
+
+def factors_of(layers: Iterable[AdaptedLayer]) -> frozenset[str]:
+    """Names of the factors of some layers."""
+    return frozenset(name for layer in layers for name in layer.factors.values())

@@ -1,0 +1,194 @@
+"""`ls.LoRA` of adapters that a model of PEFT brings: they are what clients train, and PEFT loads the result."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aggregations import AGGREGATIONS
+from federation import Fit, same_state, seeded
+from test_peft import LORA, LitAdapted, peft
+from test_third_party_models import gpt2, tokens
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+from lightning_spectral.nn.adapters import adapted_layers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`"),
+]
+MIXED = {2: 0.5, 4: 0.5}
+KEPT = [aggregation for aggregation in AGGREGATIONS if not isinstance(aggregation, ls.StackedProducts)]
+X = tokens().tensors[0][:4]
+
+
+def federation() -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(tokens(), ls.IIDPartitioner(num_clients=4), batch_size=4)
+
+
+def trained(name: str = "LoRA") -> LitAdapted:
+    """A module whose adapters, dropout aside, already do something."""
+    lit = seeded(LitAdapted, name)
+    for layer in adapted_layers(lit, ["*"], ()):
+        up = lit.get_parameter(layer.parts["B"])
+        nn.init.normal_(up, std=0.1, generator=torch.Generator().manual_seed(up.numel()))
+    return lit
+
+
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.PaddedFactors()], ids=repr)
+@pytest.mark.parametrize("name", ["LoRA", "LoRA and whole layers"])
+def test_equal_ranks_are_fed_avg_of_the_model_of_peft(name: str, aggregation: Any, fit: Fit) -> None:
+    run = partial(fit, data=federation(), max_epochs=2)
+    ours = run(seeded(LitAdapted, name), algorithm=ls.LoRA(4, aggregation=aggregation))
+    theirs = run(seeded(LitAdapted, name), algorithm=ls.FedAvg())
+    assert same_state(ours.state, theirs.state)
+    assert not same_state(ours.state, seeded(LitAdapted, name).state_dict())
+    assert ours.ledger.rows == theirs.ledger.rows
+
+
+@pytest.mark.parametrize("aggregation", KEPT, ids=repr)
+def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit, tmp_path: Path) -> None:
+    lit, plain = seeded(LitAdapted, "LoRA"), seeded(gpt2)
+    before = {name: p.detach().clone() for name, p in lit.named_parameters()}
+    ledger = fit(lit, federation(), algorithm=ls.LoRA(MIXED, aggregation=aggregation), max_epochs=2).ledger
+
+    moved = {name for name, p in lit.named_parameters() if not torch.equal(p, before[name])}
+    both = {name for name, p in lit.named_parameters() if p.requires_grad}
+    assert moved == ({name for name in both if "lora_B" in name} if isinstance(aggregation, ls.FrozenA) else both)
+    base = sum(4 * p.numel() for name, p in before.items() if name not in both)
+    whole = sum(4 * before[name].numel() for name in both)
+    assert [row.frozen_bytes for row in ledger.rows] == 4 * [base] + 4 * [0]
+    for row in ledger.rows[4:]:
+        omega = 4 * round(4 * row.keep_ratio) * len(adapted_layers(lit, ["*"], ())) * aggregation.has_multipliers
+        assert row.downlink_bytes == row.keep_ratio * whole + omega
+
+    lit.net.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=X).logits, lit.eval()(X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.FrozenA(), ls.AlternatingFactors()], ids=repr)
+def test_nobody_trains_and_a_trained_adapter_stays_to_the_last_bit(aggregation: Any, fit: Fit) -> None:
+    lit = trained()
+    before = {name: value.clone() for name, value in lit.state_dict().items()}
+    after = fit(lit, federation(), algorithm=ls.LoRA(MIXED, aggregation=aggregation), max_epochs=2, local_epochs=0)
+    assert same_state(after.state, before)
+
+
+def test_an_adapter_that_is_loaded_before_the_fit_is_where_it_begins(fit: Fit) -> None:
+    algorithm = ls.LoRA(MIXED)
+    model = ls.FederatedModule(seeded(LitAdapted, "LoRA"), algorithm=algorithm, clients_per_round=4)
+    model.module.load_state_dict(trained().state_dict())
+    expected = fit(trained(), federation(), algorithm=algorithm)
+    assert same_state(fit(model, federation()).state, expected.state)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_client_computes_the_terms_that_it_has_with_the_scale_of_peft(rslora: bool) -> None:
+    config = peft.LoraConfig(target_modules=["c_attn"], use_rslora=rslora, **LORA)
+    lit = seeded(nn.ModuleDict, {"net": peft.get_peft_model(gpt2(), config)})
+    kept = torch.tensor([0, 3])
+    algorithm = ls.LoRA(MIXED)
+    client: Any = algorithm.client_side(lit).build(lit, 0.5)
+    for layer in adapted_layers(lit, ["*"], ()):
+        a, b = (lit.get_parameter(layer.parts[part]).data for part in "AB")
+        nn.init.normal_(b, std=0.1, generator=torch.Generator().manual_seed(1))
+        client.get_parameter(layer.parts["A"]).data.copy_(a[kept])
+        client.get_parameter(layer.parts["B"]).data.copy_(b[:, kept])
+        client.get_buffer(layer.parts["omega"]).copy_(torch.tensor([1.0, 2.0]))
+        b.mul_(torch.tensor([1.0, 0.0, 0.0, 2.0]))
+    outputs: list[Tensor] = [net["net"].eval()(input_ids=X).logits for net in (lit, client)]
+    torch.testing.assert_close(*outputs)
+
+
+def model_of(config: Any, change: Any = lambda net: None) -> LitAdapted:
+    lit = seeded(LitAdapted, "LoRA")
+    lit.net = peft.get_peft_model(gpt2(), config)
+    change(lit.net)
+    return lit
+
+
+def second_adapter(net: Any) -> None:
+    net.add_adapter("other", CONFIG)
+    net.base_model.set_adapter(["default", "other"])
+
+
+def freeze(net: Any) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+
+
+CONFIG = peft.LoraConfig(target_modules=["c_attn"], **LORA)
+FEDAVG = "Train the model as it is with `FedAvg`"
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "IA3": (
+        peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
+        lambda net: None,
+        {},
+        f"adapters are of the kind IA3; .*c_attn' is a ia3.layer.Linear.*{FEDAVG}",
+    ),
+    "VeRA": (
+        peft.VeraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True),
+        lambda net: None,
+        {},
+        f"of the kind VERA.*{FEDAVG}",
+    ),
+    "prompts": (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        lambda net: None,
+        {},
+        f"of the kind PROMPT_TUNING.*{FEDAVG}",
+    ),
+    "DoRA": (
+        peft.LoraConfig(target_modules=["c_attn"], use_dora=True, **LORA),
+        lambda net: None,
+        {},
+        f"has a variant of LoRA, such as DoRA.*{FEDAVG}",
+    ),
+    "embedding": (
+        peft.LoraConfig(target_modules=["wpe"], **LORA),
+        lambda net: None,
+        {},
+        rf"wpe' is a lora\.layer\.Embedding.*{FEDAVG}",
+    ),
+    "integers": (
+        CONFIG,
+        lambda net: net.get_submodule("base_model.model.transformer.h.0.attn.c_attn.base_layer")._parameters.update(
+            weight=nn.Parameter(torch.zeros(32, 96, dtype=torch.int8), requires_grad=False)
+        ),
+        {},
+        rf"h\.0\.attn\.c_attn' adapts a weight of type torch\.int8.*{FEDAVG}",
+    ),
+    "two at once": (CONFIG, second_adapter, {}, f"has 2 active adapters.*{FEDAVG}"),
+    "merged": (CONFIG, lambda net: net.merge_adapter(), {}, f"has an adapter that is merged.*{FEDAVG}"),
+    "another rank": (CONFIG, lambda net: None, {"rank": 8}, r"largest `rank` must be .* 4 for '.*c_attn', got 8"),
+    "layers": (CONFIG, lambda net: None, {"layers": ["*.1.attn.c_attn"]}, r"`layers` leaves out '.*\.0\.attn\.c_attn'"),
+    "alpha": (CONFIG, lambda net: None, {"alpha": 8.0}, r"`alpha` must be None where PEFT .* got 8\.0; .*`lora_alpha`"),
+    "stacked": (CONFIG, lambda net: None, {"aggregation": ls.StackedProducts()}, "StackedProducts changes the base"),
+    "frozen": (CONFIG, freeze, {}, r"lora_A\.default\.weight is frozen, and SampledTerms trains it.*take FrozenA"),
+    "train": (CONFIG, lambda net: None, {"train": ["*.lora_A"]}, r"`train`: '\*\.lora_A' matches no trainable"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_plain_lora_is_refused_by_its_name(case: str) -> None:
+    config, change, options, message = REFUSED[case]
+    lit = model_of(config, change)
+    with pytest.raises(ValueError, match=message):
+        ls.FederatedModule(lit, algorithm=ls.LoRA(**{"rank": 4, **options}), clients_per_round=1)
+
+
+def test_a_frozen_a_trains_with_frozen_a(fit: Fit) -> None:
+    class LitFiltered(LitAdapted):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    lit = seeded(LitFiltered, "LoRA")
+    freeze(lit.net)
+    before = {name: value.clone() for name, value in lit.state_dict().items()}
+    after = fit(lit, federation(), algorithm=ls.LoRA(4, aggregation=ls.FrozenA())).state
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {n for n in after if "lora_B" in n}

@@ -164,13 +164,13 @@ class LoRA(Algorithm[LoRARound]):
         """Raise ``ValueError`` unless the optimizer steps everything that is to be trained."""
         parts = trained_parts(self.aggregation)
         origins = [layer.origins[layer.parts[part]] for layer in self.adapted(server) for part in parts]
-        check_holds(template, server, [*dict.fromkeys(origins), *self._trained(server)])
+        check_holds(template, server, [*dict.fromkeys(origins), *self.trained_whole(server)])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ``ValueError`` for any but plain averaging, if the aggregation sets new factors."""
         check_steps(optimizer, self.aggregation, self.is_mixed)
 
-    def _trained(self, server: nn.Module) -> dict[str, Tensor]:
+    def trained_whole(self, server: nn.Module) -> dict[str, Tensor]:
         """What is trained whole: what `train` names, and what PEFT has not frozen; parameters and averaged buffers."""
         layers = self.adapted(server)
         factors, averaged = factors_of(layers), averaged_tensors(server, keep_buffers=self.keep_buffers)
@@ -181,14 +181,14 @@ class LoRA(Algorithm[LoRARound]):
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: adapters in the place of weights."""
-        layers, dense = self.adapted(server), tuple(self._trained(server))
+        layers, dense = self.adapted(server), tuple(self.trained_whole(server))
         return LoRASide(layers, self.max_rank, self.aggregation, self.is_mixed, dense)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Say how much is trained."""
         layers = self.adapted(server)
         adapters = sum(self.max_rank * (layer.out_features + layer.in_features) for layer in layers)
-        whole = sum(tensor.numel() for tensor in self._trained(server).values())
+        whole = sum(tensor.numel() for tensor in self.trained_whole(server).values())
         total = sum(parameter.numel() for parameter in server.parameters())
         return (
             f"LoRA: adapters of {len(layers)} layers, of rank up to {self.max_rank}, have {adapters:,} parameters; "
@@ -213,7 +213,7 @@ class LoRA(Algorithm[LoRARound]):
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
         """All that is not trained; A, too, if the aggregation never changes it and everybody has all of it."""
-        trained = self._trained(server)
+        trained = self.trained_whole(server)
         frozen = {name: tensor for name, tensor in self._tensors(server, state).items() if name not in trained}
         parts = () if self.is_mixed else self.aggregation.frozen()
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
@@ -234,7 +234,7 @@ class LoRA(Algorithm[LoRARound]):
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
             b, a = adapter.B.detach(), adapter.A.detach()
             adapters[layer] = self.aggregation.open(OpenAdapter(layer, b, a, cohort, ranks, self.is_mixed))
-        mean = dense_mean(server, self._trained(server), cohort)
+        mean = dense_mean(server, self.trained_whole(server), cohort)
         return LoRARound(cohort, self._tensors(server, state), adapters, mean)
 
     def send(self, opened: LoRARound, unit: WorkUnit) -> tuple[Download, Receipt]:

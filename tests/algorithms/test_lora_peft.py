@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from aggregations import AGGREGATIONS
@@ -192,3 +193,62 @@ def test_a_frozen_a_trains_with_frozen_a(fit: Fit) -> None:
     before = {name: value.clone() for name, value in lit.state_dict().items()}
     after = fit(lit, federation(), algorithm=ls.LoRA(4, aggregation=ls.FrozenA())).state
     assert {name for name in after if not torch.equal(after[name], before[name])} == {n for n in after if "lora_B" in n}
+
+
+class LitPlain(pl.LightningModule):
+    """The same model without PEFT, and a head beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gpt2()
+        self.head = nn.Linear(20, 20)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(input_ids=x).logits
+        return self.scale * self.head(logits)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]).flatten(0, -2), batch[1].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("train", [[], ["net.*.ln_*"]], ids=["adapters", "adapters and norms"])
+@pytest.mark.parametrize("rank", [3, {1: 0.5, 3: 0.5}], ids=["equal", "mixed"])
+def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fit: Fit, tmp_path: Path) -> None:
+    lit, base = seeded(LitPlain), seeded(gpt2)
+    algorithm = ls.LoRA(rank, layers=["*.0.attn.c_attn", "*.1.mlp.c_*"], train=train)
+    fitted = fit(lit, federation(), algorithm=algorithm, max_epochs=2)
+    ls.save_peft_adapter(fitted.model, tmp_path / "adapter", submodule="net")
+    before = base(input_ids=X).logits
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    expected = lit.eval().net(input_ids=X).logits
+    torch.testing.assert_close(loaded(input_ids=X).logits, expected)
+    assert not torch.allclose(before, expected, rtol=1e-2)
+    assert len([name for name, _ in loaded.named_modules() if name.endswith("lora_A")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (ls.FedAvg(), "An adapter is what LoRA trains, and this federation has FedAvg"),
+        (ls.LoRA(2, aggregation=ls.StackedProducts(), layers=["net.*"]), "StackedProducts changes the base"),
+        (ls.LoRA(2, layers=["net.*", "head"]), "`submodule`: 'head' is trained and no part of 'net'"),
+        (ls.LoRA(2, layers=["*.c_attn"], train=["scale"]), "`submodule`: '' is trained and no part of 'net'"),
+        (ls.LoRA(2, layers=["*.c_attn"], train=["*.c_attn.bias"]), "cannot save .* since .*c_attn' has an adapter"),
+    ],
+    ids=lambda part: "" if isinstance(part, str) else repr(part),
+)
+def test_what_is_no_adapter_of_peft_is_not_saved_as_one(algorithm: Any, message: str, tmp_path: Path) -> None:
+    model = ls.FederatedModule(LitPlain(), algorithm=algorithm, clients_per_round=1)
+    with pytest.raises(ValueError, match=message):
+        ls.save_peft_adapter(model, tmp_path, submodule="net")
+    assert not list(tmp_path.iterdir())
+
+
+def test_adapters_of_peft_are_saved_by_peft(tmp_path: Path) -> None:
+    model = ls.FederatedModule(seeded(LitAdapted, "LoRA"), algorithm=ls.LoRA(4), clients_per_round=1)
+    with pytest.raises(ValueError, match="save it with its own `save_pretrained`"):
+        ls.save_peft_adapter(model, tmp_path)

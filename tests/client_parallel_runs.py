@@ -171,8 +171,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 5,
         "server_optimizer": ls.FedAdam(lr=0.01),
     },
-    "LoRA, truncated, fails": {
-        "algorithm": ls.LoRA(2, aggregation=ls.TruncatedProducts()),
+    "LoRA, truncated": {
+        "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
         "clients_per_round": 5,
     },
     "errors, dropout and over-selection": {
@@ -212,6 +212,7 @@ ONLY_WITH_TWO = {
     "experts",
     "LoRA",
     "LoRA, stacked, FedAdam",
+    "LoRA, truncated",
     "a store of clients",
     "sampled networks",
     "SCAFFOLD",

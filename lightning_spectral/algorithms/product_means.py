@@ -19,45 +19,44 @@ from lightning_spectral.algorithms.adapter_round import (
 from lightning_spectral.algorithms.client_sum import sum_of
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.statistics import RunningMean
+from lightning_spectral.protocol.statistics import MeanTermChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Tensors = Mapping[str, Tensor]
 
 
 class TruncatedRound(AdapterRound):
-    """All clients' factors are kept until the round closes: small next to a weight, but no sum."""
+    """The factors of all clients side by side, as terms that one client each holds: small next to a weight.
+
+    So they are a sum over clients like any other, of which a process has those that it trains.
+    """
 
     def __init__(self, opened: OpenAdapter) -> None:
         super().__init__(opened)
-        self.factors: dict[WorkUnit, tuple[Tensor, Tensor]] = {}
+        units = sorted((unit for group in opened.cohort.groups.values() for unit in group), key=lambda unit: unit.key)
+        ranks = [opened.rank_of(unit) for unit in units]
+        places = torch.split(torch.arange(sum(ranks), device=opened.A.device), ranks)
+        self.places = {unit.key: own for unit, own in zip(units, places, strict=True)}
+        zero = opened.A.new_zeros(())
+        left, right = zero.expand(len(opened.B), sum(ranks)), zero.expand(sum(ranks), opened.A.shape[1])
+        self.mean = MeanTermChange(left, right, opened.cohort.total)
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
-        """Copy a client's factors."""
-        self.factors[unit] = parts["B"].clone(), parts["A"].clone()
+        """Put a client's factors into its place."""
+        magnitudes = largest["B"], largest["A"]
+        self.mean.add(self.places[unit.key], parts["B"], parts["A"], unit.coefficient, magnitudes)
 
     def means(self) -> Sequence[RunningMean]:
-        """There are none.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(
-            "TruncatedProducts keeps the factors of all clients of a round, no sum, so it runs in one process. "
-            "Several can train with SampledTerms, FrozenA, PaddedFactors, AlternatingFactors or StackedProducts."
-        )
+        """The factors of all clients."""
+        return [self.mean]
 
     def close(self, adapter: Adapter) -> None:
         """Set the factors of the truncated mean."""
-        set_factors(adapter, *stacked(self._weighted()))
-
-    def _weighted(self) -> list[tuple[float, Tensor, Tensor]]:
-        """The clients' factors with their weights in the mean, by client, and the server's own with what is left."""
-        units = sorted(self.factors, key=lambda unit: unit.key)
-        total = sum(unit.coefficient for unit in units)
-        divisor, rest = (1.0, 1.0 - total) if self.opened.cohort.absolute else (total or 1.0, 0.0)
+        weights, (held, left, right) = self.mean.weights, self.mean.finish()
+        shares = self.mean.weight[held] / max(weights.sum, 1)
+        scale, rest = (weights.value, 1.0 - weights.value) if self.opened.cohort.absolute else (1.0, 0.0)
         own = (rest, self.opened.B, self.opened.A)  # with weight 0, its rows are where spare terms come from
-        return [*((unit.coefficient / divisor, *self.factors[unit]) for unit in units), own]
+        set_factors(adapter, *stacked([(scale, left * shares, right), own]))
 
 
 @torch.no_grad()
@@ -74,7 +73,8 @@ class TruncatedProducts(AdapterAggregation):
     """The mean of the products, truncated by SVD to the largest rank; a client of rank r gets the r largest terms.
 
     The decomposition is that of the stacked factors, by QR; no full matrix is formed. With mixed ranks the mean has
-    zeros where a small client lacks a term, so what small clients lack is pulled to zero. It runs in one process.
+    zeros where a small client lacks a term, so what small clients lack is pulled to zero. The server holds the factors
+    of all clients of a round, in float64.
 
     Reference:
         Bai et al. (2024), FlexLoRA.

@@ -15,6 +15,7 @@ from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.magnitudes import largest_magnitudes
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.running_mean import merge
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 C_OUT, C_IN, R, SCALE = 9, 7, 4, 1.5
@@ -181,6 +182,19 @@ def test_the_order_of_clients_does_not_matter(aggregation: Any) -> None:
     one.play(left_out=[3])
     two.play(left_out=[3])
     assert torch.equal(one.weight, two.weight)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
+def test_several_processes_add_up_to_the_same_bits(aggregation: Any) -> None:
+    """Of two processes each adds two clients; their sums together close as one round."""
+    alone, first, second = (OneLayer(aggregation, MIXED) for _ in range(3))
+    alone.play()
+    second.play(left_out=[0, 2])
+    for mine, theirs in zip(first.round.means(), second.round.means(), strict=True):
+        merge(mine, theirs)
+    first.play(left_out=[1, 3])
+    assert torch.equal(first.weight, alone.weight)
+    assert not torch.equal(second.weight, alone.weight)
 
 
 @pytest.mark.parametrize("shape", [(9, 3, 7), (4, 6, 11), (5, 8, 3)], ids=str)

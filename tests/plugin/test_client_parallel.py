@@ -195,13 +195,6 @@ def test_broken_weights_of_the_server_end_every_process_alike(
         assert "process" not in one["error"]
 
 
-def test_what_is_no_sum_is_refused_in_several_processes(results: Results) -> None:
-    assert results("LoRA, truncated, fails", 1)[0]["error"] is None
-    for one in results("LoRA, truncated, fails", 2):
-        assert one["error"].startswith("NotImplementedError: TruncatedProducts keeps the factors of all clients")
-        assert one["global_step"] == 0
-
-
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, results: Results) -> None:
     *others, last = results("hung up", num_processes)

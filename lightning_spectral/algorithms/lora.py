@@ -23,12 +23,21 @@ from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.lora_checks import (
     check_brought,
     check_holds,
+    check_merges,
     check_steps,
     check_trained,
     trained_parts,
 )
 from lightning_spectral.algorithms.lora_side import LoRASide
-from lightning_spectral.algorithms.lora_state import LoRARound, LoRAState, adapters_of, held, own_state, take_in
+from lightning_spectral.algorithms.lora_state import (
+    LoRARound,
+    LoRAState,
+    adapters_of,
+    held,
+    own_state,
+    restart,
+    take_in,
+)
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
 from lightning_spectral.client.side import ClientSide
@@ -82,6 +91,8 @@ class LoRA(Algorithm[LoRARound]):
         train: Patterns of what is trained whole, such as heads and norms: names of modules or of parameters. Floating-
             point buffers among it are averaged, others keep the server's value. What it names gets no adapter.
         keep_buffers: Patterns of buffers that keep the server's value even so.
+        merge_every: After each so many rounds adapters go into the base, which then travels to every client again, and
+            begin anew: B is zero, and A another one. ``None`` for never.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -106,6 +117,7 @@ class LoRA(Algorithm[LoRARound]):
     layers: Sequence[str] = ("*",)
     train: Sequence[str] = ()
     keep_buffers: Sequence[str] = ()
+    merge_every: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(
@@ -115,8 +127,10 @@ class LoRA(Algorithm[LoRARound]):
             layers=as_patterns,
             train=as_patterns,
             keep_buffers=as_patterns,
+            merge_every=Whole(at_least=1, optional=True),
         )
         check_is("aggregation", self.aggregation, AdapterAggregation)
+        check_merges(self.aggregation, self.merge_every)
 
     @property
     def max_rank(self) -> int:
@@ -154,7 +168,7 @@ class LoRA(Algorithm[LoRARound]):
             layer.check_rank(self.max_rank)
         check_trained(server, self.train, factors_of(layers))
         if any(layer.brings_factors for layer in layers):
-            check_brought(server, layers, self.aggregation, self.alpha)
+            check_brought(server, layers, self.aggregation, self.alpha, self.merge_every)
 
     def prepare(self, server: nn.Module) -> LoRA:
         """Decide which buffers keep the server's value, once for all rounds."""
@@ -167,8 +181,8 @@ class LoRA(Algorithm[LoRARound]):
         check_holds(template, server, [*dict.fromkeys(origins), *self.trained_whole(server)])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` for any but plain averaging, if the aggregation sets new factors."""
-        check_steps(optimizer, self.aggregation, self.is_mixed)
+        """Raise ``ValueError`` for any but plain averaging, if something else than its steps sets new factors."""
+        check_steps(optimizer, self.aggregation, self.is_mixed, self.merge_every)
 
     def trained_whole(self, server: nn.Module) -> dict[str, Tensor]:
         """What is trained whole: what `train` names, and what PEFT has not frozen; parameters and averaged buffers."""
@@ -197,7 +211,7 @@ class LoRA(Algorithm[LoRARound]):
 
     def start(self, server: nn.Module, seed: int) -> LoRAState:
         """Copy the adapted weights, which become the bases, and draw A; B is zero."""
-        return LoRAState([self._adapter(server, layer, seed) for layer in self.adapted(server)])
+        return LoRAState([self._adapter(server, layer, seed) for layer in self.adapted(server)], seed)
 
     def _adapter(self, server: nn.Module, layer: AdaptedLayer, seed: int) -> Adapter:
         if layer.brings_factors:
@@ -266,15 +280,20 @@ class LoRA(Algorithm[LoRARound]):
     def close(self, server: nn.Module, state: nn.Module | None, opened: LoRARound) -> None:
         """Set pseudo-gradients, or new factors, of the state, and pseudo-gradients of what is trained whole."""
         apply_mean_change(server, opened.dense.finish())
+        own_state(state).num_rounds.fill_(opened.cohort.round_idx + 1)
         for adapter, own in zip(opened.adapters.values(), adapters_of(state), strict=True):
             adapter.close(own)
 
     @torch.no_grad()
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
         """Write ``W0 + s B A`` or factors into the server's module; before the first round, take in what it has."""
-        begun = own_state(state).has_begun
+        own = own_state(state)
+        num_rounds = int(own.num_rounds)
+        restarts = self.merge_every is not None and num_rounds > 0 and num_rounds % self.merge_every == 0
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
-            if not begun:
+            if not own.has_begun:
                 take_in(server, layer, adapter)
             load_tensors(server, held(layer, adapter))
-        begun.fill_(True)
+            if restarts:
+                restart(layer, adapter, drawn_rows(layer, self.max_rank, adapter.A, own.seed, num_rounds))
+        own.has_begun.fill_(True)

@@ -30,8 +30,21 @@ def check_trained(server: nn.Module, patterns: Sequence[str], factors: Collectio
             )
 
 
+def check_merges(aggregation: AdapterAggregation, merge_every: int | None) -> None:
+    """Raise ``ValueError`` if an aggregation that has no adapters between rounds is to merge them."""
+    if merge_every is not None and "base" in aggregation.steps(is_mixed=True):
+        raise ValueError(
+            f"{type(aggregation).__name__} adds to the base in every round and keeps no adapters between rounds; leave "
+            f"`merge_every` out, got {merge_every}."
+        )
+
+
 def check_brought(
-    server: nn.Module, layers: Sequence[AdaptedLayer], aggregation: AdapterAggregation, alpha: float | None
+    server: nn.Module,
+    layers: Sequence[AdaptedLayer],
+    aggregation: AdapterAggregation,
+    alpha: float | None,
+    merge_every: int | None,
 ) -> None:
     """Raise ``ValueError`` if the adapters that PEFT has made could not be kept as they are."""
     if alpha is not None:
@@ -39,10 +52,11 @@ def check_brought(
             f"`alpha` must be None where PEFT has made the adapters, which it scales itself, got {alpha}; give PEFT's "
             "`LoraConfig` a `lora_alpha`."
         )
-    if "base" in aggregation.steps(is_mixed=True):
+    if changes_base(aggregation, merge_every):
+        what = f"`merge_every={merge_every}`" if merge_every else type(aggregation).__name__
         raise ValueError(
-            f"{type(aggregation).__name__} changes the base, which is no part of an adapter of PEFT; take another "
-            "aggregation, or the module without PEFT."
+            f"{what} changes the base, which is no part of an adapter of PEFT; leave it out, or take the module "
+            "without PEFT."
         )
     for name in (layer.parts[part] for layer in layers for part in trained_parts(aggregation)):
         if not server.get_parameter(name).requires_grad:
@@ -65,11 +79,17 @@ def check_holds(template: Optimizer, server: nn.Module, wanted: Sequence[str]) -
         )
 
 
-def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed: bool) -> None:
-    """Raise ``ValueError`` for any server optimizer but plain averaging, if the aggregation sets new factors."""
+def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed: bool, merge_every: int | None) -> None:
+    """Raise ``ValueError`` for any server optimizer but plain averaging, if something else sets new factors."""
     plain = isinstance(optimizer, SGD) and all(
         group[name] == value for group in optimizer.param_groups for name, value in PLAIN.items()
     )
+    if merge_every and not plain:
+        raise ValueError(
+            f"With `merge_every={merge_every}` adapters begin anew, so that a server optimizer such as "
+            f"{type(optimizer).__name__} would step along terms that are gone; leave `server_optimizer` or "
+            "`merge_every` out."
+        )
     if not aggregation.steps(is_mixed) and not plain:
         raise ValueError(
             f"{type(aggregation).__name__} factorises its product anew in each round, so that a server "
@@ -81,3 +101,8 @@ def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed:
 def trained_parts(aggregation: AdapterAggregation) -> tuple[str, ...]:
     """The factors that clients train in some round."""
     return tuple(sorted({part for round_idx in (0, 1) for part in aggregation.trained(round_idx)}))
+
+
+def changes_base(aggregation: AdapterAggregation, merge_every: int | None) -> bool:
+    """Whether what a fit has learned is not an adapter on the weights with which it began."""
+    return merge_every is not None or "base" in aggregation.steps(is_mixed=True)

@@ -18,17 +18,24 @@ from lightning_spectral.protocol.statistics import MeanChange
 class LoRAState(nn.Module):
     """What the server owns between rounds.
 
-    Attributes:
+    Args:
         adapters: One for each adapted layer, in their order.
+        seed: The run's seed.
+
+    Attributes:
         has_begun: Whether a fit has begun; until then bases follow the weights, which a user may still load.
+        num_rounds: Number of rounds up to the last that was averaged.
     """
 
     has_begun: Tensor
+    num_rounds: Tensor
 
-    def __init__(self, adapters: Sequence[Adapter]) -> None:
+    def __init__(self, adapters: Sequence[Adapter], seed: int) -> None:
         super().__init__()
         self.adapters = nn.ModuleList(adapters)
+        self.seed = seed
         self.register_buffer("has_begun", torch.tensor(False))
+        self.register_buffer("num_rounds", torch.tensor(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,3 +88,18 @@ def merged(layer: AdaptedLayer, adapter: Adapter) -> Tensor:
     assert adapter.base is not None
     product = layer.scale * (adapter.B.double() @ adapter.A.double())
     return (adapter.base.double() + (product.T if layer.transposed else product)).to(adapter.base)
+
+
+@torch.no_grad()
+def restart(layer: AdaptedLayer, adapter: Adapter, rows: Tensor) -> None:
+    """Put the product into the base, which becomes the server's weight, bit for bit; B is zero again, and A is new.
+
+    Args:
+        layer: The layer.
+        adapter: Its adapter.
+        rows: The new A, shape ``(R, c_in)``.
+    """
+    assert adapter.base is not None
+    adapter.base.copy_(merged(layer, adapter))
+    adapter.B.zero_()
+    adapter.A.copy_(rows)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms import LoRA
 from lightning_spectral.algorithms.lora import ALPHA
+from lightning_spectral.algorithms.lora_checks import changes_base
 from lightning_spectral.algorithms.lora_state import adapters_of
 from lightning_spectral.errors import check_is
 from lightning_spectral.extras import from_extra
@@ -75,10 +76,11 @@ def _check(algorithm: LoRA, layers: Sequence[AdaptedLayer]) -> None:
     """Raise ``ValueError`` if the module is no base with an adapter of our own."""
     if any(layer.brings_factors for layer in layers):
         raise ValueError("The module brings adapters of PEFT: save it with its own `save_pretrained`.")
-    if "base" in algorithm.aggregation.steps(algorithm.is_mixed):
+    if changes_base(algorithm.aggregation, algorithm.merge_every):
+        what = "`merge_every`" if algorithm.merge_every else type(algorithm.aggregation).__name__
         raise ValueError(
-            f"{type(algorithm.aggregation).__name__} changes the base, so that an adapter alone is not what was "
-            "learned; save the module's `state_dict`."
+            f"{what} changes the base, so that an adapter alone is not what was learned; save the module's "
+            "`state_dict`."
         )
 
 

@@ -170,6 +170,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "layers": (CONFIG, lambda net: None, {"layers": ["*.1.attn.c_attn"]}, r"`layers` leaves out '.*\.0\.attn\.c_attn'"),
     "alpha": (CONFIG, lambda net: None, {"alpha": 8.0}, r"`alpha` must be None where PEFT .* got 8\.0; .*`lora_alpha`"),
     "stacked": (CONFIG, lambda net: None, {"aggregation": ls.StackedProducts()}, "StackedProducts changes the base"),
+    "merged every round": (CONFIG, lambda net: None, {"merge_every": 2}, "`merge_every=2` changes the base"),
     "frozen": (CONFIG, freeze, {}, r"lora_A\.default\.weight is frozen, and SampledTerms trains it.*take FrozenA"),
     "train": (CONFIG, lambda net: None, {"train": ["*.lora_A"]}, r"`train`: '\*\.lora_A' matches no trainable"),
 }
@@ -235,6 +236,7 @@ def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fi
     [
         (ls.FedAvg(), "An adapter is what LoRA trains, and this federation has FedAvg"),
         (ls.LoRA(2, aggregation=ls.StackedProducts(), layers=["net.*"]), "StackedProducts changes the base"),
+        (ls.LoRA(2, merge_every=1, layers=["net.*"]), "`merge_every` changes the base"),
         (ls.LoRA(2, layers=["net.*", "head"]), "`submodule`: 'head' is trained and no part of 'net'"),
         (ls.LoRA(2, layers=["*.c_attn"], train=["scale"]), "`submodule`: '' is trained and no part of 'net'"),
         (ls.LoRA(2, layers=["*.c_attn"], train=["*.c_attn.bias"]), "cannot save .* since .*c_attn' has an adapter"),

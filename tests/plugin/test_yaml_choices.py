@@ -50,6 +50,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         ("lightning_spectral.Zampling.fed_pm", ls.Zampling.fed_pm()),
         ("{class_path: LoRA, init_args: {rank: {4: 0.5, 8: 0.5}, train: ['*.norm']}}",
          ls.LoRA({4: 0.5, 8: 0.5}, train=["*.norm"])),
+        ("{class_path: LoRA, init_args: {alpha: 4.0, merge_every: 5}}", ls.LoRA(alpha=4.0, merge_every=5)),
         ("{class_path: LoRA, init_args: {aggregation: {class_path: SampledTerms, init_args: {strategy: TopN}}}}",
          ls.LoRA(aggregation=ls.SampledTerms(ls.TopN()))),
         *[(f"{{class_path: LoRA, init_args: {{aggregation: {name}}}}}", ls.LoRA(aggregation=getattr(ls, name)()))

@@ -1,0 +1,104 @@
+"""Adapters that go into the base and begin anew: against runs that are put together by hand, and what never changes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LitMLP
+from federation import Fit, same_state, seeded
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.adapter_round import drawn_rows
+from lightning_spectral.algorithms.lora_state import adapters_of
+from lightning_spectral.nn.adapters import adapted_layers
+
+MIXED = {1: 0.5, 3: 0.5}
+
+
+def merge_by_hand(folder: Path, num_rounds: int) -> Path:
+    """A checkpoint in which the merged weights are the bases, B is zero, and A drawn for that round."""
+    checkpoint = torch.load(folder / "before.ckpt", weights_only=True)
+    weights = checkpoint["state_dict"]
+    for index, layer in enumerate(adapted_layers(LitMLP(), ["*"], ())):
+        own = f"state.adapters.{index}"
+        weights[f"{own}.base"] = weights[f"module.{layer.weight}"].clone()
+        weights[f"{own}.B"].zero_()
+        weights[f"{own}.A"] = drawn_rows(layer, 3, weights[f"{own}.A"], 0, num_rounds)
+    torch.save(checkpoint, folder / "merged.ckpt")
+    return folder / "merged.ckpt"
+
+
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.FrozenA(), ls.TruncatedProducts()], ids=repr)
+def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
+    aggregation: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    run = partial(fit, data=data, clients_per_round=12)
+    restarting = ls.LoRA(MIXED, aggregation=aggregation, merge_every=2)
+    ours = run(seeded(LitMLP), algorithm=restarting, max_epochs=3)
+    keeping = ls.LoRA(MIXED, aggregation=aggregation)
+    first = run(seeded(LitMLP), algorithm=keeping, max_epochs=2)
+    first.trainer.save_checkpoint(tmp_path / "before.ckpt")
+    changed = torch.load(merge_by_hand(tmp_path, 2), weights_only=True)
+    by_hand = ls.FederatedModule(seeded(LitMLP), algorithm=keeping, clients_per_round=12)
+    by_hand = run(by_hand, max_epochs=3, ckpt_path=tmp_path / "merged.ckpt")
+    assert same_state(ours.state, by_hand.state)
+    assert not same_state(ours.state, first.state)
+    assert changed["state_dict"]["state.num_rounds"] == 2
+
+
+def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None:
+    rows = fit(
+        seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=2), clients_per_round=12, max_epochs=5
+    ).ledger.rows
+    own = LitMLP()
+    base, weights = (4 * sum(p.numel() for p in own.parameters() if p.dim() > least) for least in (0, 1))
+    factors = 4 * 2 * sum(layer.in_features + layer.out_features for layer in adapted_layers(own, ["*"], ()))
+    frozen = [{row.frozen_bytes for row in rows if row.round_idx == index} for index in range(5)]
+    assert frozen == [{base}, {0}, {weights}, {0}, {weights}]
+    assert {row.downlink_bytes - row.frozen_bytes for row in rows} == {factors}
+
+
+@pytest.mark.parametrize("merge_every", [1, 2])
+def test_a_restart_changes_no_weight_by_one_bit(merge_every: int, data: Any, fit: Fit) -> None:
+    """Not where nobody trains, and not where somebody has: the new base is the weight that the server has."""
+    algorithm = ls.LoRA(2, merge_every=merge_every)
+    idle = fit(seeded(LitMLP), data, algorithm=algorithm, local_epochs=0, max_epochs=3)
+    assert same_state(idle.state, seeded(LitMLP).state_dict())
+    trained = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=2)
+    for layer, adapter in zip(adapted_layers(LitMLP(), ["*"], ()), adapters_of(trained.model.state), strict=True):
+        assert torch.equal(adapter.base, trained.state[layer.weight])
+        assert not adapter.B.any()
+    again = fit(trained.module, data, algorithm=algorithm, local_epochs=0, max_epochs=3)
+    assert same_state(again.state, trained.state)
+    assert not same_state(again.state, idle.state)
+
+
+def test_a_run_with_restarts_resumes_as_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
+    options = {"algorithm": ls.LoRA(MIXED, merge_every=2), "clients_per_round": 5}
+    whole = fit(seeded(LitMLP), data, max_epochs=4, **options)
+    part = fit(seeded(LitMLP), data, max_epochs=2, **options)
+    part.trainer.save_checkpoint(tmp_path / "2.ckpt")
+    resumed = fit(seeded(LitMLP), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed.ledger.rows == whole.ledger.rows
+
+
+def test_each_restart_has_another_a(data: Any, fit: Fit) -> None:
+    factors = [
+        adapters_of(fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=1), max_epochs=rounds).model.state)[
+            0
+        ].A.detach()
+        for rounds in (1, 2)
+    ]
+    assert not torch.equal(*factors)
+
+
+def test_what_has_no_adapters_between_rounds_is_not_merged(data: Any, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"StackedProducts adds to the base in every round .* got 3"):
+        ls.LoRA(2, aggregation=ls.StackedProducts(), merge_every=3)
+    with pytest.raises(
+        ValueError, match=r"With `merge_every=3` .* as ServerAdam would step .* leave `server_optimizer` or"
+    ):
+        fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=3), server_optimizer=ls.FedAdam())

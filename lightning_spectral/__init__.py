@@ -18,6 +18,8 @@ from lightning_spectral.algorithms import (
     TruncatedProducts,
     Zampling,
 )
+from lightning_spectral.algorithms.lora_budgets import rank_for
+from lightning_spectral.algorithms.lora_costs import LoRACostTable, lora_cost_table
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.designs import (
@@ -146,6 +148,7 @@ __all__ = [
     "LeaveOut",
     "Link",
     "LoRA",
+    "LoRACostTable",
     "LocalHook",
     "LossVarianceReduced",
     "LostProcessError",
@@ -206,6 +209,8 @@ __all__ = [
     "keep_ratio_for",
     "latest_checkpoint",
     "load_user_module",
+    "lora_cost_table",
+    "rank_for",
     "replace_layers",
     "save_peft_adapter",
     "spectral_start",

@@ -65,13 +65,23 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "compression_for": lambda: {"module": net(), "budget_bytes": 1e6},
     "cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
     "keep_ratio_for": lambda: {"module": net(), "example_input": EXAMPLE},
+    "lora_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
+    "rank_for": lambda: {"module": net(), "example_input": EXAMPLE},
     "replace_layers": lambda: {"module": net(), "keep_ratio": 0.5},
     "spectral_start": lambda: {"module": net(), "keep_ratio": 0.5},
     "zample": lambda: {"module": net()},
     "zampling_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
 }
 # Nobody but the package makes the first; the last hands its arguments to torch.
-LEFT_OUT = {"ClientRow", "ClientTable", "CostTable", "RunEstimate", "ZamplingCostTable", "load_user_module"}
+LEFT_OUT = {
+    "ClientRow",
+    "ClientTable",
+    "CostTable",
+    "LoRACostTable",
+    "RunEstimate",
+    "ZamplingCostTable",
+    "load_user_module",
+}
 MAY_BE_NEGATIVE = {"seed"}
 MAY_BE_INFINITE = re.compile(
     r"budget|every_n_seconds|slack|clip_|deadline|downlink$|uplink$|macs_per|max_norm|EffectiveLRClip\.tau"

@@ -38,7 +38,11 @@ class CostRows(Generic[C]):
     @property
     def _shown(self) -> Columns:
         """All columns, but that of frozen parameters only if there are some."""
-        hidden = () if getattr(self.full, "frozen_bytes", 0) else ("frozen_bytes",)
+        hidden = (
+            ()
+            if any(getattr(cost, "frozen_bytes", 0) for cost in (self.full, *self.at.values()))
+            else ("frozen_bytes",)
+        )
         return {name: column for name, column in self.columns.items() if name not in hidden}
 
     def _cells(self, cost: C) -> list[str]:

@@ -1,0 +1,132 @@
+"""The cost to a client of each rank of federated LoRA, as a table to print and log."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.adapter_round import AdapterAggregation
+from lightning_spectral.algorithms.lora import LoRA
+from lightning_spectral.algorithms.sampled_terms import SampledTerms
+from lightning_spectral.nn.cost.block_costs import Cost
+from lightning_spectral.nn.cost.costs import required_example, sent_whole
+from lightning_spectral.nn.cost.counted_pass import CountedPass, count_pass
+from lightning_spectral.nn.cost.rows import CostRows
+from lightning_spectral.nn.cost.table import COLUMNS
+from lightning_spectral.nn.plan.trace import Example
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.records import num_bytes
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+NOTHING = CountedPass(0, 0, 0, ())
+
+
+class LoRACostTable(CostRows[Cost]):
+    """The cost of a client of `LoRA`, whole and at each rank; ``print`` shows it as a table.
+
+    Attributes:
+        full: The whole model, as `FedAvg` trains it.
+        at: From ranks to costs, in the order in which they were asked for.
+    """
+
+    title = "rank"
+    columns = COLUMNS
+
+
+def lora_cost_table(
+    module: nn.Module,
+    ranks: Sequence[int] = (4, 8, 16),
+    example_input: Example = None,
+    *,
+    aggregation: AdapterAggregation | None = None,
+    layers: Sequence[str] = ("*",),
+    train: Sequence[str] = (),
+    keep_buffers: Sequence[str] = (),
+) -> LoRACostTable:
+    """What each rank of `LoRA` costs a client, before any training.
+
+    A round is opened on a copy, and what it sends to clients of these ranks is counted, and one forward pass of each.
+
+    Args:
+        module: Any module; it is not changed.
+        ranks: The ranks of one federation: if they differ, multipliers travel where the aggregation has them. If the
+            module has adapters of PEFT, the largest is theirs.
+        example_input: As in `cost_table`.
+        aggregation: This and what follows: as for `LoRA`; ``None`` for `SampledTerms`.
+        layers: As there.
+        train: As there.
+        keep_buffers: As there.
+
+    Returns:
+        Parameters are all of the client's, with the frozen ones. "Down" is what travels in each round, and "down once"
+        the frozen base. Of rounds that differ, as in `AlternatingFactors`, it is the costlier.
+
+    Raises:
+        ValueError: If a rank is below 1 or above that of a layer, there is no example, or as for `LoRA`.
+
+    Note:
+        With ``merge_every=k`` the adapted weights travel in one of k rounds besides.
+
+    Example:
+        >>> import torch
+        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        >>> print(lora_cost_table(mlp, [2, 8], torch.zeros(32, 64), train=["4"]))
+        rank  parameters     MACs           kept values    kept bytes       down            up              down once
+        full  85.0 k         2.70 M         16.4 k         64.0 KiB         332 KiB         332 KiB         0 B
+        2     86.7 k (102%)  2.76 M (102%)  16.5 k (101%)  64.5 KiB (101%)  16.6 KiB (5%)   16.5 KiB (5%)   322 KiB
+        8     91.7 k (108%)  2.92 M (108%)  16.9 k (103%)  66.0 KiB (103%)  36.1 KiB (11%)  36.0 KiB (11%)  322 KiB
+    """
+    algorithm = LoRA(list(ranks), None, aggregation or SampledTerms(), layers, train, keep_buffers)
+    example = required_example(module, example_input)
+    whole, counted = sent_whole(module, (), keep_buffers), count_pass(copy_module(module), example)
+    full = replace(whole, macs=counted.macs, kept_values=counted.kept_values, kept_bytes=counted.kept_bytes)
+    return LoRACostTable(full, dict(rank_costs(algorithm, module, example)))
+
+
+def rank_costs(algorithm: LoRA, module: nn.Module, example: Example) -> dict[float, Cost]:
+    """The costs of the ranks of an algorithm, in their order; passes are counted only if there is an example."""
+    server = copy_module(module)
+    algorithm.check(server)
+    algorithm = algorithm.prepare(server)
+    ranks = list(dict.fromkeys(algorithm.rank if isinstance(algorithm.rank, Sequence) else [algorithm.max_rank]))
+    return {rank: _costlier([_cost(algorithm, server, rank, index, example) for index in (0, 1)]) for rank in ranks}
+
+
+def _costlier(costs: Sequence[Cost]) -> Cost:
+    return Cost(*(max(values) for values in zip(*(vars(cost).values() for cost in costs), strict=True)))
+
+
+def _cost(algorithm: LoRA, server: nn.Module, rank: int, round_idx: int, example: Example) -> Cost:
+    """The cost of one rank in one round, by the functions that a round uses."""
+    unit = WorkUnit(0, coefficient=1.0)
+    cohort = Cohort(0, round_idx, {rank / algorithm.max_rank: (unit,)})
+    state = algorithm.start(server, 0)
+    download, _ = algorithm.send(algorithm.open(server, state, cohort), unit)
+    download, side = replace(download, round_idx=round_idx), algorithm.client_side(server)
+    client = side.build(server, download.capacity)
+    side.load(client, download)
+    counted = NOTHING if example is None else count_pass(client, example)
+    frozen = num_bytes(_kept(download.tensors, _stays(algorithm, server, state)))
+    return Cost(
+        parameters=sum(p.numel() for p in client.parameters()),
+        macs=counted.macs,
+        kept_values=counted.kept_values,
+        kept_bytes=counted.kept_bytes,
+        downlink_bytes=download.num_bytes - frozen,
+        uplink_bytes=side.collect(client, download).num_bytes,
+        frozen_bytes=frozen,
+    )
+
+
+def _stays(algorithm: LoRA, server: nn.Module, state: nn.Module | None) -> set[str]:
+    """Names of what travels once: all that is frozen, but for bases to which every round adds."""
+    moving = "base" in algorithm.aggregation.steps(algorithm.is_mixed)
+    bases = {layer.weight for layer in algorithm.adapted(server) if moving}
+    return set(algorithm.frozen_tensors(server, state)) - bases
+
+
+def _kept(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name in names}

@@ -1,0 +1,82 @@
+"""What the table says of LoRA is what rounds send, what a client holds and what torch counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from aggregations import AGGREGATIONS
+from conftest import LitMLP
+from federation import Fit, same_state, seeded
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_spectral as ls
+from lightning_spectral.nn.cost.budgets import NEEDS
+
+EXAMPLE = torch.zeros(5, 6)
+OPTIONS: dict[str, Any] = {"layers": ["net.0", "net.2"], "train": ["net.5"]}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
+def test_bytes_are_those_of_rounds(aggregation: Any, data: Any, fit: Fit) -> None:
+    """The costlier of two rounds, down and up; and what the first sends besides."""
+    for ranks in ([2, 4], [3]):
+        table = ls.lora_cost_table(LitMLP(), ranks, EXAMPLE, aggregation=aggregation, **OPTIONS)
+        algorithm = ls.LoRA({rank: 1 / len(ranks) for rank in ranks}, aggregation=aggregation, **OPTIONS)
+        rows = fit(LitMLP(), data, algorithm=algorithm, clients_per_round=12, max_epochs=3).ledger.rows
+        for rank, cost in table.at.items():
+            own = [row for row in rows if round(row.keep_ratio * max(ranks)) == rank]
+            down = {row.round_idx: row.downlink_bytes for row in own}
+            assert (cost.downlink_bytes, cost.uplink_bytes) == (down[1], max(row.uplink_bytes for row in own))
+            assert down == {0: down[1] + cost.frozen_bytes, 1: down[1], 2: down[1]}
+
+
+def test_parameters_and_work_are_those_of_a_clients_model() -> None:
+    cost = ls.lora_cost_table(LitMLP(), [2, 4], EXAMPLE, **OPTIONS).at[2]
+    client = ls.LoRA([2, 4], **OPTIONS).client_side(LitMLP()).build(LitMLP(), 0.5)
+    assert cost.parameters == sum(p.numel() for p in client.parameters())
+    with FlopCounterMode(display=False) as counter:
+        client(EXAMPLE)
+    assert 2 * cost.macs == counter.get_total_flops()
+    assert cost.macs == 5 * (6 * 12 + 12 * 12 + 12 * 3) + 5 * 2 * (6 + 12 + 12 + 12)
+
+
+def test_counting_changes_nothing() -> None:
+    module, state = seeded(LitMLP), torch.get_rng_state()
+    table = ls.lora_cost_table(module, [2, 4], EXAMPLE, **OPTIONS)
+    assert same_state(module.state_dict(), seeded(LitMLP).state_dict())
+    assert torch.equal(state, torch.get_rng_state())
+    header, full, *_, last = str(table).splitlines()
+    assert header.split("  ")[0] == "rank"
+    assert header.endswith("down once")
+    assert full.endswith("0 B")
+    assert last.startswith("4 ")
+    theirs = ls.cost_table(module, [0.5], EXAMPLE).full
+    assert table.full == theirs
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.FrozenA()], ids=repr)
+@pytest.mark.parametrize("budgeted", NEEDS)
+def test_the_answer_fits_and_no_larger_rank_does(budgeted: str, aggregation: Any, several: bool) -> None:
+    options = {"aggregation": aggregation, **OPTIONS}
+    ranks = range(1, 7)  # 6 is the smallest side
+    tables = [ls.lora_cost_table(LitMLP(), [*ranks] if several else [rank], EXAMPLE, **options) for rank in ranks]
+    needed = {rank: NEEDS[budgeted](table.at[rank]) for rank, table in zip(ranks, tables, strict=True)}
+    budgets = [need + change for need in needed.values() for change in (-1, 0, 1)][1:9]
+    expected = [max(rank for rank in ranks if needed[rank] <= budget) for budget in budgets]
+    if several:
+        assert ls.rank_for(LitMLP(), EXAMPLE, **{budgeted: budgets}, **options) == expected
+    else:
+        assert [ls.rank_for(LitMLP(), EXAMPLE, **{budgeted: budget}, **options) for budget in budgets] == expected
+
+
+def test_what_lora_refuses_has_no_cost() -> None:
+    with pytest.raises(ValueError, match=r"`rank` must be at most 6 for the layer 'net.0'.* got 8"):
+        ls.lora_cost_table(LitMLP(), [8], EXAMPLE, **OPTIONS)
+    with pytest.raises(ValueError, match="give `example_input`"):
+        ls.rank_for(LitMLP(), budget_macs=1e9)
+    with pytest.raises(ValueError, match=r"Give exactly one of budget_bytes, budget_macs, budget_params; got none\."):
+        ls.rank_for(LitMLP())
+    smallest = 2 * 4 * (6 + 12 + 12 + 12 + 12 * 3 + 3)
+    with pytest.raises(ValueError, match=rf"No rank fits `budget_bytes=100`: rank 1 takes {smallest}\. Raise the"):
+        ls.rank_for(LitMLP(), budget_bytes=100, **OPTIONS)

@@ -16,6 +16,7 @@ from lightning_spectral.algorithms import (
     StackedProducts,
     StaleUpdates,
     TruncatedProducts,
+    WidthSharding,
     Zampling,
 )
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
@@ -49,6 +50,8 @@ from lightning_spectral.nn import (
     zampling_cost_table,
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.planner import width_plan
 from lightning_spectral.nn.zampling.zample import unzample, zample
 from lightning_spectral.participation import (
     FullParticipation,
@@ -90,9 +93,13 @@ from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.sharding import (
+    ChannelChoice,
     Collective,
     EffectiveCohort,
+    PrefixChannels,
     PriSM,
+    RandomChannels,
+    RollingChannels,
     Scaled,
     Schatten,
     ShardingStrategy,
@@ -110,6 +117,7 @@ __all__ = [
     "AlternatingFactors",
     "AtomicCheckpointIO",
     "Brewer",
+    "ChannelChoice",
     "ClientDropout",
     "ClientError",
     "ClientEvaluation",
@@ -154,10 +162,13 @@ __all__ = [
     "NaturalPartitioner",
     "PaddedFactors",
     "Partitioner",
+    "PrefixChannels",
     "PriSM",
     "ProximalTerm",
     "Raise",
+    "RandomChannels",
     "RandomSystematic",
+    "RollingChannels",
     "RoundCallback",
     "RoundDashboard",
     "RoundError",
@@ -197,6 +208,8 @@ __all__ = [
     "UpdateAlignment",
     "UpdateVarianceReduced",
     "VirtualClock",
+    "WidthPlan",
+    "WidthSharding",
     "Zampling",
     "ZamplingCostTable",
     "compression_for",
@@ -210,6 +223,7 @@ __all__ = [
     "tune_allocator",
     "unzample",
     "validate",
+    "width_plan",
     "zample",
     "zampling_cost_table",
 ]

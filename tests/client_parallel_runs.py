@@ -41,6 +41,8 @@ def uneven_data(held_out: float = 0.0) -> ls.FederatedDataModule:
 
 
 class WithBatchNorm(LitMLP):
+    example_input_array = torch.zeros(2, 6)
+
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
         self.net.insert(1, nn.BatchNorm1d(12, momentum=None))
@@ -174,6 +176,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "LoRA, truncated, fails": {
         "algorithm": ls.LoRA(2, aggregation=ls.TruncatedProducts()),
         "clients_per_round": 5,
+    },
+    "width": {
+        "algorithm": ls.WidthSharding(ls.RollingChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
     },
     "errors, dropout and over-selection": {
         "module": FailsForClient,

@@ -228,6 +228,7 @@ ONLY_WITH_TWO = {
     "stale updates",
     "the start alone",
     "truncated stale updates, clients left out",
+    "width",
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lightning_spectral.nn.plan.trace import Example, example_of
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
@@ -27,9 +28,9 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
     """Which channels of a module can be cut, and what goes with each.
 
     Operations of a traced forward pass say which channels belong together: those of a residual sum, the inputs of a
-    layer and the outputs that it reads, the same places in each attention head. Each group is then tried: half of it is
-    cut off, and the small module has to run, and to put together the channels that the whole one does. What fails is
-    held whole, such as channels that the module's own code counts.
+    layer and the outputs that it reads, the same places in each attention head. Each group is then tried: without one of
+    its channels the module has to run, and to put together those that the whole one does. What fails is held whole,
+    such as channels that the module's own code counts.
 
     Args:
         module: The user's module; it is only read.
@@ -69,7 +70,7 @@ def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
 
 
 def _on_cpu(example: Example) -> Example:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, example)
+    return tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, example)
 
 
 def _excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
@@ -153,9 +154,11 @@ class _Planner:
         return wrong
 
     def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> str:
-        """What happens if half of each of some groups is cut off; empty if all is well."""
-        cut = [group.name for group in groups]
-        kept = {g.name: torch.arange((g.num_units + (g.name in cut)) // (1 + (g.name in cut))) for g in plan.groups}
+        """What happens if one unit of each of some groups is cut off; empty if all is well.
+
+        What counts channels of its own may well divide half of them, but hardly all but one.
+        """
+        kept = {group.name: torch.arange(group.num_units - (group in groups)) for group in plan.groups}
         return problem_of(self.module, self.example, plan, kept)
 
     def decide_otherwise(self, found: Found, plan: WidthPlan, group: ChannelGroup) -> bool:

@@ -237,7 +237,8 @@ def _convolution(traced: Pass, call: Call, out: Tensor) -> Axes:
     into, (first, second) = x[1], weight[:2]
     own_out, own_in = (second, first) if call["transposed"] else (first, second)
     outs = np.tile(own_out, groups) if call["transposed"] else own_out
-    if is_depthwise(groups, len(into)) and (groups > 1 or traced.units.find(into).any()):
+    goes_with_input = not traced.units.find(own_in).any() and (groups > 1 or traced.units.find(into).any())
+    if is_depthwise(groups, len(into)) and goes_with_input:
         traced.units.unite(outs.reshape(groups, -1), into[:, None])
     else:  # each group of channels loses the same ones
         traced.units.unite(into.reshape(groups, -1), own_in if not call["transposed"] else own_in.reshape(groups, -1))

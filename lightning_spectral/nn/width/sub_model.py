@@ -21,12 +21,12 @@ def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> No
         module: A copy of the user's module.
         indices: For each tensor that is cut, what stays along each dimension.
     """
-    small = _small_tensors(module, indices)
-    for layer in module.modules():
-        counts = _channels(layer)
+    small, before = _small_tensors(module, indices), {layer: _channels(layer) for layer in module.modules()}
+    for layer in before:
         owned: list[dict[str, Any]] = [layer._parameters, layer._buffers]
         for own in owned:
             own.update({name: small[id(t)] for name, t in own.items() if id(t) in small})
+    for layer, counts in before.items():  # an attention reads the weight of another
         _resize(layer, counts)
 
 
@@ -75,7 +75,7 @@ def _channels(layer: nn.Module) -> tuple[int, ...]:
 def _resize(layer: Any, before: tuple[int, ...]) -> None:
     """Set what torch's layers know of their own sizes."""
     weight = getattr(layer, "weight", None)
-    if isinstance(layer, nn.MultiheadAttention):
+    if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None:
         _resize_attention(layer)
     elif not isinstance(weight, Tensor):
         return
@@ -107,9 +107,5 @@ def _resize_convolution(layer: _ConvNd, weight: Tensor, groups: int, in_channels
 
 
 def _resize_attention(layer: nn.MultiheadAttention) -> None:
-    layer.embed_dim = layer.out_proj.weight.shape[0]
+    layer.embed_dim = layer.kdim = layer.vdim = len(layer.out_proj.weight)
     layer.head_dim = layer.embed_dim // layer.num_heads
-    if layer.in_proj_weight is not None:
-        layer.kdim = layer.vdim = layer.embed_dim
-    elif layer.k_proj_weight is not None and layer.v_proj_weight is not None:
-        layer.kdim, layer.vdim = layer.k_proj_weight.shape[1], layer.v_proj_weight.shape[1]

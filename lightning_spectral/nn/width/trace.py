@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.nn.plan.trace import Example, run_example
 from lightning_spectral.nn.width.reshaping import Key, Splits
-from lightning_spectral.nn.width.rules import Axes, Pass, Rule, fixed, pieces, rule_for, unknown
+from lightning_spectral.nn.width.rules import Axes, Call, Pass, Rule, fixed, pieces, rule_for, unknown
 from lightning_spectral.nn.width.units import Units
 
 
@@ -54,12 +54,26 @@ def trace_channels(
     found.axes = {name: found.units.own_labels(tensor.shape, (known or {}).get(name)) for name, tensor in own.items()}
     for name, tensor in own.items():
         labelling.put(tensor, found.axes[name])
+    for layer in module.modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            _tie_attention(layer, labelling.traced)
     with labelling:
         outputs = run_example(module, example)
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor):
             labelling.traced.fix(*labelling.axes(tensor))
     return found
+
+
+def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
+    """Torch's attention is as wide inside as outside."""
+    if layer.in_proj_weight is None:  # inputs of different widths
+        for weight in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight):
+            traced.fix(*traced.axes(weight))
+        return
+    rows, columns = traced.axes(layer.in_proj_weight)
+    traced.units.unite(rows.reshape(3, -1), columns)
+    traced.unite(*traced.axes(layer.out_proj.weight))
 
 
 class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,19 +103,25 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._label(name, rule_for(name, torch.Tag.pointwise in func.tags), call, outs)
         return out
 
-    def _label(self, name: str, rule: Rule, call: dict[str, Any], outs: list[Tensor]) -> None:
+    def _label(self, name: str, rule: Rule, call: Call, outs: list[Tensor]) -> None:
         for place, (out, own) in enumerate(zip(outs, pieces(name, call, outs), strict=True)):
-            try:
-                axes = rule(self.traced, own, out)
-            except (KeyError, IndexError, TypeError, ValueError):  # called in a way that the rule does not know
-                rule, axes = unknown, ()
-            fits = tuple(map(len, axes)) == tuple(out.shape)
-            if rule is unknown or not (fits or place):
+            axes = self._followed(rule, own, out)
+            if axes is None and not place:
                 self._note(name, call)
-                axes = unknown(self.traced, own, out)
-            self.put(out, axes if tuple(map(len, axes)) == tuple(out.shape) else fixed(out.shape))
+                rule, axes = unknown, unknown(self.traced, own, out)
+            self.put(out, fixed(out.shape) if axes is None else axes)
 
-    def _note(self, name: str, call: dict[str, Any]) -> None:
+    def _followed(self, rule: Rule, call: Call, out: Tensor) -> Axes | None:
+        """What a rule says of an output; ``None`` if it does not apply, as to the indices of a maximum."""
+        if rule is unknown:
+            return None
+        try:
+            axes = rule(self.traced, call, out)
+        except (KeyError, IndexError, TypeError, ValueError):  # called in a way that the rule does not know
+            return None
+        return axes if tuple(map(len, axes)) == tuple(out.shape) else None
+
+    def _note(self, name: str, call: Call) -> None:
         """Remember an operation that keeps channels whole."""
         tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
         if any(self.found.units.find(labels).any() for value in tensors for labels in self.axes(value)):

@@ -182,6 +182,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "module": WithBatchNorm,
         "clients_per_round": 7,
         "rounds": 3,
+        "dashboard": True,
     },
     "errors, dropout and over-selection": {
         "module": FailsForClient,

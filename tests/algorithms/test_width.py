@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import LitMLP
 from federation import Fit, same_state, seeded
+from test_third_party_models import LitLogits, gpt2, images, tokens, vit
 from torch import Tensor, nn
 
 import lightning_spectral as ls
@@ -208,3 +209,19 @@ def test_what_cannot_be_cut_is_refused_at_once(options: Any, module: Any, messag
 def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ls.WidthSharding(**options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("name", ["GPT-2", "ViT"])
+def test_a_transformer_of_others_trains_cut(name: str, fit: Fit) -> None:
+    if name == "ViT":
+        lit = LitLogits(vit(), lambda net, x: net(pixel_values=x).logits, torch.zeros(2, 3, 8, 8))
+    else:
+        lit = LitLogits(gpt2(), lambda net, x: net(input_ids=x).logits, torch.zeros(2, 8, dtype=torch.long))
+    data = ls.FederatedDataModule(images() if name == "ViT" else tokens(), ls.IIDPartitioner(num_clients=4))
+    before = {key: tensor.clone() for key, tensor in lit.state_dict().items()}
+    fitted = fit(lit, data, algorithm=ls.WidthSharding(ls.RollingChannels(), {0.25: 0.5, 0.5: 0.5}), max_epochs=2)
+    small, large = (min(r.uplink_bytes for r in fitted.ledger.rows if r.keep_ratio == ratio) for ratio in (0.25, 0.5))
+    assert small < 0.6 * large < 0.4 * 4 * sum(parameter.numel() for parameter in lit.parameters())
+    assert sum(not torch.equal(fitted.state[key], before[key]) for key in before) > 0.9 * len(list(lit.parameters()))
+    assert fitted.rows[-1]["fl/loss"] < fitted.rows[0]["fl/loss"]

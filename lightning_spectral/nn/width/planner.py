@@ -28,8 +28,8 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
     """Which channels of a module can be cut, and what goes with each.
 
     Operations of a traced forward pass say which channels belong together: those of a residual sum, the inputs of a
-    layer and the outputs that it reads, the same places in each attention head. Each group is then tried: without one of
-    its channels the module has to run, and to put together those that the whole one does. What fails is held whole,
+    layer and the outputs that it reads, the same places in each attention head. Each group is then tried: without one
+    of its channels the module has to run, and to put together those that the whole one does. What fails is held whole,
     such as channels that the module's own code counts.
 
     Args:

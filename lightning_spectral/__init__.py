@@ -16,6 +16,7 @@ from lightning_spectral.algorithms import (
     StackedProducts,
     StaleUpdates,
     TruncatedProducts,
+    WidthSharding,
     Zampling,
 )
 from lightning_spectral.algorithms.lora_budgets import rank_for
@@ -51,6 +52,8 @@ from lightning_spectral.nn import (
     zampling_cost_table,
 )
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.planner import width_plan
 from lightning_spectral.nn.zampling.zample import unzample, zample
 from lightning_spectral.participation import (
     FullParticipation,
@@ -93,9 +96,13 @@ from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.sharding import (
+    ChannelChoice,
     Collective,
     EffectiveCohort,
+    PrefixChannels,
     PriSM,
+    RandomChannels,
+    RollingChannels,
     Scaled,
     Schatten,
     ShardingStrategy,
@@ -113,6 +120,7 @@ __all__ = [
     "AlternatingFactors",
     "AtomicCheckpointIO",
     "Brewer",
+    "ChannelChoice",
     "ClientDropout",
     "ClientError",
     "ClientEvaluation",
@@ -158,10 +166,13 @@ __all__ = [
     "NaturalPartitioner",
     "PaddedFactors",
     "Partitioner",
+    "PrefixChannels",
     "PriSM",
     "ProximalTerm",
     "Raise",
+    "RandomChannels",
     "RandomSystematic",
+    "RollingChannels",
     "RoundCallback",
     "RoundDashboard",
     "RoundError",
@@ -201,6 +212,8 @@ __all__ = [
     "UpdateAlignment",
     "UpdateVarianceReduced",
     "VirtualClock",
+    "WidthPlan",
+    "WidthSharding",
     "Zampling",
     "ZamplingCostTable",
     "compression_for",
@@ -217,6 +230,7 @@ __all__ = [
     "tune_allocator",
     "unzample",
     "validate",
+    "width_plan",
     "zample",
     "zampling_cost_table",
 ]

@@ -41,6 +41,8 @@ def uneven_data(held_out: float = 0.0) -> ls.FederatedDataModule:
 
 
 class WithBatchNorm(LitMLP):
+    example_input_array = torch.zeros(2, 6)
+
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
         self.net.insert(1, nn.BatchNorm1d(12, momentum=None))
@@ -175,6 +177,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
         "clients_per_round": 5,
     },
+    "width": {
+        "algorithm": ls.WidthSharding(ls.RollingChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
+        "dashboard": True,
+    },
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
@@ -221,6 +230,7 @@ ONLY_WITH_TWO = {
     "stale updates",
     "the start alone",
     "truncated stale updates, clients left out",
+    "width",
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"

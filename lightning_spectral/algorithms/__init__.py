@@ -11,6 +11,7 @@ from lightning_spectral.algorithms.scaffold import Scaffold
 from lightning_spectral.algorithms.spectral import SpectralSharding
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.stale_updates import StaleUpdates
+from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "StackedProducts",
     "StaleUpdates",
     "TruncatedProducts",
+    "WidthSharding",
     "Zampling",
 ]

@@ -55,6 +55,12 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          ls.LoRA(aggregation=ls.SampledTerms(ls.TopN()))),
         *[(f"{{class_path: LoRA, init_args: {{aggregation: {name}}}}}", ls.LoRA(aggregation=getattr(ls, name)()))
           for name in ("AlternatingFactors", "FrozenA", "PaddedFactors", "StackedProducts", "TruncatedProducts")],
+        ("{class_path: WidthSharding, init_args: {keep_ratio: {0.5: 0.5, 1.0: 0.5}, scaler: true, exclude: [a]}}",
+         ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, scaler=True, exclude=["a"])),
+        ("{class_path: WidthSharding, init_args: {channels: {class_path: RollingChannels, init_args: {step: 2}}}}",
+         ls.WidthSharding(ls.RollingChannels(step=2))),
+        *[(f"{{class_path: WidthSharding, init_args: {{channels: {name}}}}}", ls.WidthSharding(getattr(ls, name)()))
+          for name in ("PrefixChannels", "RandomChannels")],
         ("{class_path: lightning_spectral.SpectralSharding.published, init_args: {keep_ratio: 0.1}}",
          ls.SpectralSharding.published(keep_ratio=0.1)),
         (f"{{class_path: {__name__}.Cautious, init_args: {{caution: 0.1}}}}", Cautious(caution=0.1)),

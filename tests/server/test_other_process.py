@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from conftest import LitMLP
 from federation import Fit, Fitted, same_state, seeded
 from other_process import LitFails, LitFrozen, LitPlain, OtherProcess, data_of_clients, toy_data
@@ -16,6 +17,7 @@ from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.run import Run
 
+PLAN = ls.width_plan(LitMLP(), torch.zeros(2, 6))
 FitAs = Callable[..., Fitted]
 ALGORITHMS = {
     "FedAvg": ls.FedAvg(),
@@ -29,6 +31,7 @@ ALGORITHMS = {
     "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
     "SCAFFOLD": ls.Scaffold(),
     "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
+    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
     "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
 }
 

@@ -1,0 +1,199 @@
+"""Sub-models by width: clients train some channels of every layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.width_side import WidthSide
+from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
+from lightning_spectral.nn.width.planner import check_cut, width_plan
+from lightning_spectral.nn.width.sub_model import cut_outputs, take
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.entry_mean import MeanEntryChange
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    kept_buffers,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.frozen_base import frozen_parameters
+from lightning_spectral.protocol.per_client import (
+    Assigned,
+    PerClient,
+    assign,
+    check_num_entries,
+    check_per_client,
+    entries_of,
+)
+from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.statistics import RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
+
+KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of a layer's channels that a client holds")
+
+
+@dataclass(frozen=True, eq=False)
+class WidthRound:
+    """One open round.
+
+    Attributes:
+        cohort: Who takes part.
+        plan: Which channels belong together.
+        tensors: All tensors of the server's module, by name.
+        mean: Running mean of the clients' changes.
+    """
+
+    cohort: Cohort
+    plan: WidthPlan
+    tensors: Mapping[str, Tensor]
+    mean: MeanEntryChange
+
+
+@dataclass(frozen=True)
+class WidthSharding(Algorithm[WidthRound]):
+    """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
+
+    Which channels belong together is found in a forward pass of the module's ``example_input_array``
+    (`lightning_spectral.width_plan`). Every entry of a weight averages over the clients that held it; what nobody held
+    stays as it is. Inputs and outputs of the module are never cut.
+
+    Args:
+        channels: Which channels a client gets: the first ones (HeteroFL), a window that moves on in every round
+            (FedRolex), or random ones (Federated Dropout).
+        keep_ratio: Share r of the channels a client holds: one for all; ``{ratio: share of clients}``; or one per
+            client. It is a share of the width: where inputs and outputs of a layer are cut, its parameters and
+            multiplications fall as the square.
+        scaler: Divide the outputs of layers with fewer outputs by r while training, so that they are as large as those
+            of the whole model, which is evaluated: the Scaler of HeteroFL.
+        exclude: Patterns of layers of which nothing is cut.
+        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+        plan: What `width_plan` returned for the module, which then needs no ``example_input_array``; ``None`` to make
+            it when training starts.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, or patterns are not a sequence of strings.
+
+    Reference:
+        Diao et al. (2021), HeteroFL; Alam et al. (2022), FedRolex; Caldas et al. (2018), Federated Dropout.
+
+    Example:
+        >>> WidthSharding(PrefixChannels(), keep_ratio={0.5: 0.6, 1.0: 0.4}).keep_ratio
+        {0.5: 0.6, 1.0: 0.4}
+    """
+
+    channels: ChannelChoice = field(default_factory=PrefixChannels)
+    keep_ratio: PerClient[float] = 0.5
+    scaler: bool = False
+    exclude: Sequence[str] = ()
+    keep_buffers: Sequence[str] = ()
+    plan: WidthPlan | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            scaler=flag,
+            exclude=as_patterns,
+            keep_buffers=as_patterns,
+        )
+        check_is("channels", self.channels, ChannelChoice)
+
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Keep ratio of every client: exact shares, drawn from the seed.
+
+        Raises:
+            ValueError: If a list of ratios has another length than ``num_clients``.
+        """
+        check_num_entries("keep_ratio", self.keep_ratio, num_clients)
+        return assign(self.keep_ratio, num_clients, seed, "keep ratios")
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if no plan can be made, or a sub-model does not run; warn if nothing is cut."""
+        plan = self._plan(server)
+        if not plan.groups:
+            warnings.warn(
+                f"WidthSharding cuts no channel of {type(server).__name__}: clients train all of it, as with FedAvg(). "
+                "`width_plan` says why.",
+                SpectralWarning,
+                stacklevel=3,
+            )
+        for keep_ratio in sorted({*entries_of(self.keep_ratio)} - {1.0}):
+            check_cut(server, plan, keep_ratio)
+
+    def prepare(self, server: nn.Module) -> WidthSharding:
+        """Make the plan, and decide which buffers keep the server's value, once for all rounds."""
+        return replace(self, plan=self._plan(server), keep_buffers=kept_buffers(server, self.keep_buffers))
+
+    def _plan(self, server: nn.Module) -> WidthPlan:
+        if self.plan is None:
+            return width_plan(server, exclude=self.exclude)
+        self.plan.check_module(server)
+        return self.plan
+
+    def client_side(self, server: nn.Module) -> ClientSide:
+        """The device half: small modules, of which parameters and averaged buffers travel back."""
+        plan = self._plan(server)
+        returned = tuple(averaged_tensors(server, keep_buffers=self.keep_buffers))
+        return WidthSide(returned, plan, cut_outputs(server, plan) if self.scaler else ())
+
+    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
+        """Say how large the sub-models are."""
+        plan = self._plan(server)
+        sizes = {ratio: plan.num_parameters(server, ratio) for ratio in sorted(set(entries_of(self.keep_ratio)))}
+        listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
+        total = sum(parameter.numel() for parameter in server.parameters())
+        notes = "".join(f"\n{note}" for note in plan.notes)
+        return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
+
+    def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
+        """The parameters that need no gradient and are never cut; of others a client may get another part each time."""
+        plan = self._plan(server)
+        return {name: tensor for name, tensor in frozen_parameters(server).items() if name not in plan.labels}
+
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> WidthRound:
+        """Collect the tensors that clients get parts of."""
+        before = averaged_tensors(server, keep_buffers=self.keep_buffers)
+        buffers = {name for name, _ in server.named_buffers()}
+        mean = MeanEntryChange(before, cohort.total, cohort.absolute, always_divided=buffers & before.keys())
+        return WidthRound(cohort, self._plan(server), travelling_tensors(server), mean)
+
+    def send(self, opened: WidthRound, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Choose the unit's channels of each group, and send what is left of every tensor without the others."""
+        keep_ratio = opened.cohort.keep_ratio_of(unit)
+        kept = {group.name: self._kept(opened.cohort, unit, group, keep_ratio) for group in opened.plan.groups}
+        indices = opened.plan.indices(kept)
+        tensors = {name: take(tensor, indices.get(name, ())) for name, tensor in opened.tensors.items()}
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
+
+    def _kept(self, cohort: Cohort, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
+        generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
+        return self.channels(group.num_units, group.num_kept(keep_ratio), cohort.round_idx, generator)
+
+    def add(self, opened: WidthRound, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change to the entries that it held, weighted by its coefficient."""
+        positions = opened.plan.positions(receipt.drawn)
+        opened.mean.add(upload.tensors, positions, receipt.unit.coefficient, upload.largest)
+
+    def running_means(self, opened: WidthRound) -> Sequence[RunningMean]:
+        """The single sum over entries."""
+        return [opened.mean]
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: WidthRound) -> None:
+        """Set the pseudo-gradients, which are minus the mean changes."""
+        apply_mean_change(server, opened.mean.finish())
+
+    def diagnostics(self, opened: WidthRound) -> Mapping[str, float]:
+        """The share of all entries that at least one client of the round held."""
+        return {"entries_held": opened.mean.share_held}

@@ -1,0 +1,145 @@
+"""Which channels of a module belong together, as groups of interchangeable units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.nn.plan.text_table import aligned
+from lightning_spectral.nn.width.reshaping import Key
+from lightning_spectral.nn.width.units import Labels
+from lightning_spectral.protocol.exchange import travelling_tensors
+
+LISTED = 6  # names in a line of the table
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """Channels of a module that can be lost one by one, each with all that belongs to it.
+
+    Attributes:
+        name: Name of the first layer that has them.
+        num_units: How many there are.
+        first_label: Label of the first; the others follow.
+        tensors: For each parameter or buffer that is cut, the dimensions along which it is.
+    """
+
+    name: str
+    num_units: int
+    first_label: int
+    tensors: Mapping[str, tuple[int, ...]]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers that are cut."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.tensors))
+
+    def num_kept(self, keep_ratio: float) -> int:
+        """Number of units of a client of keep ratio r: ceil(r N)."""
+        return num_terms_for(self.num_units, keep_ratio)
+
+
+@dataclass(frozen=True, eq=False)
+class WidthPlan:
+    """How a module can be cut by width; ``print`` shows it as a table.
+
+    Attributes:
+        groups: What can be cut, in order of registration.
+        labels: For each tensor that is cut, the labels along each of its dimensions: 0 for what stays, else that of a
+            unit.
+        shapes: For each of them its whole shape.
+        whole: Names of the trainable parameters that are held whole.
+        notes: Why channels are kept whole that might have been cut.
+        splits: Where a dimension of channels becomes several in the forward pass, the one that is cut.
+    """
+
+    groups: tuple[ChannelGroup, ...]
+    labels: Mapping[str, tuple[Labels, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    whole: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    splits: Mapping[Key, int] = field(default_factory=dict)
+
+    @cached_property
+    def num_labels(self) -> int:
+        """Number of labels, with that of what stays."""
+        return 1 + sum(group.num_units for group in self.groups)
+
+    def indices(self, kept: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+        """The indices that stay along each dimension of each tensor that is cut, ascending.
+
+        Args:
+            kept: For each group by name, the units that stay, shape ``(n,)``.
+
+        Example:
+            >>> from torch import nn
+            >>> from lightning_spectral.nn.width.planner import width_plan
+            >>> plan = width_plan(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), torch.zeros(1, 2))
+            >>> plan.indices({"0": torch.tensor([0, 2])})["2.weight"]
+            (tensor([0]), tensor([0, 2]))
+        """
+        stays = torch.zeros(self.num_labels, dtype=torch.bool)
+        stays[0] = True
+        for group in self.groups:
+            stays[group.first_label + kept[group.name]] = True
+        return {name: tuple(stays[dim].nonzero().squeeze(1) for dim in dims) for name, dims in self._as_tensors.items()}
+
+    @cached_property
+    def _as_tensors(self) -> dict[str, tuple[Tensor, ...]]:
+        return {name: tuple(map(torch.from_numpy, dims)) for name, dims in self.labels.items()}
+
+    def first(self, keep_ratio: float) -> dict[str, Tensor]:
+        """The first units of each group, as many as a client of a keep ratio holds."""
+        return {group.name: torch.arange(group.num_kept(keep_ratio)) for group in self.groups}
+
+    def num_parameters(self, module: nn.Module, keep_ratio: float) -> int:
+        """Number of parameters of a sub-model of ``module``."""
+        indices = self.indices(self.first(keep_ratio))
+        sizes = {name: math.prod(map(len, dims)) for name, dims in indices.items()}
+        return sum(sizes.get(name, parameter.numel()) for name, parameter in module.named_parameters())
+
+    def check_module(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` if this is the plan of another module."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in travelling_tensors(module).items()}
+        for name, shape in self.shapes.items():
+            if shapes.get(name) != shape:
+                raise ValueError(
+                    f"`plan` is the plan of another module: there {name} is {shape}, here {shapes.get(name)}. Make one "
+                    "of this module with `width_plan`."
+                )
+
+    def positions(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Where the entries of each small tensor are in the whole one, flattened; of the small tensor's shape.
+
+        Tensors that stay whole are left out.
+
+        Args:
+            kept: As for `indices`.
+        """
+        indices = {name: (dims, self.shapes[name]) for name, dims in self.indices(kept).items()}
+        return {n: _positions(dims, whole) for n, (dims, whole) in indices.items() if tuple(map(len, dims)) != whole}
+
+    def __str__(self) -> str:
+        rows = [(group.name or "-", str(group.num_units), _listed(group.layers)) for group in self.groups]
+        lines = list(aligned([("group", "channels", "layers"), *rows]))
+        if self.whole:
+            lines += ["", f"held whole: {_listed(self.whole)}"]
+        return "\n".join([*lines, *self.notes])
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name or "(the module itself)" for name in names[:LISTED]]
+    return ", ".join([*shown, f"{len(names) - LISTED} more"] if len(names) > LISTED else shown)
+
+
+def _positions(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    positions = torch.zeros((), dtype=torch.int64)
+    for index, size in zip(indices, shape, strict=True):
+        positions = positions[..., None] * size + index
+    return positions

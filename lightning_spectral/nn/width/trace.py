@@ -1,0 +1,128 @@
+"""The labels of a network's channels, found in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_spectral.nn.plan.trace import Example, run_example
+from lightning_spectral.nn.width.reshaping import Key, Splits
+from lightning_spectral.nn.width.rules import Axes, Call, Pass, Rule, fixed, pieces, rule_for, unknown
+from lightning_spectral.nn.width.units import Units
+
+
+@dataclass
+class Found:
+    """What a pass says about the channels of a module.
+
+    Attributes:
+        units: Classes of labels.
+        axes: For each parameter and buffer by name, the labels along its dimensions.
+        unknown: Names of the operations that there is no rule for.
+        splits: Choices where a dimension of channels becomes several.
+    """
+
+    units: Units
+    axes: Mapping[str, Axes]
+    splits: Splits
+    unknown: set[str] = field(default_factory=set)
+
+
+def trace_channels(
+    module: nn.Module,
+    example: Example,
+    chosen: Mapping[Key, int] | None = None,
+    known: Mapping[str, Axes] | None = None,
+) -> Found:
+    """Find which channels of a module belong together, in one forward pass.
+
+    Args:
+        module: A copy, on the CPU and in evaluation mode.
+        example: Its input.
+        chosen: Choices for `Splits`.
+        known: The labels of its parameters and buffers; by default each channel has its own.
+    """
+    found = Found(Units(), {}, Splits(chosen or {}))
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    labelling = _Labelling(found)
+    found.axes = {name: found.units.own_labels(tensor.shape, (known or {}).get(name)) for name, tensor in own.items()}
+    for name, tensor in own.items():
+        labelling.put(tensor, found.axes[name])
+    for layer in module.modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            _tie_attention(layer, labelling.traced)
+    with labelling:
+        outputs = run_example(module, example)
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, Tensor):
+            labelling.traced.fix(*labelling.axes(tensor))
+    return found
+
+
+def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
+    """Torch's attention is as wide inside as outside."""
+    if layer.in_proj_weight is None:  # inputs of different widths
+        for weight in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight):
+            traced.fix(*traced.axes(weight))
+        return
+    rows, columns = traced.axes(layer.in_proj_weight)
+    traced.units.unite(rows.reshape(3, -1), columns)
+    traced.unite(*traced.axes(layer.out_proj.weight))
+
+
+class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each operation, and gives its outputs labels."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = found
+        self.traced = Pass(found.units, found.splits, self.axes)
+        self._axes: dict[int, Axes] = {}
+        self._alive: list[Tensor] = []  # so that no two tensors of the pass have the same id
+
+    def axes(self, tensor: Tensor) -> Axes:
+        return self._axes[id(tensor)] if id(tensor) in self._axes else fixed(tensor.shape)
+
+    def put(self, tensor: Tensor, axes: Axes) -> None:
+        self._axes[id(tensor)] = axes
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        names = [argument.name for argument in func._schema.arguments]
+        call = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        outs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        if any(isinstance(value, Tensor) for value in tree_leaves(call)):
+            name = func._schema.name.partition("::")[2]
+            self._label(name, rule_for(name, torch.Tag.pointwise in func.tags), call, outs)
+        return out
+
+    def _label(self, name: str, rule: Rule, call: Call, outs: list[Tensor]) -> None:
+        for place, (out, own) in enumerate(zip(outs, pieces(name, call, outs), strict=True)):
+            axes = self._followed(rule, own, out)
+            if axes is None and not place:
+                self._note(name, call)
+                rule, axes = unknown, unknown(self.traced, own, out)
+            self.put(out, fixed(out.shape) if axes is None else axes)
+
+    def _followed(self, rule: Rule, call: Call, out: Tensor) -> Axes | None:
+        """What a rule says of an output; ``None`` if it does not apply, as to the indices of a maximum."""
+        if rule is unknown:
+            return None
+        try:
+            axes = rule(self.traced, call, out)
+        except (KeyError, IndexError, TypeError, ValueError):  # called in a way that the rule does not know
+            return None
+        return axes if tuple(map(len, axes)) == tuple(out.shape) else None
+
+    def _note(self, name: str, call: Call) -> None:
+        """Remember an operation that keeps channels whole."""
+        tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
+        if any(self.found.units.find(labels).any() for value in tensors for labels in self.axes(value)):
+            self.found.unknown.add(name)

@@ -1,0 +1,69 @@
+"""Classes of channels that a network keeps or loses together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Labels: TypeAlias = npt.NDArray[np.int64]
+FIXED = 0  # the label of what is never cut
+
+
+class Units:
+    """Labels, each with the class that it belongs to; classes can be united, and with `FIXED`, too.
+
+    Attributes:
+        num_unions: How often two classes became one.
+
+    Example:
+        >>> units = Units()
+        >>> out, into = units.fresh(3), units.fresh(3)
+        >>> units.unite(out, into[[0, 1, 1]])
+        >>> units.find(out), units.find(into)
+        (array([1, 2, 2]), array([1, 2, 6]))
+    """
+
+    def __init__(self) -> None:
+        self._parent = np.zeros(1, dtype=np.int64)
+        self.num_unions = 0
+
+    @property
+    def size(self) -> int:
+        """Number of labels."""
+        return len(self._parent)
+
+    def fresh(self, count: int) -> Labels:
+        """New labels, each in a class of its own."""
+        labels = np.arange(len(self._parent), len(self._parent) + count)
+        self._parent = np.concatenate([self._parent, labels])
+        return labels
+
+    def own_labels(self, shape: Sequence[int], known: Sequence[Labels] | None = None) -> tuple[Labels, ...]:
+        """The labels of a tensor's dimensions: new ones, but for sizes of 1; or new ones for each known label."""
+        if known is None:
+            return tuple(self.fresh(size) if size > 1 else np.full(size, FIXED) for size in shape)
+        most = max((int(labels.max(initial=0)) for labels in known), default=0)
+        self.fresh(max(0, most + 1 - len(self._parent)))
+        return tuple(known)
+
+    def find(self, labels: Labels) -> Labels:
+        """The least label of each one's class."""
+        while not np.array_equal(above := self._parent[labels], labels):
+            labels = above
+        return labels
+
+    def unite(self, some: Labels, others: Labels) -> None:
+        """Unite the classes of labels at equal places; arrays broadcast."""
+        pairs = np.stack(np.broadcast_arrays(self.find(some), self.find(others))).reshape(2, -1)
+        for one, two in np.unique(pairs[:, pairs[0] != pairs[1]], axis=1).T:
+            least, largest = sorted(self.find(np.array([one, two])).tolist())
+            if least != largest:
+                self._parent[largest] = least
+                self.num_unions += 1
+
+    def fix(self, labels: Labels) -> None:
+        """Never cut what has these labels."""
+        self.unite(labels, np.array(FIXED))

@@ -1,0 +1,126 @@
+"""The mean of sub-models that hold different entries of the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.protocol.change_blocks import put_differences
+from lightning_spectral.protocol.exact_sum import ExactSum, cut
+from lightning_spectral.protocol.magnitudes import largest_magnitudes
+from lightning_spectral.protocol.running_mean import merge
+from lightning_spectral.protocol.weights import Weights
+
+Tensors = Mapping[str, Tensor]
+
+
+class MeanEntryChange:
+    r"""Weighted mean, entry by entry, of how much tensors changed at the clients that held the entry.
+
+    Entry i averages over its holders, :math:`\sum_c D_c \Delta_{ci} / \sum_c D_c`; one that no client held does not
+    change. The sums are exact, as in `MeanChange`; where every client holds everything, so is the result its.
+
+    Args:
+        before: The whole tensors that clients started from, by name; they are read again for every client.
+        total_weight: Sum of the weights of all clients that were asked.
+        absolute: Whether weights are the coefficients of an unbiased estimate: each entry's mean is then multiplied by
+            the sum of the weights of all clients that reported, whether they held it or not.
+        always_divided: Names of tensors that are divided by the sum of weights all the same.
+
+    Example:
+        >>> mean = MeanEntryChange({"b": torch.zeros(3)}, total_weight=4)
+        >>> mean.add({"b": torch.tensor([1.0, 1.0])}, {"b": torch.tensor([0, 1])}, weight=1)
+        >>> mean.add({"b": torch.tensor([5.0])}, {"b": torch.tensor([1])}, weight=3)
+        >>> dict(mean.finish())
+        {'b': tensor([1., 4., 0.], dtype=torch.float64)}
+    """
+
+    def __init__(
+        self, before: Tensors, total_weight: float, absolute: bool = False, always_divided: Collection[str] = ()
+    ) -> None:
+        self.weights = Weights(total_weight)
+        self._before = {name: tensor.reshape(-1) for name, tensor in before.items()}
+        self._shapes = {name: tensor.shape for name, tensor in before.items()}
+        self._multiplied = frozenset(before.keys() - set(always_divided) if absolute else ())
+        magnitudes = largest_magnitudes(before)
+        self._sums = {n: ExactSum(_zeros(flat), magnitudes[n]) for n, flat in self._before.items()}
+        self.held = {name: _zeros(flat) for name, flat in self._before.items()}  # weight of each entry's holders
+
+    @property
+    def sums(self) -> list[ExactSum]:
+        """One sum for each tensor."""
+        return list(self._sums.values())
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """The fine sums, and the entries' weights."""
+        return [*(total.fine for total in self.sums), *self.held.values()]
+
+    @torch.no_grad()
+    def add(
+        self, after: Tensors, positions: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None
+    ) -> None:
+        """Add one client.
+
+        Args:
+            after: At least the tensors of ``before``, as it trained them.
+            positions: For each tensor of which it held a part, where the entries are in the whole one, flattened; of
+                the shape of its own.
+            weight: Its weight.
+            magnitudes: `largest_magnitudes` of the tensors, if known already.
+
+        Raises:
+            OverflowError: If a value is not finite or too large, or there are too many clients.
+            ValueError: If weights are negative or sum to more than their total.
+        """
+        known = largest_magnitudes({name: after[name] for name in self._sums}) if magnitudes is None else magnitudes
+        for name, total in self._sums.items():
+            total.check(name, known[name])
+        steps = float(self.weights.add(weight))
+        for name in self._sums:
+            where = positions[name].reshape(-1).to(after[name].device) if name in positions else None
+            self._add(name, after[name].reshape(-1), where, known[name], steps)
+
+    def _add(self, name: str, after: Tensor, where: Tensor | None, largest: float, steps: float) -> None:
+        total, before = self._sums[name], self._before[name]
+        start = before if where is None else before[where]
+        change = torch.empty(after.shape, dtype=torch.float64, device=after.device)
+        put_differences([(after, start, total.overflows(largest, before.dtype))], [change])
+        change.mul_(total.factor(steps))
+        if total.is_wide(largest):
+            _put(total.widen(), where, cut(change))
+        _put(total.fine, where, change.round_())
+        _put(self.held[name], where, torch.full_like(change, steps))
+
+    def merge(self, other: MeanEntryChange) -> None:
+        """Add another sum over the same tensors."""
+        merge(self, other)
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor's name and mean change, float64, computed one after another."""
+        for name, total in self._sums.items():
+            # in `MeanChange`, too, nothing is divided by less than a step
+            mean = total.total().div_(total.factor(self.held[name].clamp(min=1)))
+            if name in self._multiplied:
+                mean.mul_(self.weights.value)
+            yield name, mean.view(self._shapes[name])
+
+    @property
+    def share_held(self) -> float:
+        """The share of all entries that at least one client held."""
+        held = sum(int((weight > 0).sum()) for weight in self.held.values())
+        return held / max(1, sum(map(len, self.held.values())))
+
+
+def _zeros(flat: Tensor) -> Tensor:
+    return torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
+
+
+def _put(total: Tensor, where: Tensor | None, values: Tensor) -> None:
+    """Add values at distinct places, or everywhere."""
+    if where is None:
+        total.add_(values)
+    else:
+        total.index_add_(0, where, values)

@@ -1,0 +1,94 @@
+"""Which channels of a layer a client gets, where sub-models are cut by width."""
+
+# Annotations are evaluated here, as in `base.py`.
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.arguments import Whole, check_fields
+
+
+class ChannelChoice(ABC):
+    """Chooses the channels that a client holds, for each group of channels that belong together."""
+
+    @abstractmethod
+    def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
+        """Choose channels of one group for one client.
+
+        Args:
+            num_channels: Number N of the group's channels.
+            num_kept: Number n of those that the client holds, ``1 <= n <= N``.
+            round_idx: Communication round, from 0.
+            generator: The client's own for this group and round; what is drawn is drawn from it.
+
+        Returns:
+            Distinct indices, shape ``(n,)``, int64, on the CPU, in any order.
+        """
+
+
+@dataclass(frozen=True)
+class PrefixChannels(ChannelChoice):
+    """The first channels: sub-models are nested, and the last channels are trained by large clients alone.
+
+    Reference:
+        Diao et al. (2021), HeteroFL.
+
+    Example:
+        >>> PrefixChannels()(8, 3, round_idx=7, generator=torch.Generator())
+        tensor([0, 1, 2])
+    """
+
+    def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
+        """The first n."""
+        return torch.arange(num_kept)
+
+
+@dataclass(frozen=True)
+class RollingChannels(ChannelChoice):
+    """A window that moves on in every round, and begins anew at the end: all channels are trained equally often.
+
+    Args:
+        step: By how many channels it moves in a round.
+
+    Raises:
+        ValueError: If ``step`` is below 1.
+
+    Note:
+        As in the paper, the window begins at the channel of the round's number. The authors' code moves it backwards.
+
+    Reference:
+        Alam et al. (2022), FedRolex.
+
+    Example:
+        >>> RollingChannels()(8, 3, round_idx=7, generator=torch.Generator())
+        tensor([7, 0, 1])
+    """
+
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, step=Whole(at_least=1))
+
+    def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
+        """The n from the round's start."""
+        return (round_idx * self.step + torch.arange(num_kept)) % num_channels
+
+
+@dataclass(frozen=True)
+class RandomChannels(ChannelChoice):
+    """Channels at random, anew for each client and round.
+
+    Reference:
+        Caldas et al. (2018), Federated Dropout.
+
+    Example:
+        >>> RandomChannels()(8, 3, round_idx=7, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([3])
+    """
+
+    def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
+        """Every n of them are equally likely."""
+        return torch.randperm(num_channels, generator=generator)[:num_kept]

@@ -1,0 +1,227 @@
+"""Sub-models by width in whole runs: against plain averaging, in bytes, resumed, with wrong input."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import LitMLP
+from federation import Fit, same_state, seeded
+from test_third_party_models import LitLogits, gpt2, images, tokens, vit
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+
+MIXED = {0.25: 0.5, 0.75: 0.5}
+CHANNELS = [ls.PrefixChannels(), ls.RollingChannels(), ls.RandomChannels()]
+
+
+class LitSmall(LitMLP):
+    """Has an example, no dropout, and a BatchNorm whose averages are shared."""
+
+    example_input_array = torch.zeros(2, 6)
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.net.insert(1, nn.BatchNorm1d(12))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
+def test_the_whole_width_is_fed_avg(channels: Any, absolute: bool, data: Any, fit: Fit) -> None:
+    options = {"participation": ls.Uniform(4), "clients_per_round": None} if absolute else {}
+    algorithm = ls.WidthSharding(channels, keep_ratio=1.0, scaler=True)
+    ours = fit(seeded(LitSmall), data, algorithm=algorithm, max_epochs=3, **options)
+    theirs = fit(seeded(LitSmall), data, algorithm=ls.FedAvg(), max_epochs=3, **options)
+    if absolute:
+        assert all(torch.allclose(ours.state[name], theirs.state[name], rtol=1e-5) for name in theirs.state)
+    else:
+        assert same_state(ours.state, theirs.state)
+        assert [row["train_loss"] for row in ours.rows] == [row["train_loss"] for row in theirs.rows]
+    assert ours.ledger.rows == theirs.ledger.rows
+
+
+@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
+def test_nobody_trains_and_nothing_changes(channels: Any, data: Any, fit: Fit) -> None:
+    algorithm, before = ls.WidthSharding(channels, keep_ratio=MIXED), seeded(LitSmall).state_dict()
+    with pytest.warns(ls.SpectralWarning, match="no client is left"):
+        gone = fit(seeded(LitSmall), data, algorithm=algorithm, dropout=ls.ClientDropout(1.0), max_epochs=2)
+    idle = fit(seeded(LitSmall), data, algorithm=algorithm, local_epochs=0, max_epochs=2)
+    assert same_state(gone.state, before)
+    assert same_state(idle.state, before)
+
+
+@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
+def test_a_resumed_run_is_the_uninterrupted_one(channels: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    options = {"algorithm": ls.WidthSharding(channels, keep_ratio=MIXED, scaler=True), "clients_per_round": 5}
+    whole = fit(seeded(LitSmall), data, max_epochs=4, **options)
+    part = fit(seeded(LitSmall), data, max_epochs=2, **options)
+    part.trainer.save_checkpoint(tmp_path / "2.ckpt")
+    resumed = fit(seeded(LitSmall), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed.ledger.rows == whole.ledger.rows
+    assert not same_state(part.state, whole.state)
+
+
+def test_small_models_travel_and_are_counted(data: Any, fit: Fit) -> None:
+    algorithm = ls.WidthSharding(keep_ratio=MIXED)
+    rows = fit(seeded(LitSmall), data, algorithm=algorithm, clients_per_round=12, max_epochs=1).ledger.rows
+    assert sorted(row.keep_ratio for row in rows) == 6 * [0.25] + 6 * [0.75]
+    for row in rows:
+        n = round(12 * row.keep_ratio)
+        values = (6 * n + n) + 4 * n + (n * n + n) + (n * 3 + 3)
+        assert row.downlink_bytes == 4 * values + 8  # the count of batches
+        assert row.uplink_bytes == 4 * values
+
+
+def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit) -> None:
+    """Against each client's own update, sliced and summed in a slow loop."""
+    lit = seeded(LitSmall)
+    before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
+    turns: list[Any] = []
+
+    class Recording(ls.WidthSharding):
+        def add(self, opened: Any, receipt: Any, upload: Any) -> None:
+            super().add(opened, receipt, upload)
+            turns.append((receipt.unit, receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+
+    algorithm = Recording(ls.RandomChannels(), keep_ratio={0.25: 0.9, 0.5: 0.1})
+    fitted = fit(lit, data, algorithm=algorithm, clients_per_round=3, max_epochs=1)
+    rows = {"net.0": "net.0", "net.1": "net.0", "net.3": "net.3"}  # the group of each layer's outputs
+    columns = {"net.3": "net.0", "net.6": "net.3"}
+    for name in ("net.0.weight", "net.1.running_mean", "net.3.weight", "net.3.bias", "net.6.weight", "net.6.bias"):
+        layer = name.rpartition(".")[0]
+        total, weight = np.zeros(before[name].shape), np.zeros(before[name].shape)
+        for unit, receipt, tensors in turns:
+            own = sorted(receipt.drawn[rows[layer]].tolist()) if layer in rows else range(3)
+            inner = sorted(receipt.drawn[columns[layer]].tolist()) if layer in columns else range(6)
+            for i, row in enumerate(own):
+                for j, column in enumerate(inner if name.endswith(".weight") else [...]):
+                    there, here = ((row, column), (i, j)) if name.endswith(".weight") else (row, i)
+                    total[there] += unit.coefficient * float(tensors[name][here] - before[name][there])
+                    weight[there] += unit.coefficient
+        assert 0 < (weight == 0).mean() < 1 or name == "net.6.bias"
+        mean = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
+        assert np.allclose(fitted.state[name], before[name] + torch.from_numpy(mean), atol=1e-6)
+        unheld = torch.from_numpy(weight == 0)
+        assert torch.equal(fitted.state[name][unheld], before[name][unheld])
+
+
+@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
+def test_a_network_learns_with_mixed_widths(channels: Any, data: Any, fit: Fit) -> None:
+    algorithm = ls.WidthSharding(channels, keep_ratio={0.5: 0.5, 1.0: 0.5})
+    fitted = fit(seeded(LitSmall), data, algorithm=algorithm, clients_per_round=12, max_epochs=8, local_epochs=2)
+    assert fitted.rows[-1]["val_loss"] < 0.85 * fitted.rows[0]["val_loss"]
+    held = [row["fl/entries_held"] for row in fitted.rows]
+    assert held == [1.0] * 8
+
+
+def test_a_frozen_layer_is_cut_and_travels_anew(data: Any, fit: Fit) -> None:
+    """Each round brings a client another part of it."""
+
+    class LitFrozen(LitSmall):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[3].requires_grad_(False)
+            self.net[6].bias.requires_grad_(False)
+
+    algorithm = ls.WidthSharding(ls.RollingChannels(), keep_ratio=0.5)
+    lit = seeded(LitFrozen)
+    before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
+    fitted = fit(lit, data, algorithm=algorithm, clients_per_round=12, max_epochs=2)
+    assert torch.equal(fitted.state["net.3.weight"], before["net.3.weight"])
+    frozen = [row.frozen_bytes for row in fitted.ledger.rows]
+    assert frozen == 12 * [12] + 12 * [0]  # the last bias, once
+    values = (6 * 6 + 6) + 4 * 6 + (6 * 6 + 6) + 6 * 3
+    assert fitted.ledger.rows[-1].downlink_bytes == 4 * values + 8
+
+
+def test_the_scaler_divides_what_cut_layers_give_while_they_train() -> None:
+    lit = seeded(LitSmall).eval()
+    algorithm = ls.WidthSharding(keep_ratio=0.5, scaler=True).prepare(lit)
+    plain: Any = ls.WidthSharding(keep_ratio=0.5).prepare(lit).client_side(lit).build(lit, 0.5)
+    scaled: Any = algorithm.client_side(lit).build(lit, 0.5)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(scaled.eval()(x), plain.eval()(x))
+    scaled.net[3].train()
+    assert torch.equal(scaled.net[3](x), 2 * plain.net[3](x))
+    scaled.net[6].train()  # its outputs are the module's
+    assert torch.equal(scaled.net[6](x), plain.net[6](x))
+
+
+class LitCounts(LitSmall):
+    """Counts the channels of its hidden layers in code of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        return self.net[2:](hidden.reshape(-1, 12))
+
+
+def test_what_the_module_counts_itself_stays_whole(data: Any, fit: Fit) -> None:
+    plan = ls.width_plan(LitCounts())
+    assert [group.name for group in plan.groups] == ["net.3"]
+    assert "net.0: 12 channels are held whole: the module does not run without some: RuntimeError" in str(plan)
+    fit(seeded(LitCounts), data, algorithm=ls.WidthSharding(), max_epochs=1)
+
+
+def test_excluded_layers_stay_whole() -> None:
+    algorithm = ls.WidthSharding(exclude=["net.3"])
+    module = LitSmall()
+    assert algorithm.prepare(module).plan.groups == ()
+    with pytest.warns(ls.SpectralWarning, match=r"cuts no channel of LitSmall: clients train all of it"):
+        ls.FederatedModule(module, algorithm=algorithm, clients_per_round=1)
+
+
+def test_a_plan_can_be_given_to_a_module_without_an_example(data: Any, fit: Fit) -> None:
+    plan = ls.width_plan(LitMLP(), torch.zeros(2, 6))
+    fitted = fit(seeded(LitMLP), data, algorithm=ls.WidthSharding(plan=plan))
+    assert len(fitted.ledger.rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "message"),
+    [
+        ({}, LitMLP, r"channels of LitMLP belong together, .* set its `example_input_array`"),
+        ({"exclude": ["head"]}, LitSmall, r"`exclude`: 'head' matches no layer of LitSmall; give .* 'net.0'"),
+        ({"plan": ls.width_plan(LitSmall())}, LitMLP, r"`plan` is the plan of another module: there net.1.weight is"),
+    ],
+    ids=["no example", "exclude", "plan"],
+)
+def test_what_cannot_be_cut_is_refused_at_once(options: Any, module: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ls.FederatedModule(module(), algorithm=ls.WidthSharding(**options), clients_per_round=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keep_ratio": 0.0}, ValueError, r"`keep_ratio` must be in \(0, 1\], got 0.0; it is the share of .* channels"),
+        ({"keep_ratio": {0.5: 0.5, 1.0: 0.6}}, ValueError, "Shares of `keep_ratio` must sum to 1"),
+        ({"channels": ls.Collective()}, TypeError, "`channels` must be an instance of ChannelChoice"),
+        ({"exclude": "net"}, ValueError, "`exclude` is a sequence of patterns"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ls.WidthSharding(**options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("name", ["GPT-2", "ViT"])
+def test_a_transformer_of_others_trains_cut(name: str, fit: Fit) -> None:
+    if name == "ViT":
+        lit = LitLogits(vit(), lambda net, x: net(pixel_values=x).logits, torch.zeros(2, 3, 8, 8))
+    else:
+        lit = LitLogits(gpt2(), lambda net, x: net(input_ids=x).logits, torch.zeros(2, 8, dtype=torch.long))
+    data = ls.FederatedDataModule(images() if name == "ViT" else tokens(), ls.IIDPartitioner(num_clients=4))
+    before = {key: tensor.clone() for key, tensor in lit.state_dict().items()}
+    fitted = fit(lit, data, algorithm=ls.WidthSharding(ls.RollingChannels(), {0.25: 0.5, 0.5: 0.5}), max_epochs=2)
+    small, large = (min(r.uplink_bytes for r in fitted.ledger.rows if r.keep_ratio == ratio) for ratio in (0.25, 0.5))
+    assert small < 0.6 * large < 0.4 * 4 * sum(parameter.numel() for parameter in lit.parameters())
+    assert sum(not torch.equal(fitted.state[key], before[key]) for key in before) > 0.9 * len(list(lit.parameters()))
+    assert fitted.rows[-1]["fl/loss"] < fitted.rows[0]["fl/loss"]

@@ -1,0 +1,279 @@
+"""Which channels belong together, against slices by hand, and against what a permutation of channels shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_third_party_models import gpt2, vit
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+from lightning_spectral.models import CCT, FEMNISTCNN, ResNet18
+from lightning_spectral.nn.plan.trace import run_example
+from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.planner import width_plan
+from lightning_spectral.nn.width.sub_model import cut_module, take
+from lightning_spectral.protocol.exchange import copy_module, travelling_tensors
+
+IMAGE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class UNet(nn.Module):
+    """Skips are concatenated; a depthwise, a grouped and a transposed convolution, three kinds of norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.deep = nn.Sequential(
+            nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=2), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 1)
+        )
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.scale = nn.Parameter(torch.ones(1, 16, 1, 1))
+        self.out = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True), nn.Conv2d(8, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down(x)
+        deep = self.deep(first)
+        deep = deep + self.depthwise(deep) * self.scale
+        return self.out(torch.cat([first, self.up(deep)], dim=1))
+
+
+class PackedAttention(nn.Module):
+    """Packed queries, keys and values, split in three ways; a gated MLP; tied embeddings."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__()
+        self.split = split
+        self.embed, self.place = nn.Embedding(11, 16), nn.Parameter(torch.randn(1, 5, 16))
+        self.norm, self.qkv, self.proj = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.gated, self.back = nn.Linear(16, 24), nn.Linear(12, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x) + self.place
+        packed, size = self.qkv(self.norm(tokens)), tokens.shape[:2]
+        if self.split == "reshape":
+            q, k, v = packed.reshape(*size, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        elif self.split == "chunk":
+            q, k, v = (part.view(*size, 4, -1).transpose(1, 2) for part in packed.chunk(3, dim=-1))
+        else:
+            q, k, v = (part.view(*size, -1, 4).transpose(1, 2) for part in packed.chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*size, -1)
+        tokens = tokens + self.proj(attended)
+        value, gate = self.gated(tokens).chunk(2, dim=-1)
+        return self.head(tokens + self.back(value * gate.sigmoid()))
+
+
+class Standard(nn.Module):
+    """Torch's own attention, flattened images, and a squeeze-and-excitation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.squeeze, self.excite = nn.Conv2d(3, 8, 4, stride=4), nn.Linear(8, 4), nn.Linear(4, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.flat = nn.Linear(8 * 16, 10)
+        self.prelu = nn.PReLU(10)
+        self.head = nn.Linear(10, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x = x * self.excite(self.squeeze(x.mean((2, 3))).relu()).sigmoid()[:, :, None, None]
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = tokens + self.attention(tokens, tokens, tokens)[0]
+        return self.head(self.prelu(self.flat(tokens.transpose(1, 2).flatten(1))))
+
+
+TOKENS = torch.arange(10).reshape(2, 5)
+NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, int]]] = {
+    "ResNet-18": (lambda: ResNet18(10), IMAGE, {"conv": 32, "blocks.0.conv1": 32, "blocks.6.conv2": 256}),
+    "CCT": (
+        lambda: CCT(10, image_size=16, width=32, num_layers=2),
+        IMAGE,
+        {"": 32, "conv1": 64, "blocks.1.attention.query": 8, "blocks.1.expand": 64},
+    ),
+    "FEMNIST": (FEMNISTCNN, FEMNISTCNN().example_input(), {"conv1": 32, "conv2": 64, "hidden": 2048}),
+    "U-Net": (UNet, IMAGE, {"": 16, "down.0": 4, "deep.0": 2, "up": 8, "out.0": 8}),
+    "packed, reshape": (lambda: PackedAttention("reshape"), TOKENS, {"": 16, "qkv": 4, "gated": 12}),
+    "packed, chunk": (lambda: PackedAttention("chunk"), TOKENS, {"": 16, "qkv": 4, "gated": 12}),
+    "packed, whole heads": (lambda: PackedAttention("heads"), TOKENS, {"": 16, "qkv": 4, "gated": 12}),
+    "standard": (Standard, IMAGE, {"conv": 4, "squeeze": 4, "flat": 10}),
+}
+
+
+def randomised(make: Callable[[], nn.Module]) -> nn.Module:
+    """A module in evaluation mode none of whose parameters and averages has a special value."""
+    net, generator = make().eval(), torch.Generator().manual_seed(1)
+    for name, tensor in {**dict(net.named_parameters()), **dict(net.named_buffers())}.items():
+        if tensor.is_floating_point():
+            noise = torch.rand(tensor.shape, generator=generator)
+            tensor.data.copy_(noise + 0.5 if "var" in name else tensor + 0.3 * (noise - 0.5))
+    return net
+
+
+def output_of(net: nn.Module, example: Any) -> Tensor:
+    out = run_example(net, example)
+    return getattr(out, "logits", out)
+
+
+def permuted(plan: WidthPlan, net: nn.Module, group: Any) -> nn.Module:
+    """The module with the units of one group in another order, in all tensors that have them."""
+    order = np.arange(plan.num_labels)
+    own = slice(group.first_label, group.first_label + group.num_units)
+    order[own] = np.random.default_rng(0).permutation(order[own])
+    there = copy_module(net)
+    whole = travelling_tensors(there)
+    for name, dims in plan.labels.items():
+        tensor = whole[name]
+        for dim, labels in enumerate(dims):
+            places = np.empty(len(labels), dtype=np.int64)
+            places[labels.argsort(kind="stable")] = order[labels].argsort(kind="stable")
+            tensor = tensor.index_select(dim, torch.from_numpy(places))
+        whole[name].copy_(tensor)
+    return there
+
+
+def check_plan(net: nn.Module, example: Any, plan: WidthPlan) -> None:
+    """No order of a group's units is any other, and a module without some of them has every entry where it was."""
+    expected = output_of(net, example)
+    for group in plan.groups:
+        assert torch.allclose(output_of(permuted(plan, net, group), example), expected, rtol=1e-3, atol=1e-4), group
+    kept = {
+        g.name: torch.randperm(g.num_units, generator=torch.Generator().manual_seed(2))[: -(-g.num_units // 3)]
+        for g in plan.groups
+    }
+    indices, positions = plan.indices(kept), plan.positions(kept)
+    small = copy_module(net)
+    cut_module(small, indices)
+    output_of(small, example)
+    own = travelling_tensors(small)
+    for name, tensor in travelling_tensors(net).items():
+        assert torch.equal(own[name], take(tensor, indices.get(name, ())))
+        assert torch.equal(own[name], tensor.reshape(-1)[positions[name]] if name in positions else tensor)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_channels_of_a_group_are_interchangeable(name: str) -> None:
+    make, example, sizes = NETS[name]
+    net = randomised(make)
+    plan = width_plan(net, example)
+    assert {g.name: g.num_units for g in plan.groups}.items() >= sizes.items(), str(plan)
+    check_plan(net, example, plan)
+    assert not plan.notes
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize(
+    ("make", "example", "cut"),
+    [
+        (vit, torch.randn(2, 3, 8, 8), {"embeddings", "attention", "mlp"}),
+        (gpt2, torch.arange(16).reshape(2, 8), {"wte", "mlp"}),
+    ],
+)
+def test_transformers_are_cut(make: Any, example: Tensor, cut: set[str]) -> None:
+    net = randomised(make)
+    plan = width_plan(net, example)
+    assert {part for part in ("embeddings", "attention", "mlp", "wte", "attn") if part in str(plan.groups)} >= cut
+    check_plan(net, example, plan)
+
+
+def test_a_slice_by_hand() -> None:
+    """Each kind of layer without its outer channels."""
+    net = randomised(UNet)
+    plan = width_plan(net, IMAGE)
+    names = {group.name: group for group in plan.groups}
+    kept = {name: torch.arange(group.num_units // 2) for name, group in names.items()}
+    small: Any = copy_module(net)
+    cut_module(small, plan.indices(kept))
+    whole: Any = net
+    halves = torch.tensor([0, 1, 4, 5])  # of the two groups of a convolution each loses the same
+    assert torch.equal(small.down[0].weight, whole.down[0].weight[halves])
+    assert torch.equal(small.down[1].running_var, whole.down[1].running_var[halves])
+    assert torch.equal(small.deep[0].weight, whole.deep[0].weight[:, :2][plan.indices(kept)["deep.0.weight"][0]])
+    assert small.deep[0].groups == 2
+    assert small.depthwise.groups == len(small.depthwise.weight) == len(small.scale[0])
+    rows, columns = plan.indices(kept)["deep.3.weight"][:2]
+    assert torch.equal(small.deep[3].weight, whole.deep[3].weight[rows][:, columns])
+    assert torch.equal(small.up.weight, whole.up.weight[plan.indices(kept)["scale"][1]][:, :4])
+    inner = torch.cat([halves, torch.arange(8, 12)])  # the concatenated channels
+    assert torch.equal(small.out[0].weight, whole.out[0].weight[:4][:, inner])
+    assert torch.equal(small.out[2].weight, whole.out[2].weight[:, :4])
+    assert torch.equal(small.out[2].bias, whole.out[2].bias)
+
+
+class Graph(nn.Module):
+    """A random graph of convolutions, sums, concatenations and norms, on the outputs of earlier ones."""
+
+    def __init__(self, steps: list[tuple[str, int, int, int]]) -> None:
+        super().__init__()
+        self.steps, self.layers, widths = steps, nn.ModuleList(), [3]
+        for kind, one, two, width in steps:
+            one, two = one % len(widths), two % len(widths)
+            layers = nn.ModuleList()
+            if kind == "conv":
+                layers.append(nn.Conv2d(widths[one], width, 1))
+            elif kind == "norm":
+                layers.append(nn.BatchNorm2d(widths[one]))
+            elif kind == "sum":
+                layers.extend([nn.Conv2d(widths[one], width, 1), nn.Conv2d(widths[two], width, 1)])
+            widths.append({"norm": widths[one], "cat": widths[one] + widths[two]}.get(kind, width))
+            self.layers.append(layers)
+        self.head = nn.Linear(widths[-1], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x]
+        for (kind, one, two, _), layers in zip(self.steps, self.layers, strict=True):
+            first, second = made[one % len(made)], made[two % len(made)]
+            if kind == "cat":
+                made.append(torch.cat([first, second], dim=1))
+            elif kind == "sum":
+                made.append(layers[0](first) + layers[1](second).tanh())
+            else:
+                made.append(layers[0](first).sigmoid())
+        return self.head(made[-1].mean((2, 3)))
+
+
+STEP = st.tuples(
+    st.sampled_from(["conv", "conv", "norm", "sum", "cat"]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.sampled_from([2, 4, 6]),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(STEP, min_size=1, max_size=7))
+def test_random_graphs_are_cut_where_channels_are_interchangeable(steps: list[tuple[str, int, int, int]]) -> None:
+    net = randomised(lambda: Graph(steps))
+    plan = width_plan(net, torch.rand(2, 3, 2, 2, generator=torch.Generator().manual_seed(3)))
+    assert not plan.notes
+    check_plan(net, torch.rand(2, 3, 2, 2), plan)
+
+
+def test_a_layer_without_a_rule_keeps_its_channels_whole() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.two(self.one(x).sort(dim=1).values).relu())
+
+    plan = width_plan(Sorted(), torch.randn(2, 4))
+    assert [group.name for group in plan.groups] == ["two"]
+    assert "held whole is what goes through sort: no rule" in str(plan)
+
+
+def test_the_plan_leaves_module_and_random_state_as_they_are() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    before, state = {n: t.clone() for n, t in net.state_dict().items()}, torch.get_rng_state()
+    ls.width_plan(net, torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert net.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())

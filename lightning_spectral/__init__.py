@@ -59,7 +59,13 @@ from lightning_spectral.participation import (
     Uniform,
     UpdateVarianceReduced,
 )
-from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
+from lightning_spectral.partition import (
+    DirichletPartitioner,
+    IIDPartitioner,
+    NaturalPartitioner,
+    PachinkoPartitioner,
+    Partitioner,
+)
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
@@ -152,6 +158,7 @@ __all__ = [
     "MultiModelDataModule",
     "MultiModelModule",
     "NaturalPartitioner",
+    "PachinkoPartitioner",
     "PaddedFactors",
     "Partitioner",
     "PriSM",

@@ -32,6 +32,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError, SpectralWarning
+from lightning_spectral.functional.images import standardize_images
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn import (
     CostTable,
@@ -214,6 +215,7 @@ __all__ = [
     "load_user_module",
     "replace_layers",
     "spectral_start",
+    "standardize_images",
     "tune_allocator",
     "unzample",
     "validate",

@@ -68,6 +68,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "keep_ratio_for": lambda: {"module": net(), "example_input": EXAMPLE},
     "replace_layers": lambda: {"module": net(), "keep_ratio": 0.5},
     "spectral_start": lambda: {"module": net(), "keep_ratio": 0.5},
+    "standardize_images": lambda: {"images": torch.zeros(2, 3, 4, 4)},
     "zample": lambda: {"module": net()},
     "zampling_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
 }

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -25,6 +24,8 @@ from lightning_spectral.functional import (
 )
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.nn.plan.text_table import aligned
+from lightning_spectral.report.printed import legend_above, printed
+from lightning_spectral.report.style import PRINTED, look
 
 COHORT = 10
 STRATEGIES: dict[str, ls.ShardingStrategy] = {
@@ -36,6 +37,14 @@ STRATEGIES: dict[str, ls.ShardingStrategy] = {
     "Collective": ls.Collective(),
 }
 MIXED = {"Collective, the paper's recipe": "group", "Collective, joint": "joint", "Collective, best": "best"}
+METHODS = [*STRATEGIES, "Unbiased, coordinated", "Collective, coordinated", *MIXED]
+OFFSETS = {name: 0.8 * (index / (len(METHODS) - 1) - 0.5) for index, name in enumerate(METHODS)}
+# what is drawn otherwise has the same colour, but is hollow
+LOOKS = {name: look(index) for index, name in enumerate(STRATEGIES)}
+LOOKS |= {f"{name}, coordinated": LOOKS[name] for name in ("Unbiased", "Collective")}
+LOOKS |= {
+    name: look(len(STRATEGIES) + index)._replace(colour=LOOKS["Collective"].colour) for index, name in enumerate(MIXED)
+}
 
 
 def trained_spectrum() -> Tensor:
@@ -96,16 +105,22 @@ def rows(all_spectra: dict[str, Tensor]) -> dict[str, dict[str, list[float]]]:
 
 
 def plot(tables: dict[str, dict[str, list[float]]], names: list[str], path: Path) -> None:
-    figure = Figure(figsize=(11.0, 4.0), layout="constrained")
-    for axes, (title, table) in zip(figure.subplots(1, len(tables)), tables.items(), strict=True):
-        for name, values in table.items():
-            axes.plot(names, values, "o--" if "coordinated" in name or "joint" in name else "o-", label=name)
-        axes.set(title=title, yscale="log")
-        axes.tick_params(axis="x", rotation=20)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.supylabel(r"$E\|W - \bar W\|^2 / \|W\|^2$")
-    figure.savefig(path, dpi=130)
+    """Dots, a row of them for each method of a spectrum."""
+    with printed(path, 9.5, 6.0) as figure:
+        for axes, (title, table) in zip(figure.subplots(1, len(tables), sharey=True), tables.items(), strict=True):
+            for method, values in table.items():
+                colour, marker, _ = LOOKS[method]
+                rows = [spectrum + OFFSETS[method] for spectrum in range(len(names))]
+                hollow = {"markerfacecolor": "none"} if "coordinated" in method else {}
+                axes.plot(values, rows, ls="", color=colour, marker=marker, label=method, markersize=6, **hollow)
+            for between in range(1, len(names)):
+                axes.axhline(between - 0.5, color=PRINTED.grid)
+            axes.grid(visible=False, axis="y")
+            axes.set(title=title, xscale="log", ylim=(len(names) - 0.5, -0.5))
+            axes.set_yticks(range(len(names)), names)
+            axes.tick_params(axis="y", length=0)
+        figure.supxlabel(r"$E\|W - \bar W\|^2 / \|W\|^2$")
+        legend_above(figure, 4)
 
 
 def main(show: Callable[[str], None] = print) -> None:

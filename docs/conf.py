@@ -1,16 +1,20 @@
 """Sphinx: ``sphinx-build -W --keep-going -b html docs docs/_build/html`` from the root of the repository."""
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))  # which has `mathml`
 
 project = "lightning_spectral"
 copyright = "the lightning_spectral authors, Apache-2.0"
 release = version = installed_version("lightning-spectral")
 
 extensions = [
+    "mathml",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build", "*_tables.md", "several_models_fixed_size.md", "zampling_local.md"]  # included elsewhere
@@ -29,4 +33,7 @@ napoleon_use_rtype = False
 napoleon_custom_sections = ["Reference", "Shape"]
 
 html_theme = "furo"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = "lightning_spectral"

@@ -33,10 +33,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from matplotlib.figure import Figure
 from quickstart import deal_digits, federate, quiet_lightning
 
 import lightning_spectral as ls
+from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
+from lightning_spectral.report.style import BASELINE, look
 
 STRATEGIES = {"TopN": ls.TopN(), "PriSM": ls.PriSM(), "Unbiased": ls.Unbiased(), "Collective": ls.Collective()}
 KEEP_RATIOS = (0.1, 0.2)  # share of singular terms each client holds, the homogeneous setups of the 2024 paper
@@ -44,6 +45,7 @@ NUM_ROUNDS = 50  # communication rounds of each run
 SEEDS = (0, 1, 2)  # of the initial weights, the split, participation and terms
 NUM_PROCESSES = 2  # runs at a time, one thread each
 DENSE = ("FedAvg", 1.0)
+LOOKS = {DENSE[0]: BASELINE} | {name: look(index) for index, name in enumerate(STRATEGIES)}
 
 Setup = tuple[str, float]  # name of the strategy, keep ratio
 Results = Mapping[Setup, Mapping[int, Sequence[float]]]  # for each setup and seed, test accuracy after each round
@@ -118,18 +120,17 @@ def write_csv(results: Results, path: Path) -> None:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Mean accuracy per round, one panel per keep ratio."""
-    figure = Figure(figsize=(9.0, 3.5), layout="constrained")
-    panels = figure.subplots(1, len(KEEP_RATIOS), sharey=True)
-    for axes, r in zip(panels, KEEP_RATIOS, strict=True):
-        for name, keep_ratio in [*((name, r) for name in STRATEGIES), DENSE]:
-            curve = [mean(values) for values in zip(*results[name, keep_ratio].values(), strict=True)]
-            axes.plot(range(1, len(curve) + 1), curve, "k--" if name == DENSE[0] else "-", label=name)
-        axes.set(title=f"keep ratio {r}", xlabel="round")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy")
-    panels[0].legend()
-    figure.savefig(path, dpi=150)
+    """Accuracy per round, mean and range over seeds, one panel per keep ratio."""
+    with printed(path, 9.0, 3.8) as figure:
+        panels = figure.subplots(1, len(KEEP_RATIOS), sharey=True)
+        for axes, r in zip(panels, KEEP_RATIOS, strict=True):
+            for name, own in LOOKS.items():
+                runs = list(results[DENSE if name == DENSE[0] else (name, r)].values())
+                draw_seeds(axes, range(1, len(runs[0]) + 1), runs, own, name)
+            axes.set_title(f"keep ratio {r}")
+            round_axis(axes)
+        panels[0].set_ylabel("test accuracy")
+        legend_above(figure, len(LOOKS))
 
 
 def main() -> None:

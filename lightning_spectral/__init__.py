@@ -35,6 +35,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError, SpectralWarning
+from lightning_spectral.functional.images import standardize_images
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn import (
     CostTable,
@@ -64,7 +65,13 @@ from lightning_spectral.participation import (
     Uniform,
     UpdateVarianceReduced,
 )
-from lightning_spectral.partition import DirichletPartitioner, IIDPartitioner, NaturalPartitioner, Partitioner
+from lightning_spectral.partition import (
+    DirichletPartitioner,
+    IIDPartitioner,
+    NaturalPartitioner,
+    PachinkoPartitioner,
+    Partitioner,
+)
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
@@ -164,6 +171,7 @@ __all__ = [
     "MultiModelDataModule",
     "MultiModelModule",
     "NaturalPartitioner",
+    "PachinkoPartitioner",
     "PaddedFactors",
     "Partitioner",
     "PrefixChannels",
@@ -227,6 +235,7 @@ __all__ = [
     "replace_layers",
     "save_peft_adapter",
     "spectral_start",
+    "standardize_images",
     "tune_allocator",
     "unzample",
     "validate",

@@ -52,6 +52,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
         "models": {"words": ls.FederatedModule(LitLine())},
         "participation": ls.LossVarianceReduced(active=2),
     },
+    "PachinkoPartitioner": lambda: {"num_clients": 3, "superclasses": [0, 0, 1], "alpha": 1.0, "beta": 10.0},
     "ProximalTerm": lambda: {"mu": 0.1},
     "RoundRobin": lambda: {"active": 2},
     "SpectralShardedConv1d": lambda: {"in_channels": 4, "out_channels": 4, "kernel_size": (3,), "num_terms": 2},
@@ -69,6 +70,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "rank_for": lambda: {"module": net(), "example_input": EXAMPLE},
     "replace_layers": lambda: {"module": net(), "keep_ratio": 0.5},
     "spectral_start": lambda: {"module": net(), "keep_ratio": 0.5},
+    "standardize_images": lambda: {"images": torch.zeros(2, 3, 4, 4)},
     "zample": lambda: {"module": net()},
     "zampling_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
 }
@@ -150,6 +152,11 @@ NUMPY: list[Any] = [
     (ls.LayerChoices, {"split": {"*.qkv": np.int64(3)}}, {"split": {"*.qkv": 3}}),
     (ls.Schedule, {"values": {np.int64(0): ls.TopN()}}, {"values": {0: ls.TopN()}}),
     (ls.DirichletPartitioner, {"num_clients": np.int64(3), "alpha": 1}, {"num_clients": 3, "alpha": 1}),
+    (
+        ls.PachinkoPartitioner,
+        {"num_clients": 3, "superclasses": np.array([0, 1]), "alpha": 1, "beta": np.float64(2.0)},
+        {"num_clients": 3, "superclasses": (0, 1), "alpha": 1, "beta": 2.0},
+    ),
 ]
 
 

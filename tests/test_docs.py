@@ -1,5 +1,6 @@
 """The documentation does what it says: every Python block runs, prints what is shown, and the lists are complete."""
 
+import importlib
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -87,6 +88,28 @@ def test_the_reference_has_every_public_name() -> None:
     reference = (DOCS / "api.md").read_text()
     missing = [name for name in ls.__all__ if not re.search(rf"^\.\. auto\w+:: {name}$", reference, re.MULTILINE)]
     assert not missing
+
+
+def test_formulas_become_mathml_and_a_command_that_cannot_be_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("latex2mathml", reason="comes with the `docs` extra")
+    pytest.importorskip("sphinx", reason="comes with the `docs` extra")
+    monkeypatch.syspath_prepend(DOCS)
+    mathml = importlib.import_module("mathml").mathml
+    shown = mathml(r"r < \frac{M}{N + \pi_i}", "inline")
+    assert "<mfrac>" in shown
+    assert "<msub>" in shown
+    assert "\\" not in shown
+    with pytest.raises(ValueError, match=r"unknown commands: \\nosuch"):
+        mathml(r"\nosuch{x}", "inline")
+
+
+def test_the_gallery_has_every_figure_and_its_commands_exist() -> None:
+    gallery = (DOCS / "gallery.md").read_text()
+    shown = re.findall(r"^```{figure} (\S+)$", gallery, re.MULTILINE)
+    assert sorted(shown) == sorted(path.name for path in DOCS.iterdir() if path.suffix in (".png", ".svg"))
+    scripts = re.findall(r"`python ([^\s`]+)", gallery)
+    assert len(scripts) > 5
+    assert not [script for script in scripts if not (ROOT / script).exists()]
 
 
 def test_the_wrapping_page_names_every_refused_hook() -> None:

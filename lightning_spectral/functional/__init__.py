@@ -14,6 +14,7 @@ from lightning_spectral.functional.figures.participation import (
     sampled_variance,
     step_size_variance,
 )
+from lightning_spectral.functional.images import standardize_images
 from lightning_spectral.functional.sampling.assignment import assignment_probs, model_joint_probs
 from lightning_spectral.functional.sampling.brewer import draw_brewer
 from lightning_spectral.functional.sampling.conditional_poisson import (
@@ -79,6 +80,7 @@ __all__ = [
     "schatten_inclusion_probs",
     "selection_table",
     "stable_rank",
+    "standardize_images",
     "step_size_variance",
     "successive_inclusion_probs",
     "successive_joint_probs",

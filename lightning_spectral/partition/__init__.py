@@ -6,6 +6,7 @@ from lightning_spectral.partition.held_out import hold_out
 from lightning_spectral.partition.iid import IIDPartitioner
 from lightning_spectral.partition.labels import Labels, class_indices, dataset_labels
 from lightning_spectral.partition.natural import NaturalPartitioner
+from lightning_spectral.partition.pachinko import PachinkoPartitioner
 from lightning_spectral.partition.partition import Partition
 from lightning_spectral.partition.report import PartitionReport, report
 
@@ -14,6 +15,7 @@ __all__ = [
     "IIDPartitioner",
     "Labels",
     "NaturalPartitioner",
+    "PachinkoPartitioner",
     "Partition",
     "PartitionReport",
     "Partitioner",

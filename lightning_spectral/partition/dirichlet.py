@@ -1,6 +1,7 @@
 """Clients of equal size with skewed class proportions."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Number, Whole, check_fields, flag
-from lightning_spectral.partition.base import Partitioner, equal_shares
+from lightning_spectral.partition.base import Partitioner
+from lightning_spectral.partition.by_class import Ints, deal_by_class
 from lightning_spectral.partition.partition import Partition
 
-__all__ = ["DirichletPartitioner", "draw_class_counts", "draw_slot_classes", "log_dirichlet"]
+__all__ = ["DirichletPartitioner", "class_concentration", "draw_class_counts", "draw_dirichlet_counts", "log_dirichlet"]
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
@@ -70,49 +71,47 @@ class DirichletPartitioner(Partitioner):
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         """Draw the class of every slot of every client, then fill the slots with examples of that class."""
         assert labels is not None, "__call__ checks it"
-        _, inverse, class_sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
-        class_of_example = torch.from_numpy(inverse)
-        order, sizes = equal_shares(num_examples, self.num_clients, generator)
-        class_of_slot = draw_slot_classes(
-            class_sizes, sizes.numpy(), self._concentration(class_sizes), _numpy_generator(generator)
-        )
-        # both sides list the classes in order, with equal counts; within a class the order is random
-        shuffled = torch.randperm(num_examples, generator=generator)
-        examples = shuffled[class_of_example[shuffled].argsort(stable=True)]
-        slots = torch.from_numpy(class_of_slot).argsort(stable=True)
-        client_of_example = torch.empty(num_examples, dtype=torch.int64)
-        client_of_example[examples] = order.repeat_interleave(sizes)[slots]
-        return Partition.from_assignment(client_of_example, self.num_clients)
-
-    def _concentration(self, class_sizes: Ints) -> Floats:
-        base = np.ones(len(class_sizes)) if self.symmetric else class_sizes / class_sizes.sum()
-        return np.asarray(self.alpha * base, dtype=np.float64)
+        sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
+        draw = partial(draw_dirichlet_counts, class_concentration(sizes, self.alpha, self.symmetric))
+        return deal_by_class(labels, self.num_clients, draw, generator)
 
 
-def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, concentration: Floats, rng: np.random.Generator) -> Ints:
-    """Draw the class of every slot, for clients served in the given order.
+def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
+    """Concentration of a Dirichlet prior over classes.
 
     Args:
-        class_sizes: Examples of each class, shape ``(K,)``.
-        client_sizes: Examples each client gets, shape ``(C,)``; their sum is at most that of ``class_sizes``.
-        concentration: Dirichlet concentration of each class, shape ``(K,)``.
+        sizes: Examples of each class, shape ``(K,)``.
+        total: Sum of the concentration, or that of each class if it is symmetric.
+        symmetric: Whether it is the same for every class, not proportional to ``sizes``.
+
+    Returns:
+        Positive numbers, shape ``(K,)``.
+
+    Example:
+        >>> class_concentration(np.array([3, 1]), 2.0, symmetric=False)
+        array([1.5, 0.5])
+    """
+    base = np.ones(len(sizes)) if symmetric else sizes / sizes.sum()
+    return np.asarray(total * base, dtype=np.float64)
+
+
+def draw_dirichlet_counts(concentration: Floats, left: Ints, num_draws: int, rng: np.random.Generator) -> Ints:
+    """Draw a client's prior, and from it how many examples of each class the client gets.
+
+    Args:
+        concentration: Of each class, shape ``(K,)``.
+        left: Examples of each class that nobody has yet, shape ``(K,)``.
+        num_draws: Examples that the client gets.
         rng: Source of randomness.
 
     Returns:
-        Class indices, shape ``(sum of client_sizes,)``, client by client.
+        Counts, shape ``(K,)``, at most ``left``, summing to ``num_draws``.
 
     Example:
-        >>> draw_slot_classes(np.array([2, 1]), np.array([1, 2]), np.ones(2), np.random.default_rng(0)).shape
-        (3,)
+        >>> draw_dirichlet_counts(np.ones(2), np.array([2, 1]), 3, np.random.default_rng(0))
+        array([2, 1])
     """
-    left = class_sizes.copy()
-    slots = np.empty(client_sizes.sum(), dtype=np.int64)
-    ends = client_sizes.cumsum()
-    for start, end in zip(ends - client_sizes, ends, strict=True):
-        counts = draw_class_counts(log_dirichlet(concentration, rng), left, end - start, rng)
-        slots[start:end] = np.repeat(np.arange(len(counts)), counts)
-        left -= counts
-    return slots
+    return draw_class_counts(log_dirichlet(concentration, rng), left, num_draws, rng)
 
 
 def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.random.Generator) -> Ints:
@@ -174,8 +173,3 @@ def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
     exponential = rng.standard_exponential(len(concentration))
     with np.errstate(over="ignore", divide="ignore"):
         return np.asarray(np.log(rng.standard_gamma(concentration + 1.0)) - exponential / concentration)
-
-
-def _numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """A numpy generator seeded by a torch one, because torch's public gamma draw takes no generator."""
-    return np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))

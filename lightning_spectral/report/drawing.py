@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
+from lightning_spectral.report.printed import legend_above
 from lightning_spectral.report.style import PRINTED, Theme, settings
 
 # Colours of a page are its style sheet's: these stand for them in a figure and are replaced in its SVG.
@@ -45,13 +46,7 @@ class Canvas:
 
     def legend(self, columns: int = 3, narrow_columns: int = 1) -> None:
         """One legend for all panels, above them, if anything has a label."""
-        found: dict[str, Any] = {}
-        for axes in self.figure.axes:
-            handles, labels = axes.get_legend_handles_labels()
-            found.update(zip(labels, handles, strict=True))
-        if found:
-            ncols = min(narrow_columns if self.narrow else columns, len(found))
-            self.figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=ncols)
+        legend_above(self.figure, narrow_columns if self.narrow else columns)
 
 
 class Size(NamedTuple):

@@ -39,6 +39,9 @@ class Look(NamedTuple):
     width: float
 
 
+BASELINE = Look(PRINTED.ink, "*", 1.6)  # what others are compared with
+
+
 def look(index: int) -> Look:
     """Colour, marker and width of the lines of the group at a position; thinner ones are drawn on top of wider ones."""
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])

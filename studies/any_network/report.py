@@ -23,16 +23,13 @@ from run import EVERY
 from setups import SETUPS
 from tasks import ALPHAS, IMAGES
 
+from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
+from lightning_spectral.report.style import BASELINE, look
+
 DOCS = Path("docs")
 DEFAULT = "start, Collective"
 LABELS = {"FedAvg": "FedAvg", DEFAULT: "default", "Collective": "the paper's recipe", "TopN": "TopN, no start"}
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
-STYLES = {
-    "FedAvg": ("#000000", "*"),
-    DEFAULT: ("#0072B2", "o"),
-    "Collective": ("#D55E00", "s"),
-    "TopN": ("#009E73", "^"),
-}
+LOOKS = {"FedAvg": BASELINE, DEFAULT: look(0), "Collective": look(1), "TopN": look(2)}
 Run = Mapping[str, Any]
 
 
@@ -115,69 +112,60 @@ def write_csv(runs: Sequence[Run], path: Path) -> None:
 
 def panels(figure: Figure) -> dict[str, Axes]:
     """One pair of axes for each network."""
-    grid = figure.subplots(2, 3, sharey=True)
-    axes = dict(zip(NETS, grid.flat, strict=True))
+    axes = dict(zip(NETS, figure.subplots(2, 3, sharey=True).flat, strict=True))
     for net, one in axes.items():
-        one.set_title(net, fontsize=10)
-        one.grid(alpha=0.3)
+        one.set_title(net)
     return axes
 
 
-def save(figure: Figure, axes: Mapping[str, Axes], path: Path, x: str, y: str) -> None:
-    """Name both axes, add one legend for all panels, and write the picture."""
+def name_axes(figure: Figure, x: str, y: str) -> None:
+    """Name the axes of all panels, and add one legend for them."""
     figure.supxlabel(x)
     figure.supylabel(y)
-    figure.legend(*axes[NETS[0]].get_legend_handles_labels(), loc="outside upper center", ncols=len(LABELS))
-    figure.savefig(path, dpi=150)
+    legend_above(figure, len(LABELS))
 
 
-def accuracy_against_bytes(runs: Sequence[Run], path: Path) -> None:
+def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
     """One panel per network, one point per setup and keep ratio; bars span the seeds."""
-    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
-    axes = panels(figure)
-    for net, one in axes.items():
+    for net, axes in panels(figure).items():
         for setup, label in LABELS.items():
             groups: dict[float, list[float]] = defaultdict(list)
             for run in select(runs, net=net, setup=setup, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS):
                 if run["keep_ratio"] in (0.1, 0.2, 1.0) and run["bytes_per_turn"]:
                     groups[mean(run["bytes_per_turn"].values()) / 1e3].append(100 * final(run, "test"))
-            sizes, colour, marker = sorted(groups), *STYLES[setup]
+            sizes, (colour, marker, _) = sorted(groups), LOOKS[setup]
             centre = [mean(groups[size]) for size in sizes]
             below = [c - min(groups[size]) for c, size in zip(centre, sizes, strict=True)]
             above = [max(groups[size]) - c for c, size in zip(centre, sizes, strict=True)]
-            one.errorbar(
+            axes.errorbar(
                 sizes, centre, [below, above], color=colour, marker=marker, label=label, capsize=2, markersize=7
             )
-        one.set_xlim(left=0)
-        one.set_ylim(0, 100)
-    save(figure, axes, path, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 100)
+    name_axes(figure, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")
 
 
-def accuracy_against_rounds(runs: Sequence[Run], path: Path) -> None:
+def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
     """One panel per network: the mean over seeds at keep ratio 0.1, and the band from the worst to the best."""
-    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
-    axes = panels(figure)
-    for net, one in axes.items():
+    for net, axes in panels(figure).items():
         for setup, label in LABELS.items():
             near = select(runs, net=net, setup=setup, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS)
-            curves = [run["test"] for run in near if run["keep_ratio"] in (0.1, 1.0) and not run["error"]]
-            if not curves:
-                continue
-            columns = [[100 * value for value in column] for column in zip(*curves, strict=True)]
-            rounds = [EVERY * (i + 1) for i in range(len(columns))]
-            one.plot(rounds, [mean(column) for column in columns], color=STYLES[setup][0], label=label)
-            one.fill_between(
-                rounds, [min(c) for c in columns], [max(c) for c in columns], color=STYLES[setup][0], alpha=0.2
-            )
-    save(figure, axes, path, "round", "test accuracy, %")
+            chosen = [run for run in near if run["keep_ratio"] in (0.1, 1.0) and not run["error"]]
+            curves = [[100 * value for value in run["test"]] for run in chosen]
+            rounds = [EVERY * (i + 1) for i in range(len(curves[0]))] if curves else []
+            draw_seeds(axes, rounds, curves, LOOKS[setup], label)
+        round_axis(axes)
+        axes.set_xlabel("")  # all panels share it
+    name_axes(figure, "round", "test accuracy, %")
 
 
 def main() -> None:
     runs = chosen_runs()
     write_csv(results(), DOCS / "study.csv")
     (DOCS / "study_tables.md").write_text(tables(runs))
-    accuracy_against_bytes(runs, DOCS / "study.png")
-    accuracy_against_rounds(runs, DOCS / "study_curves.png")
+    for draw, name in ((accuracy_against_bytes, "study.png"), (accuracy_against_rounds, "study_curves.png")):
+        with printed(DOCS / name, 9.5, 5.2) as figure:
+            draw(runs, figure)
     print(tables(runs))
 
 

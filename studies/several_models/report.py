@@ -22,6 +22,9 @@ from run import EVERY, NUM_ROUNDS
 from setups import ACTIVE, SETUPS
 from tasks import LOCAL_EPOCHS, NUM_CLIENTS
 
+from lightning_spectral.report.printed import draw_line, draw_seeds, legend_above, printed, round_axis
+from lightning_spectral.report.style import BASELINE, PRINTED, Look, look
+
 DOCS = Path("docs")
 FULL = "Full participation"
 LAST = 3  # evaluations that make the final accuracy
@@ -37,16 +40,15 @@ HEAD = [
     "of it to measure, MB",
     "store, MB",
 ]
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
-STYLES = {
-    FULL: ("#000000", "*"),
-    "Random": ("#999999", "x"),
-    "LVR": ("#0072B2", "o"),
-    "GVR": ("#D55E00", "s"),
-    "GVR*": ("#009E73", "^"),
-    "FedVARP": ("#E69F00", "v"),
-    "MIFA": ("#56B4E9", "D"),
-    "SCAFFOLD": ("#CC79A7", "P"),
+LOOKS = {
+    FULL: BASELINE,
+    "Random": Look("#999999", "x", 1.6),
+    "LVR": look(0),
+    "GVR": look(1),
+    "GVR*": look(2),
+    "FedVARP": look(3),
+    "MIFA": look(4),
+    "SCAFFOLD": look(5),
 }
 STEPS = ("GVR", "LVR")  # whose |H|_1 is drawn
 WITH_MODELS = ("five",)  # federations whose models are of different data: a column for each
@@ -196,40 +198,35 @@ def learning_rates(federation: Federation) -> str:
 
 
 def draw_accuracy(axes: Axes, name: str, runs: Iterable[Run]) -> None:
-    """Mean over seeds against rounds, and a band from the worst to the best; nothing without runs that ended."""
-    columns = [[100 * value for value in column] for column in zip(*map(curve, runs), strict=True)]
-    rounds = [EVERY * (i + 1) for i in range(len(columns))]
-    colour, marker = STYLES[name]
-    if columns:
-        axes.plot(
-            rounds, [mean(c) for c in columns], color=colour, marker=marker, markevery=3, markersize=5, label=name
-        )
-        axes.fill_between(rounds, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, lw=0)
+    """Mean over seeds against rounds, and a band from the worst to the best, over the evaluations that all have."""
+    curves = [[100 * value for value in curve(run)] for run in runs]
+    shared = min(map(len, curves), default=0)
+    rounds = [EVERY * (i + 1) for i in range(shared)]
+    draw_seeds(axes, rounds, [values[:shared] for values in curves], LOOKS[name], name)
 
 
-def figure(runs: Mapping[str, Mapping[int, Run]], path: Path) -> None:
+def draw_steps(axes: Axes, name: str, runs: Iterable[Run]) -> None:
+    """|H|_1 of the first model in each round of the first run."""
+    for run in list(runs)[:1]:
+        model, columns = next(iter(run["models"].items()))
+        sizes = columns["fl/step_size"]
+        draw_line(axes, range(1, len(sizes) + 1), sizes, LOOKS[name]._replace(width=0.8), name)
+        axes.set_ylabel(f"step size $|H|_1$ of the {model} model")
+
+
+def draw(runs: Mapping[str, Mapping[int, Run]], figure: Figure) -> None:
     """Accuracy against rounds, and |H|_1 in each round of one run for GVR against LVR, as the slides show it."""
-    picture = Figure(figsize=(9.5, 4.2), layout="constrained")
-    left, right = picture.subplots(1, 2)
-    for name in STYLES:
+    left, right = figure.subplots(1, 2)
+    for name in LOOKS:
         draw_accuracy(left, name, ended(runs[name]).values())
     for name in STEPS:
-        for run in list(ended(runs[name]).values())[:1]:
-            model, columns = next(iter(run["models"].items()))
-            sizes = columns["fl/step_size"]
-            colour, marker = STYLES[name]
-            rounds = range(1, len(sizes) + 1)
-            right.plot(rounds, sizes, color=colour, lw=0.8, marker=marker, markevery=10, markersize=4)
-            right.set(ylabel=f"step size $|H|_1$ of the {model} model")
-    right.axhline(1, color="black", lw=0.8, ls=":")
-    left.set(xlabel="round", ylabel="test accuracy, mean of the models, %")
-    right.set(xlabel="round", ylim=(0, None))
+        draw_steps(right, name, ended(runs[name]).values())
+    right.axhline(1, color=PRINTED.ink, lw=0.8, ls=":")
+    right.set_ylim(bottom=0)
+    left.set_ylabel("test accuracy, mean of the models, %")
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-    handles, labels = left.get_legend_handles_labels()
-    if handles:
-        picture.legend(handles, labels, loc="outside upper center", ncols=len(STYLES), fontsize=8)
-    picture.savefig(path, dpi=150)
+        round_axis(axes)
+    legend_above(figure, len(LOOKS))
 
 
 def main() -> None:
@@ -238,7 +235,8 @@ def main() -> None:
         runs = results(federation)
         if any(runs.values()):
             texts.append(table(key, runs))
-            figure(runs, DOCS / f"{federation.figure}.png")
+            with printed(DOCS / f"{federation.figure}.png", 9.5, 4.2) as figure:
+                draw(runs, figure)
     text = "\n".join(texts)
     (DOCS / "several_models_tables.md").write_text(text)
     print(text)

@@ -14,12 +14,13 @@ from statistics import mean, stdev
 from typing import Any
 
 from local import NUM_PERTURBATIONS, OUTPUT, TAUS
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from tables import Run, per_cent, table
 
+from lightning_spectral.report.printed import legend_above, printed
+from lightning_spectral.report.style import look
+
 DOCS = Path("docs")
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
-STYLES = {1: ("#000000", "*"), 5: ("#E69F00", "s"), 10: ("#0072B2", "o"), 50: ("#009E73", "^"), 100: ("#CC79A7", "D")}
 TABLE_2 = {  # mean and standard deviation of sampled accuracy, for compressions of 1, 2, 4, 8, 16 and 32
     100: ("85.60±2.16", "82.63±2.43", "76.83±2.93", "70.33±2.98", "62.78±3.29", "49.43±3.32"),
     50: ("86.77±1.76", "81.83±2.30", "79.28±2.76", "71.75±2.94", "59.12±3.71", "48.76±3.59"),
@@ -75,28 +76,23 @@ def figure3_table() -> list[str]:
     return table(head, rows)
 
 
-def figure3_png() -> None:
+def figure3(axes: Axes) -> None:
     """Accuracy against compression, a line for each degree; dashed for the expected network."""
     runs = results("figure3")
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for degree in levels(runs, "degree"):
+    for index, degree in enumerate(levels(runs, "degree")):
         chosen = [run for run in runs if run["degree"] == degree]
-        compressions, (colour, marker) = levels(chosen, "compression"), STYLES[degree]
+        compressions, (colour, marker, _) = levels(chosen, "compression"), look(index)
         groups = [[run for run in chosen if run["compression"] == c] for c in compressions]
         means = [[100 * value for value in mean_sampled(group)] for group in groups]
         spread = [stdev(values) if len(values) > 1 else 0.0 for values in means]
-        style = {"color": colour, "marker": marker, "markersize": 5}
+        style = {"color": colour, "marker": marker}
         axes.errorbar(compressions, [mean(v) for v in means], spread, label=f"d = {degree}", capsize=2, **style)
         expected = [100 * mean(run["expected"] for run in group) for group in groups]
         axes.plot(compressions, expected, linestyle="--", linewidth=0.8, alpha=0.7, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("compression m/n")
-    axes.set_ylabel("test accuracy, %")
-    axes.set_title("784-20-20-10 on MNIST: mean of sampled networks; dashed, the expected network", fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(DOCS / "zampling_figure3.png", dpi=150)
+    axes.set_xticks(found := levels(runs, "compression"), [f"{compression:g}" for compression in found])
+    axes.set(xlabel="compression m/n", ylabel="test accuracy, %")
+    axes.set_title("784-20-20-10 on MNIST: mean of sampled networks; dashed, the expected network")
 
 
 def zhou_table() -> list[str]:
@@ -189,7 +185,9 @@ def scale_of(experiment: str) -> str:
 
 
 def main() -> None:
-    figure3_png()
+    with printed(DOCS / "zampling_figure3.png", 6.4, 4.0) as figure:
+        figure3(figure.subplots())
+        legend_above(figure, 5)
     parts = {
         "Compression and degree (section 3.1)": ("figure3", figure3_table()),
         "Supermasks (appendix B.1)": ("zhou", zhou_table()),

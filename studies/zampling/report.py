@@ -15,15 +15,17 @@ from statistics import mean
 from typing import Any
 
 from federated import EVERY, OUTPUT
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from tables import Run, per_cent, table
+
+from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
+from lightning_spectral.report.style import BASELINE, look
 
 DOCS = Path("docs")
 DENSE_BYTES = 4 * 266_610
 ROUNDS = (40, 100)  # of the runs that are as published
 PAPER = {1: "0.95", 8: "0.95", 32: "0.93"}  # Table 1; for compression 1 section 3.2
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the markers say the same in black and white.
-STYLES = {0: ("#000000", "*"), 1: ("#0072B2", "o"), 8: ("#D55E00", "s"), 32: ("#009E73", "^")}
+LOOKS = {0: BASELINE, 1: look(0), 8: look(1), 32: look(2)}
 
 
 def results() -> list[Run]:
@@ -67,24 +69,17 @@ def others(runs: Sequence[Run]) -> list[str]:
     return table([*head, "expected", "sampled"], rows) if rows else []
 
 
-def figure4(runs: Sequence[Run], path: Path) -> None:
+def figure4(runs: Sequence[Run], axes: Axes) -> None:
     """Figure 4: test accuracy of the expected network against rounds, a band over seeds."""
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.subplots()
-    for compression, (colour, marker) in STYLES.items():
+    for compression, own in LOOKS.items():
         setup, lr = ("published", 0.1) if compression else ("FedAvg", 0.001)
         wanted = {"setup": setup, "compression": compression, "lr": lr}
-        if found := next(filter(None, (named(runs, num_rounds=n, **wanted) for n in reversed(ROUNDS))), []):
-            curves = list(zip(*(run["accuracy"] for run in found), strict=True))
-            rounds = [EVERY * (i + 1) for i in range(len(curves))]
-            label = f"Zampling, m/n = {compression}" if compression else "FedAvg"
-            axes.plot(rounds, [100 * mean(c) for c in curves], color=colour, marker=marker, markevery=4, label=label)
-            low, high = ([100 * pick(c) for c in curves] for pick in (min, max))
-            axes.fill_between(rounds, low, high, color=colour, alpha=0.2)
-    axes.set(xlabel="round", ylabel="test accuracy of the expected network, %", ylim=(85, 100))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+        found = next(filter(None, (named(runs, num_rounds=n, **wanted) for n in reversed(ROUNDS))), [])
+        curves = [[100 * value for value in run["accuracy"]] for run in found]
+        rounds = [EVERY * (i + 1) for i in range(len(curves[0]))] if curves else []
+        draw_seeds(axes, rounds, curves, own, f"Zampling, m/n = {compression}" if compression else "FedAvg")
+    axes.set(ylabel="test accuracy of the expected network, %", ylim=(85, 100))
+    round_axis(axes)
 
 
 def main() -> None:
@@ -95,7 +90,9 @@ def main() -> None:
     }
     text = "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines)
     (DOCS / "zampling_tables.md").write_text(text + "\n")
-    figure4(runs, DOCS / "zampling.png")
+    with printed(DOCS / "zampling.png", 6.5, 4.0) as figure:
+        figure4(runs, figure.subplots())
+        legend_above(figure, 2)
 
 
 if __name__ == "__main__":

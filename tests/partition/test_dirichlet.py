@@ -15,7 +15,8 @@ from scipy.special import betaln
 
 from lightning_spectral.partition import DirichletPartitioner, report
 from lightning_spectral.partition.base import equal_shares
-from lightning_spectral.partition.dirichlet import draw_class_counts, draw_slot_classes, log_dirichlet
+from lightning_spectral.partition.by_class import draw_slot_classes
+from lightning_spectral.partition.dirichlet import draw_class_counts, draw_dirichlet_counts, log_dirichlet
 
 SUPPLY = np.array([3, 2, 4, 1])  # ten examples, so the seven slots below exhaust classes nearly always
 PRIOR = np.array([0.6, 0.25, 0.1, 0.05])
@@ -35,6 +36,13 @@ def exact_count_law(prior: np.ndarray, supply: np.ndarray, num_draws: int) -> di
                 following[after] += probability * live[k] / live.sum()
         law = following
     return law
+
+
+def batched_slots(
+    class_sizes: np.ndarray, client_sizes: np.ndarray, concentration: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """What the partitioner draws."""
+    return draw_slot_classes(class_sizes, client_sizes, partial(draw_dirichlet_counts, concentration), rng)
 
 
 def literal_slots(
@@ -111,7 +119,7 @@ def test_count_law_check_refuses_plausible_shortcuts(wrong: Callable[..., np.nda
 
 
 def test_slots_have_the_moments_of_the_literal_split() -> None:
-    fast, fast_error = moments(draw_slot_classes, 6000, seed=1)
+    fast, fast_error = moments(batched_slots, 6000, seed=1)
     slow, slow_error = moments(literal_slots, 6000, seed=2)
     assert (np.abs(fast - slow) <= 5.0 * np.sqrt(fast_error + slow_error)).all()
 
@@ -120,7 +128,7 @@ def test_moment_check_refuses_filling_up_from_the_overall_proportions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_spectral.partition.dirichlet.draw_class_counts", leftover_from_proportions)
-    wrong, wrong_error = moments(draw_slot_classes, 6000, seed=1)
+    wrong, wrong_error = moments(batched_slots, 6000, seed=1)
     slow, slow_error = moments(literal_slots, 6000, seed=2)
     assert not (np.abs(wrong - slow) <= 5.0 * np.sqrt(wrong_error + slow_error)).all()
 
@@ -150,7 +158,7 @@ def test_cifar_like_client_shows_the_number_of_classes_theory_says(per_class: fl
     assert theory == pytest.approx(expected, abs=0.005)
     rng, num_clients = np.random.default_rng(0), 4000
     concentration = np.full(10, per_class)
-    slots = draw_slot_classes(np.full(10, 500 * num_clients), np.full(num_clients, 500), concentration, rng).reshape(
+    slots = batched_slots(np.full(10, 500 * num_clients), np.full(num_clients, 500), concentration, rng).reshape(
         num_clients, 500
     )
     present = [len(np.unique(client)) for client in slots]

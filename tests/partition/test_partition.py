@@ -16,6 +16,7 @@ from lightning_spectral.partition import (
     DirichletPartitioner,
     IIDPartitioner,
     NaturalPartitioner,
+    PachinkoPartitioner,
     Partition,
     Partitioner,
 )
@@ -30,6 +31,8 @@ PARTITIONERS = [
     DirichletPartitioner(7, alpha=1.0),
     DirichletPartitioner(7, alpha=0.01),
     DirichletPartitioner(60, alpha=10.0, symmetric=True),
+    PachinkoPartitioner(7, [0, 0, 1, 1, 2], alpha=1.0, beta=10.0),
+    PachinkoPartitioner(60, [3, 1, 3, 1, 1], alpha=0.01, beta=0.1, symmetric=True),
     NaturalPartitioner((torch.arange(60) // 9).tolist()),
 ]
 

@@ -128,6 +128,8 @@ PARTITIONERS = [
     ("{class_path: IIDPartitioner, init_args: {num_clients: 5}}", ls.IIDPartitioner(5)),
     ("{class_path: DirichletPartitioner, init_args: {num_clients: 5, alpha: 0.3, symmetric: true}}",
      ls.DirichletPartitioner(5, 0.3, symmetric=True)),
+    ("{class_path: PachinkoPartitioner, init_args: {num_clients: 5, superclasses: [0, 0, 1], alpha: 0.1, beta: 10.0}}",
+     ls.PachinkoPartitioner(5, [0, 0, 1], alpha=0.1, beta=10.0)),
     ("{class_path: NaturalPartitioner, init_args: {keys: [romeo, juliet, romeo]}}",
      ls.NaturalPartitioner(["romeo", "juliet", "romeo"])),
 ]  # fmt: skip

@@ -146,8 +146,11 @@ def _switch(before: Callable[[float], bool], low: float, high: float) -> tuple[f
 def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
     r"""Sizes whose successive sampling has the given inclusion probabilities.
 
-    Accelerated fixed point :math:`\log w_i \mathrel{+}= \log(-\log(1-\pi_i)) - \log(-\log(1-\psi_i))`, where
-    :math:`\psi` are the inclusion probabilities of the current sizes.
+    Accelerated fixed point, where :math:`\psi` are the inclusion probabilities of the current sizes:
+
+    .. math::
+
+        \log w_i \leftarrow \log w_i + \log(-\log(1-\pi_i)) - \log(-\log(1-\psi_i))
 
     Args:
         inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lightning_spectral.report.drawing import Canvas
-from lightning_spectral.report.figures.panels import cost_axis, draw_band, panels, round_axis, value_axis
+from lightning_spectral.report.figures.panels import cost_axis, draw_band, panels, value_axis
 from lightning_spectral.report.groups import Group, band
 from lightning_spectral.report.measures import (
     Curve,
@@ -19,6 +19,7 @@ from lightning_spectral.report.measures import (
     spread,
 )
 from lightning_spectral.report.names import EXPECTED_COVERAGE, VISITED
+from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.runs import Run
 from lightning_spectral.report.style import look
 

@@ -12,8 +12,9 @@ from matplotlib.ticker import MaxNLocator
 
 from lightning_spectral.report.dashboard import Spectrum
 from lightning_spectral.report.drawing import Canvas
-from lightning_spectral.report.figures.panels import panels, round_axis, value_axis
+from lightning_spectral.report.figures.panels import panels, value_axis
 from lightning_spectral.report.measures import Numbers
+from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.style import HEAT
 
 SMALLEST = 1e-4  # as a share of the largest singular value of the layer in all rounds; smaller ones look the same

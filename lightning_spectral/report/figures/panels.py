@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from lightning_spectral.report.drawing import Canvas
 from lightning_spectral.report.groups import Band, Group
 from lightning_spectral.report.measures import Numbers
+from lightning_spectral.report.printed import draw_line, draw_spread
 from lightning_spectral.report.style import look
 
 MEGABYTES = "megabytes sent, both ways, all clients"
 LOG_FROM = 20  # costs that span more than this factor have a logarithmic axis
-MARKS = 10  # markers on a curve
 
 
 def panels(canvas: Canvas, number: int, columns: int = 0, stacked: bool = False, **shared: Any) -> list[Axes]:
@@ -29,24 +28,16 @@ def panels(canvas: Canvas, number: int, columns: int = 0, stacked: bool = False,
 
 def draw_band(axes: Axes, group: Group, found: Band, x: Numbers) -> None:
     """A mean with its band. Curves that lie on each other stay visible: later ones are thinner, with other marks."""
-    every = max(1, len(x) // MARKS)
-    marks = group.index % every, every
-    colour, marker, width = look(group.index)
-    axes.plot(x, found.mean, color=colour, marker=marker, markevery=marks, lw=width, label=group.label)
+    own = look(group.index)
+    draw_line(axes, x, found.mean, own, group.label, first_mark=group.index)
     if found.std.any():
-        axes.fill_between(x, found.mean - found.std, found.mean + found.std, color=colour, alpha=0.15, lw=0)
+        draw_spread(axes, x, found.mean - found.std, found.mean + found.std, own)
 
 
 def value_axis(canvas: Canvas, axes: Sequence[Axes], label: str) -> None:
     """What panels share stands beside the first of a row."""
     for panel in axes if canvas.narrow else axes[:1]:
         panel.set_ylabel(label)
-
-
-def round_axis(axes: Axes) -> None:
-    """Rounds are whole numbers; the first is 1."""
-    axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def cost_axis(axes: Axes, costs: Sequence[float]) -> None:

@@ -1,0 +1,81 @@
+"""Figures in files of their own, in the look of a report: for the studies, the examples and the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from lightning_spectral.report.style import PRINTED, Look, settings
+
+MARKS = 10  # markers on a curve
+
+
+@contextmanager
+def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw on, which is written when the block ends.
+
+    Args:
+        path: The file; the suffix decides its format.
+        width: In inches.
+        height: In inches.
+
+    Yields:
+        The figure, without axes.
+    """
+    with matplotlib.rc_context(settings(PRINTED)):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+def draw_line(axes: Axes, x: Any, y: Any, look: Look, label: str, first_mark: int = 0) -> None:
+    """A curve with some markers, which tell it from others where colours cannot."""
+    every = max(1, len(x) // MARKS)
+    marks = first_mark % every, every
+    axes.plot(x, y, color=look.colour, marker=look.marker, markevery=marks, lw=look.width, label=label)
+
+
+def draw_spread(axes: Axes, x: Any, low: Any, high: Any, look: Look) -> None:
+    """The band about a curve."""
+    axes.fill_between(x, low, high, color=look.colour, alpha=0.15, lw=0)
+
+
+def draw_seeds(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], look: Look, label: str) -> None:
+    """The mean of some repetitions, and a band from the lowest to the highest; nothing without repetitions.
+
+    Args:
+        axes: Where.
+        x: Shape ``(R,)``.
+        runs: The repetitions, each of shape ``(R,)``.
+        look: Of the curve.
+        label: For the legend.
+    """
+    if runs:
+        values = np.asarray(runs)
+        draw_line(axes, x, values.mean(axis=0), look, label)
+        if len(runs) > 1:
+            draw_spread(axes, x, values.min(axis=0), values.max(axis=0), look)
+
+
+def round_axis(axes: Axes) -> None:
+    """Rounds are whole numbers; the first is 1."""
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def legend_above(figure: Figure, columns: int) -> None:
+    """One legend for all panels, above them, if anything has a label."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found.update(zip(labels, handles, strict=True))
+    if found:
+        figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=min(columns, len(found)))

@@ -25,7 +25,7 @@ def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]
     before, path, known = os.getcwd(), list(sys.path), set(sys.modules)
     (folder / "docs").mkdir()
     os.chdir(folder)
-    sys.path.insert(0, str(STUDIES / study))
+    sys.path[:0] = [str(STUDIES / study), str(STUDIES)]  # the second has what the studies share
     try:
         yield SimpleNamespace(**{name: __import__(name) for name in names})
     finally:

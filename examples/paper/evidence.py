@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from shutil import rmtree
@@ -76,7 +77,7 @@ def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
         accelerator: Of Lightning's Trainer.
     """
     reset_peak_memory()
-    begun = time.perf_counter()
+    begun, source = time.perf_counter(), origin()  # before files may change
     run = build(settings)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     chosen = [MEASURES[settings.measure](settings.evaluate_every, run.data.train)] if settings.measure else []
@@ -109,7 +110,7 @@ def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
         "resumed": resumed is not None,
         "peak_bytes": peak_memory(),
         "federation": run.model.hparams["federation"],
-        **origin(),
+        **source,
     }
 
 
@@ -149,8 +150,9 @@ def origin() -> dict[str, Any]:
     }
 
 
+@cache
 def commit() -> str | None:
-    """The commit of this clone, with a plus if files differ from it; ``None`` outside a clone."""
+    """The commit of this clone when the first run began, with a plus if files differ from it; ``None`` outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

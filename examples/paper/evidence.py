@@ -11,12 +11,14 @@ import re
 import subprocess
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from shutil import rmtree
+from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,7 +103,7 @@ def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
         "num_rounds": settings.num_rounds,
         "error": error,
         "final": evaluated[-1] if evaluated and not error else {},
-        "curve": columns(evaluated),
+        "curves": curves(history.rows),
         "means": means(history.rows),
         "holders": next((one.means() for one in chosen if isinstance(one, Holders)), {}),
         "bytes_per_turn": {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()},
@@ -126,15 +128,24 @@ def fit(trainer: pl.Trainer, model: ls.FederatedModule, data: ls.FederatedDataMo
     return ""
 
 
-def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The metrics that all rows have, as lists."""
-    shared = set.intersection(*map(set, rows)) if rows else set()
-    return {name: [row[name] for row in rows] for name in sorted(shared)}
+def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
+    """Round, from 1, and value of each metric where it was logged; of what every round logs, at the evaluations."""
+    evaluated = [row for row in rows if "val_accuracy" in row]
+    points: dict[str, list[tuple[int, float]]] = {}
+    for name in sorted({name for row in rows for name in row} - {"fl/round"}):
+        logged = [row for row in rows if name in row]
+        shown = evaluated if len(logged) == len(rows) else logged
+        points[name] = [(int(row["fl/round"]) + 1, row[name]) for row in shown]
+    return points
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over the rounds of each metric that every round has."""
-    return {name: sum(values) / len(values) for name, values in columns(rows).items()}
+    """Mean of each metric over the rounds that logged it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: fmean(column) for name, column in values.items()}
 
 
 def origin() -> dict[str, Any]:
@@ -152,7 +163,7 @@ def origin() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """The commit of this clone when the first run began, with a plus if files differ from it; ``None`` outside a clone."""
+    """The commit of this clone when the first run began, with a plus if files differ; ``None`` outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

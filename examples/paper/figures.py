@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -54,18 +55,12 @@ def curves(grid: Grid, metric: Metric, store: Store, seeds: Sequence[int]) -> Fi
 
 def line(axes: Axes, cell: Cell, index: int, metric: Metric, store: Store, seeds: Sequence[int]) -> None:
     """The mean of a cell's runs, and the band from the least to the largest."""
-    drawn = [run["curve"] for run in results(store, cell, seeds) if metric.name in run["curve"]]
-    if not drawn:
+    points: dict[int, list[float]] = defaultdict(list)
+    for run in results(store, cell, seeds):
+        for at, value in run["curves"].get(metric.name, ()):
+            points[at].append(metric.scale * value)
+    if not points:
         return
-    length = min(len(curve[metric.name]) for curve in drawn)
-    rounds = [int(at) + 1 for at in drawn[0]["fl/round"][:length]]
-    values = list(
-        zip(*([metric.scale * value for value in curve[metric.name][:length]] for curve in drawn), strict=True)
-    )
-    own = look(index)
-    axes.plot(
-        rounds, [mean(column) for column in values], color=own.colour, marker=own.marker, markevery=0.2, label=cell.row
-    )
-    axes.fill_between(
-        rounds, [min(c) for c in values], [max(c) for c in values], color=own.colour, alpha=0.15, linewidth=0
-    )
+    rounds, values, own = list(points), list(points.values()), look(index)
+    axes.plot(rounds, list(map(mean, values)), color=own.colour, marker=own.marker, markevery=0.2, label=cell.row)
+    axes.fill_between(rounds, list(map(min, values)), list(map(max, values)), color=own.colour, alpha=0.15, linewidth=0)

@@ -43,6 +43,7 @@ METRICS = {
     "training loss": Metric("loss of the server's model on training examples", "training_loss", digits=3),
     "entropy": Metric("ANME: how much of the draw is left to chance, 0 to 1", "fl/inclusion_entropy", averaged=True),
     "alignment": Metric("cosine between the server's update and FedAvg's", "fl/fedavg_alignment"),
+    "mean alignment": Metric("cosine between the server's update and FedAvg's", "fl/fedavg_alignment", averaged=True),
     "terms visited": Metric("terms that some client of a round held, %", "fl/terms_visited", 100.0, 1, averaged=True),
     "sampling": Metric("sub-models: seconds of a round", "fl/seconds_sample", digits=3, averaged=True),
     "training": Metric("local training: seconds of a round", "fl/seconds_train", digits=3, averaged=True),

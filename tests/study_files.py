@@ -12,13 +12,13 @@ STUDIES = Path(__file__).parents[1] / "studies"
 
 
 @contextmanager
-def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]:
+def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterator[Any]:
     """Import some files of a study, in an empty working folder that has a ``docs``.
 
     Files that these import from other studies, and the folders they add to ``sys.path``, are gone afterwards, too.
 
     Args:
-        study: Name of its folder.
+        study: Name of its folder, or the whole path of another folder of scripts.
         names: The files, without ``.py``.
         folder: Becomes the working folder until the block ends.
     """
@@ -31,5 +31,5 @@ def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]
     finally:
         sys.path[:] = path
         os.chdir(before)
-        for name in {file.stem for file in STUDIES.rglob("*.py")} - known:
+        for name in {file.stem for folder in (STUDIES, STUDIES / study) for file in folder.rglob("*.py")} - known:
             sys.modules.pop(name, None)

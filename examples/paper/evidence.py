@@ -23,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from federation import build
+from build import build
 from lightning.pytorch.callbacks import ModelCheckpoint
 from measures import MEASURES, Holders
 from settings import Settings

@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 from settings import Settings, settings_of
 
-GRIDS = Path(__file__).parent / "grids"
 TASKS = Path(__file__).parent / "tasks.yaml"
-SCALES = ("gpu", "cpu", "toy")
+SCALES = ("gpu", "cpu", "toy")  # the papers' sizes, hours on one core, seconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Grid:
         title: What it shows.
         source: Where in which paper.
         metrics: What is tabulated: names of `tables.METRICS`.
-        curves: What is drawn against rounds: names of the same.
+        figures: What is drawn against rounds: names of the same, or ``holders``, which are drawn against terms.
         cells: All numbers at one scale, in order.
         paper_columns: Headings of the paper's numbers.
         paper: The paper's numbers by group and row, as printed.
@@ -59,7 +58,7 @@ class Grid:
     title: str
     source: str
     metrics: Sequence[str]
-    curves: Sequence[str]
+    figures: Sequence[str]
     cells: Sequence[Cell]
     paper_columns: Sequence[str]
     paper: Mapping[tuple[str, str], Sequence[str]]
@@ -72,18 +71,18 @@ class Grid:
         yield from {run.key: run for run in runs}.values()
 
 
-def names() -> list[str]:
-    """All grids."""
-    return sorted(path.stem for path in GRIDS.glob("*.yaml"))
-
-
-def read(name: str, scale: str) -> Grid:
+def read_grid(name: str, text: Mapping[str, Any], scale: str) -> Grid:
     """The grid of a table or figure at a scale.
+
+    Args:
+        name: Of its file.
+        text: What the file says.
+        scale: One of `SCALES`.
 
     Raises:
         ValueError: If a row names a setting that there is none of, or the paper has another number of columns.
     """
-    text = yaml.safe_load((GRIDS / f"{name}.yaml").read_text())
+    tasks = yaml.safe_load(TASKS.read_text())
     columns: Mapping[str, Mapping[str, Any]] = text.get("columns", {"": {}})
     cells, paper = [], {}
     shown = [", ".join(filter(None, pair)) for pair in product(text["tasks"]["gpu"], columns)]
@@ -96,13 +95,7 @@ def read(name: str, scale: str) -> Grid:
                 raise ValueError(f"{name}.yaml, {group}, {row}: {len(paper[group, row])} numbers for columns {shown}.")
             own = {"setup": row, **common, **entry.get("settings", {})}
             for task, (column, options) in product(text["tasks"][scale], columns.items()):
-                settings = settings_of({**tasks()[task], **own, **options}, f"{name}.yaml, {group}, {row}")
+                settings = settings_of({**tasks[task], **own, **options}, f"{name}.yaml, {group}, {row}")
                 cells.append(Cell(group, row, task, column, settings))
-    curves = text.get("curves", [])
-    return Grid(name, text["title"], text["source"], text["metrics"], curves, cells, shown, paper)
-
-
-def tasks() -> Mapping[str, Mapping[str, Any]]:
-    """The settings of each task, as ``tasks.yaml`` has them."""
-    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(TASKS.read_text())
-    return found
+    figures = text.get("figures", [])
+    return Grid(name, text["title"], text["source"], text["metrics"], figures, cells, shown, paper)

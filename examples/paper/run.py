@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import yaml
+from costs import Costs
 from evidence import Store
 from figures import draw
-from grid import SCALES, Grid, names, read
+from grid import SCALES, Grid, read_grid
 from settings import Settings
 from sources import MissingDataError
 from tables import markdown, write_csv
@@ -27,19 +29,32 @@ from tables import markdown, write_csv
 import lightning_spectral as ls
 
 SEEDS = (0, 1, 2)
+GRIDS = Path(__file__).parent / "grids"
+Experiment = Grid | Costs
 
 
-def todo(grids: Sequence[Grid], store: Store, seeds: Sequence[int]) -> Iterator[Settings]:
+def names() -> list[str]:
+    """All experiments."""
+    return sorted(path.stem for path in GRIDS.glob("*.yaml"))
+
+
+def read(name: str, scale: str) -> Experiment:
+    """An experiment at a scale."""
+    text = yaml.safe_load((GRIDS / f"{name}.yaml").read_text())
+    return Costs.read(name, text, scale) if "costs" in text else read_grid(name, text, scale)
+
+
+def todo(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int]) -> Iterator[Settings]:
     """The runs that are not done, seed by seed."""
     for seed in seeds:
-        for grid in grids:
-            yield from (run for run in grid.runs(seed) if not store.path(run).exists())
+        for one in experiments:
+            yield from (run for run in one.runs(seed) if not store.path(run).exists())
 
 
-def train(grids: Sequence[Grid], store: Store, seeds: Sequence[int], accelerator: str) -> None:
+def train(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int], accelerator: str) -> None:
     """Do these runs, one after another; those without data are skipped, with a reason."""
     skipped = set()
-    for run in todo(grids, store, seeds):
+    for run in todo(experiments, store, seeds):
         try:
             done = store.train(run, accelerator)
         except MissingDataError as missing:
@@ -51,12 +66,16 @@ def train(grids: Sequence[Grid], store: Store, seeds: Sequence[int], accelerator
         print(f"{run.key}: {result} ({done['seconds']:.0f} s)", flush=True)
 
 
-def report(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
+def report(experiment: Experiment, store: Store, seeds: Sequence[int], folder: Path) -> None:
     """Write what is known so far."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{grid.name}.md").write_text(markdown(grid, store, seeds))
-    write_csv(grid, store, seeds, folder / f"{grid.name}.csv")
-    draw(grid, store, seeds, folder)
+    page = folder / f"{experiment.name}.md"
+    if isinstance(experiment, Costs):
+        page.write_text(experiment.markdown())
+        return
+    page.write_text(markdown(experiment, store, seeds))
+    write_csv(experiment, store, seeds, folder / f"{experiment.name}.csv")
+    draw(experiment, store, seeds, folder)
 
 
 def quiet_lightning() -> None:
@@ -65,7 +84,8 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="The papers' experiments.")
     parser.add_argument("experiments", nargs="*", metavar="experiment", help=f"any of: {', '.join(names())}")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="the papers' sizes, or smaller (%(default)s)")
@@ -79,21 +99,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"there is no experiment {', '.join(unknown)}; there are {', '.join(names())}")
     if not args.experiments and not args.list:
         parser.error(f"name one or more experiments: {', '.join(names())}")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parsed(arguments)
     store = Store(args.output / args.scale / "runs")
-    grids = [read(name, args.scale) for name in args.experiments or names()]
+    experiments = [read(name, args.scale) for name in args.experiments or names()]
     if args.list:
-        for grid in grids:
-            left = len({run.key for run in todo([grid], store, args.seeds)})
-            print(f"{grid.name:<16}{left:>4} runs left   {grid.title}. {grid.source}")
+        for one in experiments:
+            left = len({run.key for run in todo([one], store, args.seeds)})
+            print(f"{one.name:<16}{left:>4} runs left   {one.title}")
         return
     quiet_lightning()
-    if not args.report:
-        for seed in args.seeds:
-            train(grids, store, [seed], args.accelerator)
-            for grid in grids:
-                report(grid, store, args.seeds, args.output / args.scale)
-    for grid in grids if args.report else ():
-        report(grid, store, args.seeds, args.report)
+    for seed in () if args.report else args.seeds:
+        train(experiments, store, [seed], args.accelerator)
+        for one in experiments:
+            report(one, store, args.seeds, args.output / args.scale)
+    for one in experiments if args.report else ():
+        report(one, store, args.seeds, args.report)
 
 
 if __name__ == "__main__":

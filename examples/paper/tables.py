@@ -32,6 +32,11 @@ class Metric:
     digits: int = 2
     averaged: bool = False
 
+    @property
+    def of_layers(self) -> bool:
+        """Whether its name is what the names of several metrics begin with, one for each layer."""
+        return self.name.endswith("/")
+
     def of(self, evidence: Evidence) -> float | None:
         """Its value; ``None`` for a run that diverged, or that did not log it."""
         found = evidence["means" if self.averaged else "final"].get(self.name)
@@ -40,11 +45,12 @@ class Metric:
 
 METRICS = {
     "accuracy": Metric("test accuracy, %", "val_accuracy", 100.0),
-    "training loss": Metric("loss of the server's model on training examples", "training_loss", digits=3),
-    "entropy": Metric("ANME: how much of the draw is left to chance, 0 to 1", "fl/inclusion_entropy", averaged=True),
-    "alignment": Metric("cosine between the server's update and FedAvg's", "fl/fedavg_alignment"),
-    "mean alignment": Metric("cosine between the server's update and FedAvg's", "fl/fedavg_alignment", averaged=True),
-    "terms visited": Metric("terms that some client of a round held, %", "fl/terms_visited", 100.0, 1, averaged=True),
+    "training loss": Metric("loss on training examples", "training_loss", digits=3),
+    "entropy": Metric("ANME, 0 to 1", "fl/inclusion_entropy", averaged=True),
+    "alignment": Metric("cosine with FedAvg's update", "fl/fedavg_alignment"),
+    "mean alignment": Metric("cosine with FedAvg's update", "fl/fedavg_alignment", averaged=True),
+    "ranks": Metric("entropy rank, share of N", "rank/"),
+    "terms visited": Metric("terms held in a round, %", "fl/terms_visited", 100.0, 1, averaged=True),
     "sampling": Metric("sub-models: seconds of a round", "fl/seconds_sample", digits=3, averaged=True),
     "training": Metric("local training: seconds of a round", "fl/seconds_train", digits=3, averaged=True),
     "aggregation": Metric("aggregation: seconds of a round", "fl/seconds_aggregate", digits=3, averaged=True),
@@ -62,9 +68,10 @@ def show(runs: Sequence[Evidence], metric: Metric) -> str:
     """Mean and standard deviation over seeds; how many of how many diverged; nothing without runs."""
     values = [value for run in runs if (value := metric.of(run)) is not None]
     diverged = sum(bool(run["error"]) for run in runs)
-    lost = [f"{diverged} of {len(runs)} diverged"] if diverged else []
     spread = f" ± {stdev(values):.{metric.digits}f}" if len(values) > 1 else ""
-    return ", ".join([f"{mean(values):.{metric.digits}f}{spread}"] * bool(values) + lost)
+    found = f"{mean(values):.{metric.digits}f}{spread}" if values else ""
+    lost = f"{diverged} of {len(runs)} diverged" if diverged else ""
+    return ", ".join(filter(None, (found, lost)))
 
 
 def markdown(grid: Grid, store: Store, seeds: Sequence[int]) -> str:

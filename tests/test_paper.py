@@ -78,9 +78,9 @@ def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, name: str) -> None:
-    """The last of its runs, which is another in each; all of them: the slow test below."""
+    """The last of its runs but for PriSM, whose exact probabilities take seconds; all of them: the slow test below."""
     experiment = paper.run.read(name, "toy")
-    for settings in list(experiment.runs(seed=0))[-1:]:
+    for settings in [run for run in experiment.runs(seed=0) if "PriSM" not in run.setup][-1:]:
         shorter = replace(settings, length=1.0)
         evidence = store.train(shorter, "cpu")
         assert 0.0 <= evidence["final"]["val_accuracy"] <= 1.0
@@ -160,7 +160,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
 
 def test_measuring_does_not_change_a_run(paper: Any, store: Any, settings: Any) -> None:
     plain = store.train(settings, "cpu")
-    for measure in ("alignment", "ranks", "training loss", "holders"):
+    for measure in ("alignment", "training loss", "holders"):
         measured = store.train(replace(settings, measure=measure), "cpu")
         assert measured["curves"]["val_loss"] == plain["curves"]["val_loss"], measure
     (holders, *_) = measured["holders"].values()

@@ -17,7 +17,13 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "*_tables.md", "several_models_fixed_size.md", "zampling_local.md"]  # included elsewhere
+exclude_patterns = [  # besides what is built: pages that others include
+    "_build",
+    "*_tables.md",
+    "paper/*.md",
+    "several_models_fixed_size.md",
+    "zampling_local.md",
+]
 default_role = "py:obj"  # a name in single backticks links to its entry in the reference, if it has one
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]

@@ -12,24 +12,24 @@ STUDIES = Path(__file__).parents[1] / "studies"
 
 
 @contextmanager
-def study_files(study: str, names: Sequence[str], folder: Path) -> Iterator[Any]:
+def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterator[Any]:
     """Import some files of a study, in an empty working folder that has a ``docs``.
 
     Files that these import from other studies, and the folders they add to ``sys.path``, are gone afterwards, too.
 
     Args:
-        study: Name of its folder.
+        study: Name of its folder, or the whole path of another folder of scripts.
         names: The files, without ``.py``.
         folder: Becomes the working folder until the block ends.
     """
     before, path, known = os.getcwd(), list(sys.path), set(sys.modules)
     (folder / "docs").mkdir()
     os.chdir(folder)
-    sys.path.insert(0, str(STUDIES / study))
+    sys.path[:0] = [str(STUDIES / study), str(STUDIES)]  # the second has what the studies share
     try:
         yield SimpleNamespace(**{name: __import__(name) for name in names})
     finally:
         sys.path[:] = path
         os.chdir(before)
-        for name in {file.stem for file in STUDIES.rglob("*.py")} - known:
+        for name in {file.stem for folder in (STUDIES, STUDIES / study) for file in folder.rglob("*.py")} - known:
             sys.modules.pop(name, None)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from images import fashion_mnist, mnist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+from images import fashion_mnist, mnist
 
 import lightning_spectral as ls
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-sys.path.append(str(Path(__file__).parents[1] / "any_network"))  # which has the images
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
 from images import whole_fashion_mnist
 
 import lightning_spectral as ls

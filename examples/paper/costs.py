@@ -1,0 +1,66 @@
+"""Tables of what sub-models cost: counted, so nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from build import MODELS
+from settings import Settings
+from tables import row_of
+
+import lightning_spectral as ls
+from lightning_spectral.nn.cost.rows import show_count
+
+COUNTED = {"parameters": "parameters", "macs": "MACs", "kept_values": "memory, values"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A table of costs, read from ``grids/<name>.yaml``.
+
+    Attributes:
+        name: Of the file.
+        title: What it shows.
+        source: Where in which paper.
+        model: Name of the model.
+        classes: Number of its classes.
+        inputs: Shape of a batch.
+        keep_ratios: Columns, after the whole model.
+        paper: The paper's rows, as printed.
+    """
+
+    name: str
+    title: str
+    source: str
+    model: str
+    classes: int
+    inputs: Sequence[int]
+    keep_ratios: Sequence[float]
+    paper: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def read(cls, name: str, text: Mapping[str, Any], scale: str) -> Costs:
+        """The table at a scale."""
+        own = text["costs"][scale]
+        return cls(name, text["title"], text["source"], **own, keep_ratios=text["keep_ratios"], paper=text["paper"])
+
+    def runs(self, seed: int) -> Iterator[Settings]:
+        """Nothing is trained."""
+        return iter(())
+
+    def markdown(self) -> str:
+        """Our rows, then the paper's."""
+        batch = torch.zeros(*self.inputs)
+        costs = ls.cost_table(MODELS[self.model](self.classes, batch.shape[1:]), self.keep_ratios, batch)
+        head = [row_of("", "whole", *map(str, self.keep_ratios)), row_of(*["---"] * (2 + len(self.keep_ratios)))]
+        ours = [row_of(f"ours, {label}", *self._cells(costs, name)) for name, label in COUNTED.items()]
+        theirs = [row_of(label, *map(str, cells)) for label, cells in self.paper.items()]
+        return f"{self.title}. {self.source}\n\n" + "\n".join([*head, *ours, *theirs]) + "\n"
+
+    def _cells(self, costs: ls.CostTable, name: str) -> Iterator[str]:
+        yield show_count(getattr(costs.full, name))
+        for cost in costs.at.values():
+            yield f"{show_count(getattr(cost, name))} ({costs.share(name, cost):.0%})"

@@ -1,0 +1,198 @@
+"""Trains one run and keeps what it shows: one JSON file with settings, curve, costs, versions and hardware.
+
+A file appears only when its run is done. A run that was interrupted goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from shutil import rmtree
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from build import build
+from lightning.pytorch.callbacks import ModelCheckpoint
+from measures import MEASURES, Holders
+from settings import Settings
+
+import lightning_spectral as ls
+
+PACKAGES = ("lightning-spectral", "torch", "lightning", "torchmetrics", "numpy", "scipy")
+SHOWN = 5  # evaluations from one checkpoint to the next
+Evidence = dict[str, Any]
+
+
+class Store:
+    """The runs that are done, one file each.
+
+    Args:
+        folder: Where they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, settings: Settings) -> Path:
+        """The file of a run, which need not exist."""
+        return self.folder / f"{settings.key}.json"
+
+    def read(self, settings: Settings) -> Evidence | None:
+        """What a run showed; ``None`` if it is not done."""
+        path = self.path(settings)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def write(self, settings: Settings, evidence: Evidence) -> None:
+        """Write the file of a run as a whole."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.path(settings).with_suffix(".part")
+        partial.write_text(json.dumps(evidence, indent=1))
+        partial.replace(self.path(settings))
+
+    def train(self, settings: Settings, accelerator: str = "auto") -> Evidence:
+        """Do a run, from its last checkpoint if there is one, and keep what it shows."""
+        checkpoints = self.path(settings).with_suffix("")
+        evidence = train(settings, checkpoints, accelerator)
+        self.write(settings, evidence)
+        rmtree(checkpoints, ignore_errors=True)
+        return evidence
+
+
+def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
+    """One run.
+
+    Args:
+        settings: All that defines it.
+        checkpoints: Folder for its checkpoints.
+        accelerator: Of Lightning's Trainer.
+    """
+    reset_peak_memory()
+    begun, source = time.perf_counter(), origin()  # before files may change
+    run = build(settings)
+    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
+    chosen = [MEASURES[settings.measure](settings.evaluate_every, run.data.train)] if settings.measure else []
+    saving = ModelCheckpoint(checkpoints, every_n_epochs=SHOWN * settings.evaluate_every)
+    trainer = pl.Trainer(
+        max_epochs=settings.num_rounds,
+        accelerator=accelerator,
+        devices=1,
+        logger=False,
+        callbacks=[ls.SpectralDiagnostics(settings.evaluate_every), *chosen, history, ledger, saving],
+        check_val_every_n_epoch=settings.evaluate_every,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    resumed = ls.latest_checkpoint(checkpoints)
+    error = fit(trainer, run.model, run.data, resumed)
+    evaluated = [row for row in history.rows if "val_accuracy" in row]
+    return {
+        "settings": asdict(settings),
+        "num_rounds": settings.num_rounds,
+        "error": error,
+        "final": evaluated[-1] if evaluated and not error else {},
+        "curves": curves(history.rows),
+        "means": means(history.rows),
+        "holders": next((one.means() for one in chosen if isinstance(one, Holders)), {}),
+        "bytes_per_turn": {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()},
+        "total_bytes": ledger.total_bytes,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "resumed": resumed is not None,
+        "peak_bytes": peak_memory(),
+        "federation": run.model.hparams["federation"],
+        **source,
+    }
+
+
+def fit(trainer: pl.Trainer, model: ls.FederatedModule, data: ls.FederatedDataModule, resumed: str | None) -> str:
+    """Fit, and return the first line of the error with which the run diverged, if it did."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ls.SpectralWarning)  # sub-models that are mostly noise are the subject
+            warnings.filterwarnings("ignore", "Checkpoint directory")  # of the run that goes on
+            trainer.fit(model, data, ckpt_path=resumed)
+    except (ls.RoundError, ls.ClientError) as failure:  # a diverged run is a result
+        return str(failure).splitlines()[0]
+    return ""
+
+
+def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
+    """Round, from 1, and value of each metric where it was logged; of what every round logs, at the evaluations."""
+    evaluated = [row for row in rows if "val_accuracy" in row]
+    points: dict[str, list[tuple[int, float]]] = {}
+    for name in sorted({name for row in rows for name in row} - {"fl/round"}):
+        logged = [row for row in rows if name in row]
+        shown = evaluated if len(logged) == len(rows) else logged
+        points[name] = [(int(row["fl/round"]) + 1, row[name]) for row in shown]
+    return points
+
+
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the rounds that logged it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            values[name].append(value)
+    return {name: fmean(column) for name, column in values.items()}
+
+
+def origin() -> dict[str, Any]:
+    """Where numbers come from: commit, versions and hardware."""
+    return {
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "hardware": {
+            "cpu": cpu_name(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this clone when the first run began, with a plus if files differ; ``None`` outside a clone."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + "+" * bool(changed)
+
+
+def cpu_name() -> str:
+    """The model of the processor, as far as the system says."""
+    listed = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", listed.read_text()) if listed.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def reset_peak_memory() -> None:
+    """Forget the peaks of earlier runs of this process, where that is possible."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # no Linux, or not allowed: the peak is that of all runs so far
+        return
+
+
+def peak_memory() -> dict[str, int]:
+    """Most bytes that this process held since the last reset: in memory, and on the GPU."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    cpu = {"cpu": 1024 * int(found[1])} if found else {}
+    return cpu | ({"gpu": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {})

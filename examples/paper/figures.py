@@ -1,0 +1,122 @@
+"""Draws what runs show against rounds, and against terms, with a line for each row and a band over the seeds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+from evidence import Evidence, Store
+from grid import Cell, Grid
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from tables import METRICS, results
+
+from lightning_spectral.report.style import PRINTED, look, settings
+
+Points = Sequence[tuple[float, float]]
+Panels = Mapping[tuple[str, str], Mapping[str, Sequence[Points]]]  # by group and column: by line, the runs of all seeds
+MAX_LAYERS = 4  # of which holders are drawn
+
+
+def draw(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
+    """Write the figures of a grid as PNG and SVG, as far as runs are done."""
+    for name in grid.figures:
+        panels = by_term(grid, store, seeds) if name == "holders" else by_round(grid, name, store, seeds)
+        labels = ("term, the largest first", "clients that hold it, mean over rounds")
+        if name != "holders":
+            labels = ("round", METRICS[name].label)
+        if panels:
+            with style():
+                figure = drawn(panels, *labels)
+                for kind in ("png", "svg"):
+                    figure.savefig(folder / f"{grid.name}_{name.replace(' ', '_')}.{kind}", dpi=150)
+
+
+def style() -> Any:
+    """How all figures look; a context."""
+    return matplotlib.rc_context(settings(PRINTED))
+
+
+def by_round(grid: Grid, name: str, store: Store, seeds: Sequence[int]) -> Panels:
+    """Values of a metric against rounds: a panel for each group and column."""
+    metric = METRICS[name]
+
+    def lines(cell: Cell, run: Evidence) -> Mapping[str, Points]:
+        """One line named after the row; of a metric of several layers, one named after each."""
+        if metric.name in run["curves"]:
+            return {cell.row: scaled(run["curves"][metric.name], metric.scale)}
+        layers = [logged for logged in run["curves"] if metric.of_layers and logged.startswith(metric.name)]
+        return {n.removeprefix(metric.name): scaled(run["curves"][n], metric.scale) for n in layers}
+
+    return collected(grid, store, seeds, lambda cell, run: {(cell.group, cell.title): lines(cell, run)})
+
+
+def scaled(points: Points, scale: float) -> Points:
+    """The same points in another unit."""
+    return [(at, scale * value) for at, value in points]
+
+
+def by_term(grid: Grid, store: Store, seeds: Sequence[int]) -> Panels:
+    """Mean numbers of clients against terms: a panel for each group and layer."""
+
+    def panels(cell: Cell, run: Evidence) -> Panels:
+        layers = list(run["holders"])
+        chosen = layers[:: max(1, len(layers) // MAX_LAYERS)][:MAX_LAYERS]
+        return {
+            (cell.group, layer.removeprefix("model.")): {cell.row: list(enumerate(run["holders"][layer], start=1))}
+            for layer in chosen
+        }
+
+    return collected(grid, store, seeds, panels)
+
+
+def collected(
+    grid: Grid,
+    store: Store,
+    seeds: Sequence[int],
+    panels: Callable[[Cell, Evidence], Mapping[Any, Mapping[str, Points]]],
+) -> Panels:
+    """The lines of all runs that are done, in their panels."""
+    found: dict[Any, dict[str, list[Points]]] = defaultdict(lambda: defaultdict(list))
+    for cell in grid.cells:
+        for run in results(store, cell, seeds):
+            for panel, lines in panels(cell, run).items():
+                for label, points in lines.items():
+                    found[panel][label].append(points)
+    return found
+
+
+def drawn(panels: Panels, x: str, y: str) -> Figure:
+    """A row of panels for each group."""
+    groups, columns = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    figure = Figure(figsize=(3.0 * len(columns) + 2.5, 2.6 * len(groups)), layout="constrained")
+    grid = figure.subplots(len(groups), len(columns), squeeze=False, sharey=True)
+    for (group, column), lines in panels.items():
+        axes = grid[groups.index(group)][columns.index(column)]
+        axes.set_title(f"{column}\n{group}" if column else group)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        for label, runs in lines.items():
+            line(axes, label, labels.index(label), runs)
+    figure.supxlabel(x)
+    figure.supylabel(y)
+    handles = {t: h for axes in grid.flat for h, t in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper")
+    return figure
+
+
+def line(axes: Axes, label: str, index: int, runs: Sequence[Points]) -> None:
+    """The mean over the seeds, and the band from the least to the largest."""
+    values: dict[float, list[float]] = defaultdict(list)
+    for points in runs:
+        for at, value in points:
+            values[at].append(value)
+    own, columns = look(index), list(values.values())
+    axes.plot(list(values), list(map(mean, columns)), color=own.colour, marker=own.marker, markevery=0.2, label=label)
+    low, high = list(map(min, columns)), list(map(max, columns))
+    axes.fill_between(list(values), low, high, color=own.colour, alpha=0.15, linewidth=0)

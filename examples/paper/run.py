@@ -1,0 +1,126 @@
+"""The papers' experiments, one command each: rows of their tables, and the numbers of the papers beside ours.
+
+    python examples/paper/run.py table1 --scale cpu
+    python examples/paper/run.py --list
+
+trains what is not yet done, seed by seed, and writes a table in Markdown, a line per run in CSV and figures to
+``outputs/paper/cpu``. ``--scale gpu`` has the papers' sizes, ``--scale toy`` takes seconds. Started again, the command
+does nothing that is done and goes on with a run that was interrupted. Runs that two tables share are done once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import yaml
+from costs import Costs
+from evidence import Store
+from figures import draw
+from grid import SCALES, Grid, read_grid
+from settings import Settings
+from sources import MissingDataError
+from tables import markdown, write_csv
+
+import lightning_spectral as ls
+
+SEEDS = (0, 1, 2)
+GRIDS = Path(__file__).parent / "grids"
+Experiment = Grid | Costs
+
+
+def names() -> list[str]:
+    """All experiments."""
+    return sorted(path.stem for path in GRIDS.glob("*.yaml"))
+
+
+def read(name: str, scale: str) -> Experiment:
+    """An experiment at a scale."""
+    text = yaml.safe_load((GRIDS / f"{name}.yaml").read_text())
+    return Costs.read(name, text, scale) if "costs" in text else read_grid(name, text, scale)
+
+
+def todo(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int]) -> Iterator[Settings]:
+    """The runs that are not done, seed by seed."""
+    for seed in seeds:
+        for one in experiments:
+            yield from (run for run in one.runs(seed) if not store.path(run).exists())
+
+
+def train(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int], accelerator: str) -> None:
+    """Do these runs, one after another; those without data are skipped, with a reason."""
+    skipped = set()
+    for run in todo(experiments, store, seeds):
+        try:
+            done = store.train(run, accelerator)
+        except MissingDataError as missing:
+            if str(missing) not in skipped:
+                print(f"skipped: {run.data}: {missing}", flush=True)
+            skipped.add(str(missing))
+            continue
+        result = done["error"] or f"{done['final']['val_accuracy']:.1%}"
+        print(f"{run.key}: {result} ({done['seconds']:.0f} s)", flush=True)
+
+
+def report(experiment: Experiment, store: Store, seeds: Sequence[int], folder: Path) -> None:
+    """Write what is known so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / f"{experiment.name}.md"
+    if isinstance(experiment, Costs):
+        page.write_text(experiment.markdown())
+        return
+    page.write_text(markdown(experiment, store, seeds))
+    write_csv(experiment, store, seeds, folder / f"{experiment.name}.csv")
+    draw(experiment, store, seeds, folder)
+
+
+def quiet_lightning() -> None:
+    """Silence what it says of every run, and the warning that Lightning 2.6 triggers in torch 2.13."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="The papers' experiments.")
+    parser.add_argument("experiments", nargs="*", metavar="experiment", help=f"any of: {', '.join(names())}")
+    parser.add_argument("--scale", choices=SCALES, default="cpu", help="the papers' sizes, or smaller (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (0 1 2)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/paper"), help="folder (%(default)s)")
+    parser.add_argument("--report", type=Path, help="only write tables and figures of what is done, into this folder")
+    parser.add_argument("--accelerator", default="auto", help="of Lightning's Trainer (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="only say what there is, and how many runs are left")
+    args = parser.parse_args(arguments)
+    if unknown := sorted(set(args.experiments) - set(names())):
+        parser.error(f"there is no experiment {', '.join(unknown)}; there are {', '.join(names())}")
+    if not args.experiments and not args.list:
+        parser.error(f"name one or more experiments: {', '.join(names())}")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parsed(arguments)
+    store = Store(args.output / args.scale / "runs")
+    experiments = [read(name, args.scale) for name in args.experiments or names()]
+    if args.list:
+        for one in experiments:
+            left = len({run.key for run in todo([one], store, args.seeds)})
+            print(f"{one.name:<16}{left:>4} runs left   {one.title}")
+        return
+    quiet_lightning()
+    for seed in () if args.report else args.seeds:
+        train(experiments, store, [seed], args.accelerator)
+        for one in experiments:
+            report(one, store, args.seeds, args.output / args.scale)
+    for one in experiments if args.report else ():
+        report(one, store, args.seeds, args.report)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ls.tune_allocator()
+    main()

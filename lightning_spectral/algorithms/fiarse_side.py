@@ -73,7 +73,7 @@ class FIARSESide(DenseSide):
         load_tensors(client, values)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        """What the threshold, which is the smallest magnitude sent, does in each step; nothing if all weights are held."""
+        """Apply a threshold, the smallest magnitude sent, in each step; do nothing for who holds all weights."""
         held = held_entries(client, download.tensors)
         smallest = [float(download.tensors[name].abs().min()) for name in held if download.tensors[name].numel()]
         weights = [ThresholdedWeight(client.get_parameter(name), mask, min(smallest)) for name, mask in held.items()]

@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_spectral.algorithms import (
+    FIARSE,
     AdapterAggregation,
     Algorithm,
     AlternatingFactors,
@@ -121,6 +122,7 @@ from lightning_spectral.simulation import ClientDropout, DeviceProfile, VirtualC
 __version__ = "0.1.0"
 
 __all__ = [
+    "FIARSE",
     "AdapterAggregation",
     "Aggregation",
     "Algorithm",

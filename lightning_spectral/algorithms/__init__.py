@@ -4,6 +4,7 @@ from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.factor_means import AlternatingFactors, FrozenA, PaddedFactors
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.lora import LoRA
 from lightning_spectral.algorithms.product_means import StackedProducts, TruncatedProducts
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
@@ -15,6 +16,7 @@ from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
 
 __all__ = [
+    "FIARSE",
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",

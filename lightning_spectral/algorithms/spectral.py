@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.cut_outputs import leading_entries, of_whole_tensors
 from lightning_spectral.algorithms.decomposition import (
     NamedMatrix,
     decomposition_cost,
@@ -77,19 +78,22 @@ class SpectralSharding(Algorithm[SpectralRound]):
             to train from the weights as they are. Weights that look trained are left alone.
         weigh_clients: Whether the strategy gets Kish's effective number of clients, which accounts for unequal numbers
             of examples, in place of their number.
+        output_ratio: Share q of the output channels that a client computes of each sharded layer, the leading ones; the
+            others are zero on the client, and there they take no memory: short for
+            ``layers=LayerChoices(output_ratio=...)``, and kept there.
 
     Raises:
         TypeError: If an argument is of another type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
-            ``clip_weight_lr`` is not positive, ``frobenius_decay`` is negative, or both ``exclude`` and ``layers`` are
-            given.
+            ``clip_weight_lr`` is not positive, ``frobenius_decay`` is negative, or ``layers`` is given beside
+            ``exclude``, or with another ``output_ratio``.
 
     Note:
         Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
         clients in this round, as the 2024 paper does.
 
     Reference:
-        Korzhenkov & Louizos (2024), section 3.1.
+        Korzhenkov & Louizos (2024), section 3.1. Niu et al. (2023), section 3.2.1 and Eq. (5), for ``output_ratio``.
 
     Example:
         >>> SpectralSharding(Collective(), keep_ratio={0.2: 0.6, 0.4: 0.4}).keep_ratio
@@ -108,6 +112,7 @@ class SpectralSharding(Algorithm[SpectralRound]):
     weigh_clients: bool = False
     clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
+    output_ratio: float | None = field(default=None, repr=False, compare=False)  # moves into `layers`, too
 
     def __post_init__(self) -> None:
         check_fields(
@@ -132,6 +137,9 @@ class SpectralSharding(Algorithm[SpectralRound]):
         if self.exclude:
             object.__setattr__(self, "layers", _excluding(self.exclude, self.layers))
             object.__setattr__(self, "exclude", ())
+        if self.output_ratio is not None:
+            object.__setattr__(self, "layers", _cutting(self.output_ratio, self.layers))
+            object.__setattr__(self, "output_ratio", None)
 
     @classmethod
     def published(
@@ -239,20 +247,26 @@ class SpectralSharding(Algorithm[SpectralRound]):
         plan = self.plan(server)
         terms = cohort.workers.share_out(sharded_matrices(server, plan), _singular_terms, decomposition_cost)
         granularity = plan.choices.term_granularity
-        named_terms = zip(plan.blocks, terms, strict=True)
-        layers = {name: self._open(name, found, cohort, granularity) for name, found in named_terms}
+        named_terms = zip(plan.blocks.items(), terms, strict=True)
+        layers = {
+            name: self._open(name, found, cohort, granularity, block.held_rows) for (name, block), found in named_terms
+        }
+        cuts = plan.cut_biases(server)
         averaged = averaged_tensors(server, plan.sharded_weights, plan.kept_buffers)
-        mean = dense_mean(server, averaged, cohort)
-        return SpectralRound(cohort, plan, layers, travelling_tensors(server, plan.sharded_weights), mean)
+        mean = dense_mean(server, leading_entries(averaged, cuts), cohort)
+        tensors = leading_entries(travelling_tensors(server, plan.sharded_weights), cuts)
+        return SpectralRound(cohort, plan, layers, tensors, mean)
 
-    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int) -> LayerRound:
+    def _open(
+        self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int, held_rows: int | None
+    ) -> LayerRound:
         sizes = {
             keep_ratio: cohort.effective_size(units) if self.weigh_clients else float(len(units))
             for keep_ratio, units in cohort.groups.items()
         }
         with naming_layer(name):
             strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
-            return open_layer(name, terms, strategy, design, cohort, sizes, granularity=granularity)
+            return open_layer(name, terms, strategy, design, cohort, sizes, granularity, held_rows)
 
     def send(self, opened: SpectralRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the unit's terms of every layer, independently."""
@@ -278,7 +292,8 @@ class SpectralSharding(Algorithm[SpectralRound]):
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: SpectralRound) -> None:
         """Set the pseudo-gradients of dense tensors, and of sharded weights from the mean change of their terms."""
-        apply_mean_change(server, opened.mean.finish())
+        cuts = opened.plan.cut_biases(server)
+        apply_mean_change(server, of_whole_tensors(opened.mean.finish(), server, cuts))
         for name, blocks in by_parameter(list(opened.plan.blocks.values())):
             weight = server.get_parameter(name)
             changes = [opened.layers[block.name].weight_change().to(weight.dtype) for block in blocks]
@@ -301,6 +316,20 @@ def _excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> Lay
             "is given too. Put the patterns into its LayerChoices; for a plan, into those that `validate` gets."
         )
     return choices
+
+
+def _cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoices | ModulePlan:
+    """The same layers, of which clients compute a share of the outputs."""
+    choices = layers if isinstance(layers, LayerChoices) else layers.choices
+    wanted = replace(choices, output_ratio=output_ratio)
+    if wanted == choices:
+        return layers
+    if isinstance(layers, ModulePlan) or choices.output_ratio != 1.0:
+        raise ValueError(
+            f"`output_ratio={output_ratio:g}`, but `layers` has {choices.output_ratio:g}; give it in one place, "
+            "LayerChoices(output_ratio=...), from which `validate` makes a plan."
+        )
+    return wanted
 
 
 def _singular_terms(named_matrix: NamedMatrix) -> tuple[Tensor, ...]:

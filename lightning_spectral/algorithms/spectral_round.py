@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_spectral.algorithms.cut_outputs import with_absent_rows
 from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.factors import num_terms_for
@@ -61,6 +62,7 @@ class LayerRound:
         groups: A plan for each keep ratio of the round.
         mean: Running mean of the clients' changes of its terms.
         strategy: Scales the drawn terms.
+        held_rows: Number of leading rows of ``u`` that clients hold; ``None`` for all.
     """
 
     name: str
@@ -70,6 +72,7 @@ class LayerRound:
     groups: Mapping[float, GroupPlan]
     mean: MeanTermChange
     strategy: ShardingStrategy
+    held_rows: int | None = None
 
     def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
         """One unit's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``."""
@@ -81,7 +84,7 @@ class LayerRound:
             drawn = plan.dealt[unit.key]
         omega = self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn)
         terms = drawn.to(self.u.device)
-        return terms, {"u": self.u[:, terms], "v": self.v[terms], "omega": omega.to(self.u)}
+        return terms, {"u": self.u[: self.held_rows, terms], "v": self.v[terms], "omega": omega.to(self.u)}
 
     def client_errors(self) -> dict[float, float]:
         r"""Expected :math:`\|W - \hat W\|_F^2 / \|W\|_F^2` of a single client's sub-model, for each keep ratio.
@@ -101,8 +104,12 @@ class LayerRound:
         return float(squares[self.groups[keep_ratio].num_terms :].sum() / squares.sum().clamp(min=TINY))
 
     def weight_change(self) -> Tensor:
-        """Change of the weight as a matrix, float64: exactly zero where no visited term moved."""
+        """Change of the weight as a matrix, float64: exactly zero where no visited term moved.
+
+        Rows of ``u`` that no client holds stay as they are, but their terms go on with the new ``v``.
+        """
         visited, u_change, v_change = self.mean.finish()
+        u_change = with_absent_rows(u_change, len(self.u))
         return weight_change(self.u[:, visited].double(), self.v[visited].double(), u_change, v_change)
 
 
@@ -148,6 +155,7 @@ def open_layer(
     cohort: Cohort,
     sizes: Mapping[float, float],
     granularity: int = 1,
+    held_rows: int | None = None,
 ) -> LayerRound:
     """Plan every group's draws of one factorised matrix.
 
@@ -159,6 +167,7 @@ def open_layer(
         cohort: Who takes part.
         sizes: For each keep ratio, the number of clients that the strategy is given.
         granularity: Numbers of terms are rounded up to a multiple of it.
+        held_rows: Number of leading rows of ``u`` that clients hold; ``None`` for all.
     """
     s, u, v = terms[0].cpu(), *terms[1:]
     num_terms = {ratio: num_terms_for(len(s), ratio, granularity) for ratio in cohort.groups}
@@ -167,7 +176,8 @@ def open_layer(
     for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
         chosen = design if design is not None else strategy.own_design(s, n)
         groups[ratio] = _plan(answer, chosen, cohort, ratio, sizes[ratio], name)
-    return LayerRound(name, s, u, v, groups, MeanTermChange(u, v, cohort.total, cohort.absolute), strategy)
+    mean = MeanTermChange(u[:held_rows], v, cohort.total, cohort.absolute)
+    return LayerRound(name, s, u, v, groups, mean, strategy, held_rows)
 
 
 def _plan(

@@ -42,7 +42,9 @@ class TermRates:
 
     def _factors(self, layer: SingularTerms) -> Tensor:
         of_vectors = effective_lr_factors(layer.omega, self.clip_tau)
-        return torch.minimum(of_vectors, weight_lr_factors(layer.u, layer.omega, layer.v, self.clip_weight_lr))
+        # Both vectors of a drawn term are equally long; rows that are cut off would leave the others too long a step.
+        u = layer.u if layer.has_all_rows else layer.v.T
+        return torch.minimum(of_vectors, weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr))
 
     def register(self, optimizer: Optimizer) -> RemovableHandle:
         """Attach the hook; parameters that this optimizer does not step are left unchanged."""

@@ -42,6 +42,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         ("FedAvg", ls.FedAvg()),
         ("{class_path: FedAvg, init_args: {keep_buffers: ['*.base']}}", ls.FedAvg(keep_buffers=["*.base"])),
         ("Scaffold", ls.Scaffold()),
+        ("{class_path: FIARSE, init_args: {keep_ratio: {0.25: 0.5, 1.0: 0.5}, exclude: [head.*]}}",
+         ls.FIARSE({0.25: 0.5, 1.0: 0.5}, exclude=["head.*"])),
         ("{class_path: StaleUpdates, init_args: {beta: 0.5}}", ls.StaleUpdates(beta=0.5)),
         ("{class_path: Zampling, init_args: {degree: 4, exclude: [a], link: Sigmoid}}",
          ls.Zampling(degree=4, exclude=("a",), link=ls.Sigmoid())),
@@ -82,6 +84,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         *[(sharded(f"design: {name}"), sharding(design=getattr(ls, name)()))
           for name in ("Coordinated", "MinimumSupport", "RandomSystematic", "SuccessiveSampling", "Systematic")],
         (sharded("exclude: [head]"), sharding(exclude=["head"])),
+        (sharded("output_ratio: 0.4"), sharding(output_ratio=0.4)),
         (sharded("layers: {split: {'*.qkv': 3}, keep_buffers: ['*.base'], term_granularity: 4}"),
          sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, keep_buffers=["*.base"], term_granularity=4))),
         (sharded("spectral_start: {tail: 0.2, trained: true}"),

@@ -27,6 +27,8 @@ ALGORITHMS = {
         clip_tau=2.0,
         layers=ls.LayerChoices(keep_first_and_last_dense=False),
     ),
+    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
+    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
     "Zampling": ls.Zampling(4, degree=3),
     "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
     "SCAFFOLD": ls.Scaffold(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.sharded import ShardedLayer
@@ -64,13 +64,19 @@ class BlockUse:
         Args:
             num_terms: Number n of terms.
         """
-        factors = num_terms * sum(self.block.shape)
-        kept = sum(self.layer.kept_by_terms(self.block, call, num_terms) for call in self.calls if call.keeps)
+        factors = num_terms * sum(self.block.held_shape)
+        used = [(self._used(call), call) for call in self.calls]
+        kept = sum(self.layer.kept_by_terms(block, call, num_terms) for block, call in used if call.keeps)
         return Cost(
             parameters=factors,
-            macs=sum(self.layer.macs_of_terms(self.block, call, num_terms) for call in self.calls),
+            macs=sum(self.layer.macs_of_terms(block, call, num_terms) for block, call in used),
             kept_values=kept,
             kept_bytes=kept * self.value_bytes,
             downlink_bytes=(factors + num_terms) * self.value_bytes,  # with the multipliers
             uplink_bytes=factors * self.value_bytes,
         )
+
+    def _used(self, call: BlockCall) -> WeightBlock:
+        """The part of the matrix that a call multiplies."""
+        rows, columns = self.block.held_shape
+        return replace(self.block, shape=(rows, int(columns * call.input_share)))

@@ -86,7 +86,7 @@ def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
     smallest = count_pass(run, example, watched=plan.sharded)
     blocks = tuple(_uses(module, plan, smallest.calls))
     full = sent_whole(module, (), plan.kept_buffers) + _passed(dense)
-    rest = sent_whole(module, plan.sharded_weights, plan.kept_buffers) + _passed(smallest)
+    rest = sent_whole(module, plan.sharded_weights, plan.kept_buffers) + _passed(smallest) - _absent(module, plan)
     return Costs(full, rest - _passed(_cost_of_terms(blocks, FEWEST_TERMS, granularity)), blocks, granularity)
 
 
@@ -98,6 +98,16 @@ def sent_whole(module: nn.Module, without: Collection[str], keep_buffers: Sequen
         downlink_bytes=num_bytes(travelling_tensors(module, without)) - frozen,
         uplink_bytes=num_bytes(averaged_tensors(module, without, keep_buffers)),
         frozen_bytes=frozen,
+    )
+
+
+def _absent(module: nn.Module, plan: ModulePlan) -> Cost:
+    """What clients lack of biases whose outputs they do not compute."""
+    absent = {name: module.get_parameter(name)[held:] for name, held in plan.cut_biases(module).items()}
+    return Cost(
+        parameters=sum(entries.numel() for entries in absent.values()),
+        downlink_bytes=num_bytes(absent),
+        uplink_bytes=num_bytes(absent),
     )
 
 

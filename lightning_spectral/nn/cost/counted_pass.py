@@ -150,7 +150,10 @@ class _Record:
                 assert isinstance(layer, ShardedLayer)
                 keeps = self.kept.num_packs > num_packs
                 inputs = layer.matrix_inputs(*args, **kwargs)
-                calls = (BlockCall(layer.num_positions(x, output), x.requires_grad, keeps) for x in inputs)
+                calls = [
+                    BlockCall(layer.num_positions(x, output), x.requires_grad, keeps, layer.input_share(x))
+                    for x in inputs
+                ]
                 self.calls.append(LayerCall(name, tuple(calls)))
 
         return leave

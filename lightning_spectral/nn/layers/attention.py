@@ -35,6 +35,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
     # Torch's encoder layers read this before they read a packed weight and skip this module's `forward`.
     _qkv_same_embed_dim = False
+    channel_dim = -1
 
     in_proj_bias: nn.Parameter | None
     out_proj: nn.Module

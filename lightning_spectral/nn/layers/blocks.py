@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class WeightBlock:
         rows: First row of the matrix and the one after its last.
         shape: Rows and columns of the matrix.
         transposed: Whether the dense weight is stored with one *column* per output.
+        held_rows: Number of leading rows that clients hold of its left vectors; ``None`` for all.
     """
 
     name: str
@@ -29,6 +31,13 @@ class WeightBlock:
     rows: tuple[int, int]
     shape: tuple[int, int]
     transposed: bool = False
+    held_rows: int | None = None
+
+    @property
+    def held_shape(self) -> tuple[int, int]:
+        """Rows that clients hold, and columns."""
+        rows, columns = self.shape
+        return rows if self.held_rows is None else self.held_rows, columns
 
     @property
     def num_singular(self) -> int:
@@ -59,11 +68,13 @@ class BlockCall(NamedTuple):
             sequence or the image.
         input_needs_grad: Whether these vectors have a gradient.
         keeps: Whether autograd keeps anything; it does not under ``no_grad`` and in a checkpointed section.
+        input_share: Share of the columns that are multiplied; the entries of a vector behind them are known to be zero.
     """
 
     num_positions: int
     input_needs_grad: bool
     keeps: bool
+    input_share: Fraction = Fraction(1)
 
 
 def row_blocks(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
+from lightning_spectral.nn.layers.leading_channels import leading_channels
 from lightning_spectral.nn.layers.pointwise import pointwise
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
@@ -94,14 +95,18 @@ class SpectralShardedConv(SpectralShardedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
-        padding = self.padding
+        padding, channel_dim = self.padding, -len(self.kernel_size) - 1
+        input, v = self._leading(input, channel_dim)
         if self.padding_mode != "zeros":
             sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
             input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
-        if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), self.v.shape[1]):
-            return self._convolve(input, self.matrix(), self.bias, padding)
-        hidden = self._convolve(input, self.v, None, padding)
-        return pointwise(hidden, self.scaled_u(), self.bias, (1,) * len(self.kernel_size), type(self).conv)
+        bias = None if self.bias is None else self.bias[: len(self.u)]
+        if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), v.shape[1]):
+            out = self._convolve(input, self.scaled_u() @ v, bias, padding)
+        else:
+            hidden = self._convolve(input, v, None, padding)
+            out = pointwise(hidden, self.scaled_u(), bias, (1,) * len(self.kernel_size), type(self).conv)
+        return leading_channels(out, self.out_channels, channel_dim)
 
     def num_positions(self, input: Tensor, output: Tensor) -> int:
         """Positions of the output, over the whole batch: the kernel is applied once at each."""
@@ -115,7 +120,7 @@ class SpectralShardedConv(SpectralShardedLayer):
     def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
         """The same as `num_positions`, before there is an output."""
         sizes = input.shape[-len(self.kernel_size) :]
-        batch = input.numel() // (self.in_channels * math.prod(sizes))
+        batch = input.numel() // (input.shape[-len(sizes) - 1] * math.prod(sizes))
         if padding == "same":
             return batch * math.prod(sizes)
         sides = (0,) * len(sizes) if isinstance(padding, str) else padding
@@ -127,7 +132,8 @@ class SpectralShardedConv(SpectralShardedLayer):
         conv, unpadded = type(self).conv, isinstance(padding, str) or not any(padding)
         if unpadded and math.prod(self.kernel_size) == 1:
             return pointwise(input, matrix, bias, self.stride, conv)
-        return conv(input, matrix.view(-1, *self.weight_shape[1:]), bias, self.stride, padding, self.dilation)
+        kernel = matrix.view(len(matrix), -1, *self.kernel_size)
+        return conv(input, kernel, bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
         """What ``print`` shows of the layer."""
@@ -152,6 +158,7 @@ class SpectralShardedConv1d(SpectralShardedConv):
     """
 
     conv = staticmethod(F.conv1d)
+    channel_dim = -2
 
 
 class SpectralShardedConv2d(SpectralShardedConv):
@@ -169,6 +176,7 @@ class SpectralShardedConv2d(SpectralShardedConv):
     """
 
     conv = staticmethod(F.conv2d)
+    channel_dim = -3
 
 
 class SpectralShardedConv3d(SpectralShardedConv):
@@ -186,6 +194,7 @@ class SpectralShardedConv3d(SpectralShardedConv):
     """
 
     conv = staticmethod(F.conv3d)
+    channel_dim = -4
 
 
 def explicit_padding(

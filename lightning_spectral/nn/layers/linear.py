@@ -40,6 +40,8 @@ class SpectralShardedLinear(SpectralShardedLayer):
         True
     """
 
+    channel_dim = -1
+
     def __init__(
         self,
         in_features: int,

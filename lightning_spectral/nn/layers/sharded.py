@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Whole, flag
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, assemble, by_parameter, join, row_blocks
 from lightning_spectral.nn.layers.computed_weight import computed_weight, refuse_write
+from lightning_spectral.nn.layers.leading_channels import LeadingChannels
 from lightning_spectral.nn.layers.terms import SingularTerms, rebuilding_is_cheaper
 
 if TYPE_CHECKING:  # a mix-in for modules
@@ -32,8 +34,12 @@ class ShardedLayer(_Base):
     Attributes:
         dense_name: Name of the layer in the module that it belongs to, for messages; set where layers are swapped.
         dense_weights: Names of the weights that it holds as singular terms, as attributes of the dense layer.
+        cuts_outputs: Whether it can do with the leading rows of its left vectors (`keep_outputs`).
+        channel_dim: Dimension of the channels in an input, if it skips those that are known to be zero.
     """
 
+    cuts_outputs: ClassVar[bool] = False
+    channel_dim: ClassVar[int | None] = None
     dense_name: str = ""
     dense_weights: frozenset[str] = frozenset()
 
@@ -108,6 +114,21 @@ class ShardedLayer(_Base):
             output: What the layer returned.
         """
         return input.numel() // input.shape[-1]
+
+    def input_share(self, input: Tensor) -> Fraction:
+        """Share of the channels of one of the `matrix_inputs` that is multiplied."""
+        if not isinstance(input, LeadingChannels) or input.channel_dim != self.channel_dim:
+            return Fraction(1)
+        return Fraction(input.held.shape[input.channel_dim], input.num_channels)
+
+    def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
+        """Hold the leading output channels only; the others are zero.
+
+        Args:
+            num_outputs: How many.
+            with_bias: Whether the bias is cut, too, where there is one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has all of its outputs.")
 
     @classmethod
     def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
@@ -187,6 +208,7 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
         dtype: As in other ``torch.nn`` modules.
     """
 
+    cuts_outputs = True
     bias: nn.Parameter | None
     weight_shape: tuple[int, ...]
 
@@ -207,6 +229,12 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
         """The weight, as a single block."""
         return row_blocks("weight", dense.weight, [""])
+
+    def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
+        """Hold the leading output channels only; the others are zero."""
+        self.keep_rows(num_outputs)
+        if with_bias and self.bias is not None:
+            self.bias = nn.Parameter(self.bias.detach()[:num_outputs].clone())
 
     @property
     def weight(self) -> Tensor:

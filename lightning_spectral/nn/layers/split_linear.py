@@ -33,6 +33,7 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
         True
     """
 
+    channel_dim = -1
     transposed = False
     bias: nn.Parameter | None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.nn.layers.leading_channels import LeadingChannels, leading_channels
 
 
 class SingularTerms(nn.Module):
@@ -19,6 +20,7 @@ class SingularTerms(nn.Module):
         u: Parameter of shape ``(rows, n)``; column i is :math:`\sqrt{s_i}\,u_i`.
         v: Parameter of shape ``(n, columns)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
+        num_rows: Number of rows. ``u`` may hold the leading ones only (`keep_rows`); the matrix is zero in the others.
 
     Training and evaluation do the same. There are ``n (rows + columns)`` trainable values.
 
@@ -52,6 +54,7 @@ class SingularTerms(nn.Module):
     ) -> None:
         super().__init__()
         rows, columns = shape
+        self.num_rows = rows
         num_terms = Whole(at_least=1, at_most=min(shape), hint="a matrix has as many terms as its shorter side")(
             "num_terms", num_terms
         )
@@ -65,12 +68,18 @@ class SingularTerms(nn.Module):
         """Number n of singular terms held."""
         return self.v.shape[0]
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether ``u`` holds every row."""
+        return len(self.u) == self.num_rows
+
     def matrix(self) -> Tensor:
         """The effective matrix, differentiable, shape ``(rows, columns)``."""
-        return self.scaled_u() @ self.v
+        held = self.scaled_u() @ self.v
+        return held if self.has_all_rows else F.pad(held, (0, 0, 0, self.num_rows - len(held)))
 
     def scaled_u(self) -> Tensor:
-        """``U diag(omega)``, differentiable, shape ``(rows, n)``."""
+        """``U diag(omega)``, differentiable, one row for each of ``u``, shape ``(rows, n)`` if it holds all."""
         return self.u * self.omega
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,11 +87,34 @@ class SingularTerms(nn.Module):
 
         Args:
             x: Shape ``(..., columns)``.
-            bias: Shape ``(rows,)``.
+            bias: Shape ``(rows,)``, or of the rows that ``u`` holds.
+
+        Returns:
+            Shape ``(..., rows)``; `LeadingChannels` if ``u`` does not hold all of them.
         """
-        if rebuilding_is_cheaper(x.numel() // x.shape[-1], self.num_terms, self.u.shape[0], self.v.shape[1]):
-            return F.linear(x, self.matrix(), bias)
-        return F.linear(F.linear(x, self.v), self.scaled_u(), bias)
+        x, v = self._leading(x, -1)
+        held = None if bias is None else bias[: len(self.u)]
+        if rebuilding_is_cheaper(x.numel() // x.shape[-1], self.num_terms, self.u.shape[0], v.shape[1]):
+            out = F.linear(x, self.scaled_u() @ v, held)
+        else:
+            out = F.linear(F.linear(x, v), self.scaled_u(), held)
+        return leading_channels(out, self.num_rows, -1)
+
+    def _leading(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+        """An input and ``v``; of both only what is not multiplied with zeros, if the input says so."""
+        if not isinstance(x, LeadingChannels) or x.channel_dim != channel_dim:
+            return x, self.v
+        num_columns = self.v.shape[1] * x.held.shape[channel_dim] // x.num_channels
+        return x.held, self.v[:, :num_columns]
+
+    @torch.no_grad()
+    def keep_rows(self, num_rows: int) -> None:
+        """Hold the leading rows of ``u`` only, in a new parameter.
+
+        Args:
+            num_rows: How many.
+        """
+        self.u = nn.Parameter(self.u[:num_rows].clone())
 
     @torch.no_grad()
     def load_terms(self, u: Tensor, v: Tensor, multipliers: Tensor) -> None:

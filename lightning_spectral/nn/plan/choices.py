@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from lightning_spectral.arguments import Whole, as_patterns, check_fields, flag
-from lightning_spectral.functional.factors import GRANULARITY
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, flag
+from lightning_spectral.functional.factors import GRANULARITY, num_terms_for
+
+OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channels that a client computes")
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,17 @@ class LayerChoices:
         term_granularity: Numbers of terms are rounded up to a multiple of this, as far as there are terms: 16 terms
             often take no more time than 7. Where a layer has no more terms than this, every client holds all of them;
             that is warned about, and refused if it is so in every layer.
+        output_ratio: Share q of the output channels that a client computes of each sharded linear layer or convolution
+            that is sharded whole: the ceil(q c_out) leading ones; the others are zero.
 
     Raises:
         TypeError: If a number is not whole, or ``keep_first_and_last_dense`` is not a ``bool``.
-        ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to numbers of at least 2, or
-            ``term_granularity`` is below 1.
+        ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to numbers of at least 2,
+            ``term_granularity`` is below 1, or ``output_ratio`` is outside (0, 1].
 
     Reference:
-        Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense.
+        Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense. Niu et al. (2023), section
+        3.2.1, cut outputs.
 
     Example:
         >>> choices = LayerChoices(exclude=["*.proj"], split={"*.qkv": 3})
@@ -46,6 +51,7 @@ class LayerChoices:
     keep_first_and_last_dense: bool = True
     keep_buffers: Sequence[str] = ()
     term_granularity: int = 1
+    output_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(
@@ -55,11 +61,17 @@ class LayerChoices:
             split=_plain_split,
             keep_first_and_last_dense=flag,
             term_granularity=GRANULARITY,
+            output_ratio=OUTPUT_RATIO,
         )
 
     def excludes(self, name: str) -> bool:
         """Whether a pattern of ``exclude`` matches the layer."""
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def held_rows(self, num_rows: int) -> int | None:
+        """Number of output channels that a client computes of a layer with as many; ``None`` for all."""
+        held = num_terms_for(num_rows, self.output_ratio)
+        return None if held == num_rows else held
 
     def num_parts(self, name: str) -> int:
         """Number of linear layers packed into the layer; 1 if no pattern matches it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter
+from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
 from lightning_spectral.nn.plan.text_table import aligned
@@ -91,6 +91,15 @@ class ModulePlan:
         """Names of the dense weights that are sharded, once each."""
         return tuple(dict.fromkeys(block.parameter for block in self.blocks.values()))
 
+    def cut_biases(self, module: nn.Module) -> dict[str, int]:
+        """Names of the biases of which clients hold leading entries only, with how many; frozen ones are held whole."""
+        cuts = {}
+        for layer in self.sharded.values():
+            bias, held = getattr(module.get_submodule(layer.name), "bias", None), layer.blocks[0].held_rows
+            if held is not None and isinstance(bias, nn.Parameter) and bias.requires_grad:
+                cuts[join(layer.name, "bias")] = held
+        return cuts
+
     @property
     def kept_buffers(self) -> tuple[str, ...]:
         """Patterns of the buffers that keep the server's value: those that were asked for, and names of the others."""
@@ -142,9 +151,16 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
         _counted(_size(shape) for shape in layer.shapes),
         _counted(str(block.num_singular) for block in layer.blocks),
         {None: "?", True: "yes", False: "no"}[layer.in_forward],
-        "dense" if layer.sharded is None else "sharded",
+        _held(layer),
         layer.reason,
     )
+
+
+def _held(layer: LayerPlan) -> str:
+    if layer.sharded is None:
+        return "dense"
+    held_rows = layer.blocks[0].held_rows
+    return "sharded" if held_rows is None else f"sharded, {held_rows} of {layer.blocks[0].shape[0]} outputs"
 
 
 def _counted(entries: Iterable[str]) -> str:

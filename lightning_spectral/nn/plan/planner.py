@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -69,6 +69,8 @@ class _Planner:
         sharded = None if reason else sharded_type(layer, parts)
         in_forward = None if self.order is None else name in self.order
         blocks = tuple(block.within(name) for block in _blocks(layer, parts))
+        if sharded is not None and sharded.cuts_outputs:
+            blocks = tuple(replace(block, held_rows=self.choices.held_rows(block.shape[0])) for block in blocks)
         what = "affine" if parts == 1 else f"affine, {parts} parts"
         return LayerPlan(name, type(layer).__name__, _shapes(layer), blocks, sharded, reason or what, in_forward)
 

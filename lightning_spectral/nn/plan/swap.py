@@ -72,6 +72,7 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
         dense = module.get_submodule(name)
         swaps[dense] = make(layer_plan.sharded, dense, _numbers_of_terms(plan, layer_plan, keep_ratio))
         _name_weights(swaps[dense], layer_plan)
+        _cut_outputs(swaps[dense], layer_plan, dense)
         swaps[dense].train(dense.training)
         _move_hooks(dense, swaps[dense])
         _log.info("%s: %s -> %s", name, type(dense).__name__, swaps[dense])
@@ -92,6 +93,13 @@ def _name_weights(sharded: nn.Module, layer: LayerPlan) -> None:
     if isinstance(sharded, ShardedLayer):
         sharded.dense_name = layer.name
         sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{layer.name}.") for block in layer.blocks)
+
+
+def _cut_outputs(sharded: nn.Module, layer: LayerPlan, dense: nn.Module) -> None:
+    """Leave a layer the output channels that clients compute."""
+    held_rows, bias = layer.blocks[0].held_rows, getattr(dense, "bias", None)
+    if isinstance(sharded, ShardedLayer) and held_rows is not None:
+        sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)
 
 
 def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:

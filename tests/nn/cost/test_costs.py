@@ -138,6 +138,9 @@ ANY: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "cnn, one layer excluded": (cnn, normal(5, 3, 18, 18), {"exclude": ["4"]}),
     "cnn, ends sharded": (cnn, normal(5, 3, 18, 18), {"keep_first_and_last_dense": False}),
     "one image without a batch": (lambda: nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(3))), normal(3, 9, 9), {}),
+    "cnn, outputs cut": (cnn, normal(5, 3, 18, 18), {"output_ratio": 0.3}),
+    "mlp, outputs cut": (mlp, normal(2000, 6), {"output_ratio": 0.5}),
+    "vit, outputs cut": (ViT, normal(3, 3, 8, 8), {"output_ratio": 0.4}),
     "grouped": (grouped, normal(4, 4, 20), {}),
     "three dimensions": (lambda: nn.Sequential(*(nn.Conv3d(2, 2, 2) for _ in range(3))), normal(2, 2, 5, 5, 5), {}),
     "twice": (Twice, normal(9, 8), {}),
@@ -303,6 +306,7 @@ def ledger_of(
         {"term_granularity": 4},
         {"exclude": ["net.2"]},
         {"split": {"net.5": 3}},
+        {"output_ratio": 0.3},
     ],
     ids=str,
 )
@@ -327,9 +331,11 @@ def test_bytes_of_the_whole_model_are_those_of_federated_averaging(toy: TensorDa
     assert ledger_of(fit, ls.FedAvg(), Federated(), toy) == {1.0: (full.downlink_bytes, full.uplink_bytes)}
 
 
-def test_parameters_are_those_of_the_sub_model() -> None:
-    table = ls.cost_table(Federated(), KEEP_RATIOS)
+@pytest.mark.parametrize("output_ratio", [0.3, 1.0])
+def test_parameters_are_those_of_the_sub_model(output_ratio: float) -> None:
+    choices = ls.LayerChoices(output_ratio=output_ratio)
+    table = ls.cost_table(Federated(), KEEP_RATIOS, layers=choices)
     assert table.full.parameters == sum(p.numel() for p in Federated().parameters())
     for keep_ratio, cost in table.at.items():
-        client = ls.SpectralSharding().client_side(Federated()).build(Federated(), keep_ratio)
+        client = ls.SpectralSharding(layers=choices).client_side(Federated()).build(Federated(), keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())

@@ -1,4 +1,4 @@
-"""ResNet-18 on CIFAR at batch 32 against the "FedHM" rows of Niu et al. (2023), Table 10, difference by difference."""
+"""ResNet-18 on CIFAR at batch 32 against Niu et al. (2023), Tables 1 and 10, difference by difference."""
 
 import math
 from collections.abc import Iterator
@@ -8,9 +8,12 @@ import torch
 
 from lightning_spectral.models import ResNet18
 from lightning_spectral.nn import CostTable, LayerChoices, cost_table, plan_layers
+from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
 
 # keep ratio: parameters in millions, "MACs" in billions, values of activations in millions
 PRINTED = {0.8: (9.9, 28.8, 44.9), 0.6: (7.4, 22.4, 40.5), 0.4: (4.9, 16.0, 36.1), 0.2: (2.5, 7.4, 31.7)}
+# the same of "PriSM", whose outputs are cut
+PRINTED_CUT = {0.8: (7.9, 25.5, 37.0), 0.6: (4.5, 14.7, 28.3), 0.4: (2.0, 6.87, 18.9), 0.2: (0.5, 2.0, 9.5)}
 FULL = (11, 35, 31.5)
 BATCH = 32
 UNIT = BATCH * 64 * 32 * 32  # values behind a convolution of the first stage
@@ -76,6 +79,41 @@ def test_the_tables_activations_are_not_the_full_models_and_those_between_the_fa
     behind = sum(rows * positions for rows, _, positions in convolutions())
     more_than_that = [round(100 * (kept * 1e6 / ((2 + r) * behind) - 1)) for r, (_, _, kept) in PRINTED.items()]
     assert more_than_that == [2, -1, -4, -8]  # percent
-    # PriSM's own rows: three values for each position and channel, cut to the keep ratio; one in the last digit
-    for keep_ratio, printed, digit in ((0.8, 37, 1), (0.6, 28.3, 0.1), (0.4, 18.9, 0.1), (0.2, 9.5, 0.1)):
-        assert abs(3 * keep_ratio * behind / 1e6 - printed) < digit
+
+
+def test_the_tables_cut_models_have_their_inputs_and_the_sums_along_the_shortcuts_cut_too() -> None:
+    """All of "PriSM"'s parameters, work and activations are those of a net with a share r of all channels."""
+    behind, outside = sum(rows * positions for rows, _, positions in convolutions()), 0.52e9  # stem, shortcuts, head
+    for keep_ratio, (parameters, macs, kept) in PRINTED_CUT.items():
+        of_convolutions = [keep_ratio * rows * keep_ratio * (rows + columns) for rows, columns, _ in convolutions()]
+        assert abs(sum(of_convolutions) / 1e6 - parameters) < 0.1  # one in the last digit
+        work = 2 * sum(n * p for n, (_, _, p) in zip(of_convolutions, convolutions(), strict=True)) + outside
+        assert abs(work / 1e9 / macs - 1) < 0.05
+        assert abs(3 * keep_ratio * behind / 1e6 - kept) < (1 if kept == 37.0 else 0.1)
+
+
+@pytest.mark.parametrize("ratio", PRINTED_CUT)
+def test_outputs_that_are_cut_save_what_lies_between_the_shortcuts(ratio: float, table: CostTable) -> None:
+    """Inputs of a block are whole: they are sums of the block before and its input."""
+    with torch.random.fork_rng():
+        net = ResNet18()
+    choices = LayerChoices(exclude=["*.shortcut.*"], output_ratio=ratio)
+    cost = cost_table(net, [ratio], torch.zeros(BATCH, 3, 32, 32), layers=choices).at[ratio]
+    convolved, macs, kept = [], 0, 0
+    for i, (rows, columns, positions) in enumerate(convolutions()):
+        n = held = math.ceil(ratio * rows)
+        is_second = i % 2 == 1
+        used = 9 * held if is_second else columns  # behind the first convolution, only what is held
+        convolved.append(n * (held + columns))
+        if rebuilding_is_cheaper(positions, n, held, used):  # of a square that is held with all of its terms
+            macs += (n + positions) * held * used
+            kept += n * held + held * used
+        else:
+            macs += n * (held + used) * positions
+            kept += n * (held + positions)
+        activation = rows if is_second else held  # behind the second convolution follows the sum with the shortcut
+        kept += (held + activation) * positions - 2 * BATCH * (held <= rows / 2)  # statistics of one group, not of two
+    inside = sum(rows * columns for rows, columns, _ in convolutions())
+    assert cost.parameters == table.full.parameters - inside + sum(convolved)
+    assert cost.macs == table.full.macs - sum(rows * c * positions for rows, c, positions in convolutions()) + macs
+    assert cost.kept_values == table.full.kept_values - 15 * UNIT + kept

@@ -1,0 +1,194 @@
+"""FIARSE: a client's sub-model is the largest weights of the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.algorithms.fiarse_side import HELD, FIARSESide
+from lightning_spectral.arguments import Number, as_patterns, check_fields
+from lightning_spectral.client.side import ClientSide
+from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.functional.zampling.bits import pack_bits
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.entry_mean import MeanEntryChange
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    kept_buffers,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+SHARE = Number(above=0, at_most=1, hint="it is the share of weights a client holds")
+
+
+@dataclass(frozen=True, eq=False)
+class FIARSERound:
+    """One open round.
+
+    Attributes:
+        cohort: Who takes part.
+        tensors: Parameters and buffers of the server's module, by name.
+        held: For each keep ratio and each weight, the ascending indices of the entries that are held.
+        masked: Running mean over the entries of the weights.
+        dense: Running mean of what everybody holds whole.
+    """
+
+    cohort: Cohort
+    tensors: Mapping[str, Tensor]
+    held: Mapping[float, Mapping[str, Tensor]]
+    masked: MeanEntryChange
+    dense: MeanChange
+
+
+@dataclass(frozen=True)
+class FIARSE(Algorithm[FIARSERound]):
+    r"""Each client trains the largest weights of the server's model; to it, all others are zero.
+
+    A client of keep ratio r gets the ceil(r m) largest in magnitude of all m weights of the module together. They are
+    what trainable parameters of two or more dimensions hold; biases, normalisations and buffers travel whole. In local
+    training a weight below the threshold, the smallest magnitude that was sent, is not used, and the gradient of the
+    others is :math:`1 + 2\theta|w| / (|w| + \theta)^2` times that of a plain weight, for the threshold
+    :math:`\theta`. An entry averages over the clients that held it, and stays as it is if nobody did.
+
+    Traffic shrinks and nothing else does: the sub-model has the shapes of the whole one. Down travel the values and a
+    bit for each weight, held or not; up travel the values.
+
+    Args:
+        keep_ratio: Share r of the weights a client holds: one for all, ``{ratio: share of clients}`` or one per client.
+        exclude: Patterns of parameters that travel whole.
+        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, or patterns are not a sequence of strings.
+
+    Note:
+        The published code masks the biases of linear layers and convolutions, too, and counts clients where this weighs
+        them. With ``keep_ratio=1`` there is no threshold, and this is `FedAvg`, bit for bit.
+
+    Reference:
+        Wu et al. (2024), "FIARSE: Model-heterogeneous federated learning via importance-aware submodel extraction".
+
+    Example:
+        >>> FIARSE({0.25: 0.5, 1.0: 0.5}).masked_weights(nn.Linear(3, 2))
+        ('weight',)
+    """
+
+    keep_ratio: PerClient[float] = 0.25
+    exclude: Sequence[str] = ()
+    keep_buffers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=SHARE),
+            exclude=as_patterns,
+            keep_buffers=as_patterns,
+        )
+
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Keep ratio of every client: exact shares, drawn from the seed.
+
+        Raises:
+            ValueError: If a list of ratios has another length than ``num_clients``.
+        """
+        check_num_entries("keep_ratio", self.keep_ratio, num_clients)
+        return assign(self.keep_ratio, num_clients, seed, "keep ratios")
+
+    def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters of which clients hold large entries only."""
+        return tuple(
+            name
+            for name, parameter in server.named_parameters()
+            if parameter.requires_grad
+            and parameter.dim() > 1
+            and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        )
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if there is nothing to choose from."""
+        if not self.masked_weights(server):
+            raise ValueError(
+                f"FIARSE finds no weight to cut in {type(server).__name__}: none that is trained, has two dimensions "
+                "and is not in `exclude`. Leave patterns out, or use FedAvg()."
+            )
+
+    def prepare(self, server: nn.Module) -> FIARSE:
+        """Decide which buffers keep the server's value, once for all rounds."""
+        return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
+
+    def client_side(self, server: nn.Module) -> ClientSide:
+        """The device half: trainable parameters and averaged buffers travel back."""
+        return FIARSESide(tuple(averaged_tensors(server, keep_buffers=self.keep_buffers)))
+
+    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> FIARSERound:
+        """Find the largest weights for each keep ratio of the cohort."""
+        names, averaged = self.masked_weights(server), averaged_tensors(server, keep_buffers=self.keep_buffers)
+        weights = {name: averaged.pop(name) for name in names}
+        masked = MeanEntryChange(weights, cohort.total, cohort.absolute)
+        held = {keep_ratio: largest_entries(weights, keep_ratio) for keep_ratio in cohort.groups}
+        return FIARSERound(cohort, travelling_tensors(server), held, masked, dense_mean(server, averaged, cohort))
+
+    def send(self, opened: FIARSERound, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Send what everybody holds, the largest weights and where they belong; nothing is drawn."""
+        keep_ratio = opened.cohort.keep_ratio_of(unit)
+        tensors = dict(opened.tensors)
+        if keep_ratio < 1:
+            for name, entries in opened.held[keep_ratio].items():
+                whole = tensors[name].flatten()
+                tensors[name] = whole[entries]
+                bits = torch.zeros_like(whole, dtype=torch.bool).index_fill_(0, entries, True)
+                tensors[HELD + name] = pack_bits(bits)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio)
+
+    def add(self, opened: FIARSERound, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change to the entries that it held."""
+        weight = receipt.unit.coefficient
+        opened.masked.add(upload.tensors, opened.held[receipt.capacity], weight, upload.largest)
+        opened.dense.add(upload.tensors, weight, upload.largest)
+
+    def running_means(self, opened: FIARSERound) -> Sequence[RunningMean]:
+        """One sum over entries, and one over whole tensors."""
+        return [opened.masked, opened.dense]
+
+    def close(self, server: nn.Module, state: nn.Module | None, opened: FIARSERound) -> None:
+        """Set the pseudo-gradients, which are minus the mean changes."""
+        apply_mean_change(server, opened.dense.finish())
+        apply_mean_change(server, opened.masked.finish())
+
+
+@torch.no_grad()
+def largest_entries(weights: Mapping[str, Tensor], keep_ratio: float) -> dict[str, Tensor]:
+    """Indices of the ceil(r m) entries of the largest magnitude among all m of some tensors; of equal ones the first.
+
+    Args:
+        weights: By name.
+        keep_ratio: The share r.
+
+    Returns:
+        For each name, ascending indices in the flattened tensor.
+
+    Example:
+        >>> largest_entries({"a": torch.tensor([[3.0, -1.0]]), "b": torch.tensor([1.0, -4.0])}, 0.75)
+        {'a': tensor([0, 1]), 'b': tensor([1])}
+    """
+    magnitudes = torch.cat([weight.abs().flatten() for weight in weights.values()])
+    num_held = num_terms_for(len(magnitudes), keep_ratio)
+    threshold = magnitudes.kthvalue(len(magnitudes) - num_held + 1).values
+    held = magnitudes > threshold
+    ties = (magnitudes == threshold).nonzero().squeeze(1)
+    held[ties[: num_held - int(held.sum())]] = True
+    parts = torch.split(held, [weight.numel() for weight in weights.values()])
+    return {name: part.nonzero().squeeze(1) for name, part in zip(weights, parts, strict=True)}

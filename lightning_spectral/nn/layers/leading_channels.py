@@ -1,0 +1,197 @@
+"""A tensor that is zero from some channel on, and takes no memory for those zeros as long as nothing needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Narrow = Callable[..., Tensor | None]
+
+
+class LeadingChannels(Tensor):
+    """The leading channels of a larger tensor, whose other channels are zero.
+
+    A function that acts on every channel by itself and leaves zeros zero returns another one. Normalisation by channel
+    or by groups of channels has fewer channels: those that are absent are in no statistics, get no shift and stay
+    zero. To every other function it is the whole tensor, zeros included.
+
+    Attributes:
+        num_channels: Number of channels of the whole tensor.
+        channel_dim: Dimension of the channels, counted from the end: -1 behind a linear layer.
+    """
+
+    num_channels: int
+    channel_dim: int
+
+    @property
+    def held(self) -> Tensor:
+        """The leading channels, a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` with the leading channels where that is enough, else with the whole tensor."""
+        kwargs = dict(kwargs or {})
+        args = args or ((kwargs.pop("input"),) if "input" in kwargs else ())
+        x = args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(x, cls):
+                if func in _OF_SHAPE:
+                    return func(_shape_of(x), *args[1:], **kwargs)
+                if func in _OF_HELD:
+                    return func(x.held, *args[1:], **kwargs)
+                if func in _NARROW and (result := _NARROW[func](x, *args[1:], **kwargs)) is not None:
+                    return leading_channels(result, x.num_channels, x.channel_dim)
+                _check_not_written(func)
+            return func(*_whole(args), **{name: _whole(value) for name, value in kwargs.items()})
+
+
+def leading_channels(held: Tensor, num_channels: int, channel_dim: int) -> Tensor:
+    """A tensor of ``num_channels`` channels, of which all but the given ones are zero.
+
+    Args:
+        held: The leading channels; returned as they are if there are no others.
+        num_channels: Number of channels of the whole tensor.
+        channel_dim: Dimension of the channels, negative.
+
+    Example:
+        >>> x = leading_channels(torch.tensor([[1.0, -2.0]]), num_channels=4, channel_dim=-1)
+        >>> x.shape, torch.relu(x).held
+        (torch.Size([1, 4]), tensor([[1., 0.]]))
+        >>> x + 1
+        tensor([[ 2., -1.,  1.,  1.]])
+    """
+    if held.shape[channel_dim] == num_channels:
+        return held
+    wrapped = held.as_subclass(LeadingChannels)
+    wrapped.num_channels, wrapped.channel_dim = num_channels, channel_dim
+    return wrapped
+
+
+def _whole(value: Any) -> Any:
+    """The same argument with whole tensors in it."""
+    if isinstance(value, LeadingChannels):
+        missing = value.num_channels - value.held.shape[value.channel_dim]
+        return F.pad(value.held, [0, 0] * (-value.channel_dim - 1) + [0, missing])
+    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
+
+
+def _shape_of(x: LeadingChannels) -> Tensor:
+    """A tensor of the whole shape, in the memory of one value."""
+    shape = list(x.held.shape)
+    shape[x.channel_dim] = x.num_channels
+    return x.held.new_empty(()).expand(shape)
+
+
+def _check_not_written(func: Any) -> None:
+    """Refuse to write to a whole tensor that is about to be made: the value would be lost."""
+    name = getattr(func, "__name__", "")
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        raise RuntimeError(
+            f"`{name}` writes into the output of a layer that a client holds in part, by `output_ratio`: its other "
+            "channels are zero and take no memory. Compute a new tensor, or name the layer in `exclude`."
+        )
+
+
+def _elementwise(func: Callable[..., Tensor]) -> Narrow:
+    def narrow(x: LeadingChannels, *args: Any, **kwargs: Any) -> Tensor | None:
+        if any(isinstance(value, Tensor) for value in [*args, *kwargs.values()]):
+            return None
+        return func(x.held, *args, **kwargs)
+
+    return narrow
+
+
+def _over_positions(func: Callable[..., Tensor], num_dims: int) -> Narrow:
+    def narrow(x: LeadingChannels, *args: Any, **kwargs: Any) -> Tensor | None:
+        if x.channel_dim != -num_dims - 1 or kwargs.get("return_indices"):
+            return None
+        return func(x.held, *args, **kwargs)
+
+    return narrow
+
+
+def _sum(x: LeadingChannels, other: Any) -> Tensor | None:
+    if not isinstance(other, LeadingChannels) or other.channel_dim != x.channel_dim:
+        return None
+    return x.held + other.held if x.held.shape == other.held.shape and x.shape == other.shape else None
+
+
+def _batch_norm(
+    x: LeadingChannels,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *options: Any,
+    **named_options: Any,
+) -> Tensor | None:
+    """Running statistics are updated in place, those of absent channels stay as they are."""
+    if not _channels_are_second(x):
+        return None
+    mean, var, weight, bias = (_leading(tensor, x) for tensor in (running_mean, running_var, weight, bias))
+    return F.batch_norm(x.held, mean, var, weight, bias, *options, **named_options)
+
+
+def _group_norm(
+    x: LeadingChannels, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor | None:
+    """Whole groups, then what is held of the next one."""
+    if not _channels_are_second(x):
+        return None
+    weight, bias, size = _leading(weight, x), _leading(bias, x), x.num_channels // num_groups
+    num_held = x.held.shape[1]
+    whole = num_held - num_held % size
+    parts = [(slice(0, whole), whole // size), (slice(whole, num_held), 1)]
+    normed = [
+        F.group_norm(
+            x.held[:, part], groups, None if weight is None else weight[part], None if bias is None else bias[part], eps
+        )
+        for part, groups in parts
+        if part.stop > part.start
+    ]
+    return torch.cat(normed, dim=1) if len(normed) > 1 else normed[0]
+
+
+def _channels_are_second(x: LeadingChannels) -> bool:
+    return x.held.dim() + x.channel_dim == 1
+
+
+def _leading(of_channels: Tensor | None, x: LeadingChannels) -> Tensor | None:
+    return None if of_channels is None else of_channels[: x.held.shape[1]]
+
+
+_OF_SHAPE = frozenset(
+    {Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__}  # type: ignore[attr-defined]
+)
+_OF_HELD = frozenset(
+    vars(torch._C.TensorBase)[name].__get__
+    for name in ("requires_grad", "dtype", "device", "layout", "is_cuda", "grad_fn", "is_leaf")
+) | {Tensor.is_floating_point, Tensor.is_complex}
+_ELEMENTWISE = (
+    *(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu, F.relu6, F.gelu, F.silu, F.mish, F.leaky_relu, F.elu),
+    *(torch.tanh, Tensor.tanh, F.hardswish, F.dropout),
+)
+_POOLS = (
+    *((F.max_pool1d, 1), (F.max_pool2d, 2), (F.max_pool3d, 3)),
+    *((F.avg_pool1d, 1), (F.avg_pool2d, 2), (F.avg_pool3d, 3)),
+    *((F.adaptive_avg_pool1d, 1), (F.adaptive_avg_pool2d, 2), (F.adaptive_avg_pool3d, 3)),
+)
+_NARROW: Mapping[Any, Narrow] = MappingProxyType(
+    {
+        **{func: _elementwise(func) for func in _ELEMENTWISE},
+        **{func: _over_positions(func, num_dims) for func, num_dims in _POOLS},
+        **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__), _sum),
+        F.batch_norm: _batch_norm,
+        F.group_norm: _group_norm,
+    }
+)

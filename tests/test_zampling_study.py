@@ -16,8 +16,10 @@ import torch
 from study_files import study_files
 from torch import nn
 
+import lightning_spectral as ls
+
 pytest.importorskip("matplotlib", reason="the report draws")
-MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding")
+MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding", "remainder")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,13 @@ def test_the_report_has_a_row_for_each_compression_and_each_other_setting(study:
     assert "| 2 bits down | 32 | 1 | 33,328 | 1,042 | 32.0 | 1023.5 | 90.00 | 85.00 |" in text
     assert "| He start | 32 | 1 | 33,328 | 1,042 | 232.0 | 7421.3 | 90.00 | 85.00 |" in text
     assert Path("docs/zampling.png").exists()
+
+
+def test_what_zampling_could_save_beside_sharding_is_counted_without_norms(study: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 3))
+    factors, ends, biases, norm = 16 * (64 + 64), 64 * (8 + 3), 64 + 64 + 3, 2 * 64
+    dense = ends + biases + norm
+    assert study.remainder.way(net, 0.25, ls.LayerChoices()) == (4 * (factors + dense), 4 * dense, 4 * (ends + biases))
 
 
 @pytest.mark.parametrize("seed", range(3))

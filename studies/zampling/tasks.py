@@ -60,7 +60,7 @@ class Task:
 TASKS = {
     "MNISTFC": Task(mnist_fc, batch_size=128),
     # 500 images a client, 2,000 to test: one image, forwards and backwards, takes a core 7 ms
-    "Conv-4": Task(conv4, batch_size=25, train_stride=12, test_stride=5, num_samples=10),
+    "Conv-4": Task(conv4, batch_size=16, train_stride=12, test_stride=5, num_samples=5),
 }
 
 

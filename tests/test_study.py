@@ -1,6 +1,8 @@
 """The study of random starts runs, goes on where it stopped, and its claim about the default holds."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,33 @@ def test_runs_are_done_once_and_reported(study):
         "study.png",
         "study_curves.png",
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*mostly noise:lightning_spectral.SpectralWarning")  # two rounds are too few
+def test_after_dense_rounds_a_second_fit_goes_on_with_their_weights_and_learning_rate(study, monkeypatch):
+    """Four rounds of two clients, half of them dense."""
+    algorithms, weights, rates = [], [], []
+
+    class Watching(ls.RoundHistory):
+        def on_train_epoch_start(self, trainer, pl_module):
+            super().on_train_epoch_start(trainer, pl_module)
+            algorithms.append(type(pl_module.algorithm).__name__)
+            weights.append([parameter.detach().clone() for parameter in pl_module.module.parameters()])
+
+        def on_fit_end(self, trainer, pl_module):
+            weights.append([parameter.detach().clone() for parameter in pl_module.module.parameters()])
+            rates.extend(self.column("fl/lr"))
+
+    monkeypatch.setattr(ls, "RoundHistory", Watching)
+    monkeypatch.setitem(study.setups.SETUPS, "toy", study.setups.Setup(ls.TopN(), dense_rounds=2))
+    monkeypatch.setattr(study.run, "CLIENTS_PER_ROUND", 2)
+    monkeypatch.setattr(study.run, "EVERY", 1)
+    run = study.run.train(replace(toy(study, "toy", 0.1), num_rounds=4))
+    assert algorithms == ["FedAvg"] * 2 + ["SpectralSharding"] * 2
+    torch.testing.assert_close(weights[3], weights[2], rtol=0, atol=0)  # at the start of a fit, and at the end before
+    assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * r / 4)) for r in range(4)])
+    assert len(run["test"]) == 4
+    assert run["bytes_per_turn"]["0.1"] < 0.8 * run["bytes_per_turn"]["1.0"]
 
 
 @pytest.mark.slow

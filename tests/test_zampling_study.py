@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from study_files import study_files
+from torch import nn
 
 import lightning_spectral as ls
 
 pytest.importorskip("matplotlib", reason="the report draws")
-MODULES = ("digits", "tables", "federated", "report", "coding")
+MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding", "remainder")
 
 
 @pytest.fixture(scope="module")
@@ -27,25 +29,70 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield files
 
 
-def test_every_run_has_a_file_of_its_own_and_an_algorithm(study: Any) -> None:
-    specs = {spec for plan in study.federated.PLANS.values() for spec in plan()}
+def test_every_run_has_a_file_of_its_own_an_algorithm_and_a_task(study: Any) -> None:
+    specs = {spec for plan in study.plans.PLANS.values() for spec in plan()}
     assert len({spec.path for spec in specs}) == len(specs)
     for spec in specs:
-        if spec.compression:
-            ls.Zampling(spec.compression, **study.federated.SETUPS[spec.setup])
+        assert spec.task in study.tasks.TASKS
+        assert spec.algorithm == spec.algorithm
 
 
-def test_the_report_has_a_row_for_each_compression_and_each_other_run(study: Any) -> None:
-    spec = study.federated.Spec
-    study.federated.OUTPUT.mkdir(parents=True)
-    for one in (spec("published", 32), spec("published", 32, seed=1), spec("He start", 8)):
+def test_runs_of_the_main_task_keep_their_file_names(study: Any) -> None:
+    assert study.plans.Spec("published", 32).path.name == "published_32_0.1_False_1.0_0.0_1_40_0.json"
+
+
+def test_the_network_of_fedpm_has_as_many_weights_as_its_authors_count(study: Any) -> None:
+    with torch.device("meta"):
+        net = study.tasks.conv4()
+    assert sum(parameter.numel() for parameter in net.parameters()) == 1_933_258
+    assert net(torch.empty(2, 784, device="meta")).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("setup", "compression", "down", "up"),
+    [
+        ("FedAvg", 0, 4 * 7850, 4 * 7850),
+        ("FedPM", 1, 4 * 7850, 982),  # ceil(7850 / 8)
+        ("He start", 8, 4 * 982, 123),
+        ("2 bits down", 8, 246, 123),
+    ],
+)
+def test_a_run_says_what_travelled_and_how_good_networks_became(
+    study: Any, monkeypatch: pytest.MonkeyPatch, setup: str, compression: int, down: int, up: int
+) -> None:
+    """Of 60 images every second one is trained on, three by each client; every third of them is a test."""
+    labels = torch.arange(60) // 6
+    images = nn.functional.one_hot(labels, 784).float()
+    monkeypatch.setattr(study.tasks, "mnist", lambda: (images, labels, images, labels))
+    toy = study.tasks.Task(lambda: nn.Sequential(nn.Linear(784, 10)), 3, train_stride=2, test_stride=3, num_samples=2)
+    monkeypatch.setitem(study.tasks.TASKS, "toy", toy)
+    run = study.federated.train(study.plans.Spec(setup, compression, num_rounds=study.federated.EVERY, task="toy"))
+    assert (run["down"], run["up"]) == (down, up)
+    assert [len(run["accuracy"]), len(run["sampled"])] == [1, 2 if compression else 0]
+    assert all(20 * accuracy == pytest.approx(round(20 * accuracy)) for accuracy in run["accuracy"] + run["sampled"])
+
+
+def test_the_report_has_a_row_for_each_compression_and_each_other_setting(study: Any) -> None:
+    spec = study.plans.Spec
+    study.plans.OUTPUT.mkdir(parents=True)
+    main = (spec("published", 32), spec("published", 32, seed=1), spec("He start", 8), spec("He start", 8, seed=1))
+    for one in (*main, spec("2 bits down", 32, num_rounds=20), next(study.plans.fedpm())):
         outcome = {"accuracy": [0.5, 0.9], "sampled": [0.8, 0.9], "down": 4 * 8332, "up": 1042}
         one.path.write_text(json.dumps({**asdict(one), **outcome}))
     study.report.main()
     text = Path("docs/zampling_tables.md").read_text()
     assert "| 32 | 40 | 2 | 1023.5 | 32.0 | 90.00 ± 0.00 | 85.00 ± 0.00 | 0.93 |" in text
-    assert "| He start | 8 | 40 | 0.1 |" in text
+    assert "| He start | 8 | 40 | 0.1 | 1.0 | 0.0 | 1 |  | 2 | 90.00 ± 0.00 | 85.00 ± 0.00 |" in text
+    assert "| 2 bits down | 32 | 1 | 33,328 | 1,042 | 32.0 | 1023.5 | 90.00 | 85.00 |" in text
+    assert "| He start | 32 | 1 | 33,328 | 1,042 | 232.0 | 7421.3 | 90.00 | 85.00 |" in text
     assert Path("docs/zampling.png").exists()
+
+
+def test_what_zampling_could_save_beside_sharding_is_counted_without_norms(study: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 3))
+    factors, ends, biases, norm = 16 * (64 + 64), 64 * (8 + 3), 64 + 64 + 3, 2 * 64
+    dense = ends + biases + norm
+    assert study.remainder.way(net, 0.25, ls.LayerChoices()) == (4 * (factors + dense), 4 * dense, 4 * (ends + biases))
 
 
 @pytest.mark.parametrize("seed", range(3))

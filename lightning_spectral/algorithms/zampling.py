@@ -260,7 +260,7 @@ class Zampling(Algorithm[ZamplingRound]):
         return {weight.name: values for weight, values in zip(weights, parts, strict=True)}
 
     def diagnostics(self, opened: ZamplingRound) -> Mapping[str, float]:
-        """Of the mean of this round's bits: entropy, share on which all agree, and how far two clients disagree."""
+        """Entropy of the mean of the bits, share on which all agree, how far two clients differ, share of p settled."""
         count = opened.bits.weights.num_terms
         if count == 0:
             return {}
@@ -270,4 +270,5 @@ class Zampling(Algorithm[ZamplingRound]):
             "bit_entropy": float(bit_entropy(mean).mean()),
             "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
             "bit_disagreement": float(pairs.mean()),
+            "probs_settled": float((~uploaded(opened.probs, skip_settled=True)).double().mean()),
         }

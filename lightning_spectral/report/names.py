@@ -6,6 +6,13 @@ ROUND = "fl/round"
 BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that travels in a round
 VISITED = "fl/terms_visited"
 EXPECTED_COVERAGE = "fl/expected_coverage"
+BITS = {  # of Zampling, and what a panel says of them
+    "fl/bit_entropy": "entropy of a bit",
+    "fl/bits_agreed": "bits on which all clients agree",
+    "fl/probs_settled": "probabilities that are 0 or 1",
+    "fl/bit_disagreement": "bits in which two clients differ",
+}
+SAMPLING_GAP = "/sampling_gap"  # after the name of a metric, of `SampledNetworks`
 SECONDS = "fl/seconds_"  # before the name of a stage
 
 OVER_BYTES = "over_bytes/"  # evaluation metrics once more, for loggers that draw them over bytes
@@ -35,6 +42,8 @@ SWITCH_ON = {
     "or a `CSVLogger`.",
     "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`, and `SpectralDiagnostics()` "
     "what was expected.",
+    "bits": "No bits in these runs: `Zampling` logs `fl/bit_entropy` and the like, and `SampledNetworks()` how much "
+    "worse than the expected network sampled ones are.",
     "seconds": "No stage was timed: `FederatedModule` logs `fl/seconds_...` to every logger.",
     "table": "No client table in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger` "
     "or a `CSVLogger`.",

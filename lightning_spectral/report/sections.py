@@ -23,7 +23,7 @@ from lightning_spectral.report.measures import (
     run_end,
     spread,
 )
-from lightning_spectral.report.names import EXPECTED_COVERAGE, SWITCH_ON, VISITED
+from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, SAMPLING_GAP, SWITCH_ON, VISITED
 from lightning_spectral.report.runs import Run, Table
 
 MAX_HEAT_MAPS = 9
@@ -76,8 +76,8 @@ class Contents:
 
 def all_sections(contents: Contents) -> list[Section]:
     """Every section of a report, in order."""
-    parts = (pareto_section, curves_section, fairness_section, coverage_section, seconds_section, spectra_section)
-    return [part(contents) for part in (*parts, clients_section)]
+    parts = (pareto_section, curves_section, fairness_section, coverage_section, bits_section, seconds_section)
+    return [part(contents) for part in (*parts, spectra_section, clients_section)]
 
 
 def pareto_section(contents: Contents) -> Section:
@@ -133,6 +133,18 @@ def coverage_section(contents: Contents) -> Section:
     draw = partial(figures.coverage, groups=contents.groups)
     picture = _picture(contents, "coverage", "Share of terms held, over rounds.", draw, Size(3.4, 3.0))
     return Section("Coverage", lead, picture)
+
+
+def bits_section(contents: Contents) -> Section:
+    """How far the bits of Zampling are decided."""
+    names = [*BITS, contents.metric + SAMPLING_GAP]
+    panels = sum(any(curve(run, name) for run in contents.runs) for name in names)
+    if not panels:
+        return Section("Bits", remark=SWITCH_ON["bits"])
+    lead = "Of Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
+    draw = partial(figures.bits, groups=contents.groups, metric=contents.metric)
+    size = Size(0.4 + 2.4 * -(-panels // 3), 0.4 + 2.3 * panels)
+    return Section("Bits", lead, _picture(contents, "bits", "How far bits are decided, over rounds.", draw, size))
 
 
 def seconds_section(contents: Contents) -> Section:

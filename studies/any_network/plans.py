@@ -128,7 +128,8 @@ def chosen(
 
 def rate(best: BestRates, net: str, setup: str, keep_ratio: KeepRatio) -> float:
     """The learning rate that was best for a setup; else for the main setup most like it, at keep ratio 0.1."""
-    like = setup if setup in MAIN else "FedAvg" if "FedAvg" in setup else MAIN[1] if "start" in setup else "Collective"
+    bounded = "start" in setup or "dense" in setup
+    like = setup if setup in MAIN else "FedAvg" if "FedAvg" in setup else MAIN[1] if bounded else "Collective"
     fallback = best.get((net, like, ratio(like, 0.1)), RATES[net][0])
     return best.get((net, setup, ratio(setup, keep_ratio)), fallback) if setup in MAIN else fallback
 

@@ -33,36 +33,52 @@ EVERY = 5  # rounds from one evaluation to the next
 def train(spec: Spec) -> dict[str, Any]:
     """Accuracy on validation and test images, bytes of a client's turn, or the error that ended the run."""
     torch.manual_seed(spec.seed)
+    module, data = Classifier(NETS[spec.net](), spec.lr, spec.num_rounds), deal(spec.data, spec.split, spec.seed)
+    watched: list[tuple[ls.RoundHistory, ls.CommunicationLedger]] = []
+    error, begun = "", time.perf_counter()
+    try:
+        for algorithm, first_round, end in fits(spec):
+            module.first_round = first_round
+            model = ls.FederatedModule(
+                module,
+                algorithm=algorithm,
+                clients_per_round=CLIENTS_PER_ROUND,
+                local_epochs=LOCAL_EPOCHS,
+                server_optimizer=SETUPS[spec.setup].server_optimizer,
+                seed=spec.seed + first_round,  # or a second fit would draw the clients of the first
+            )
+            watched.append((ls.RoundHistory(), ls.CommunicationLedger()))
+            trainer(end - first_round, watched[-1]).fit(model, data)
+    except (ls.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
+        error = str(failure).splitlines()[0]
+    rows = [row for history, _ in watched for row in history.rows]
+    curves = {name: [row[name] for row in rows if name in row] for name in ("val", "test", "fl/loss")}
+    turns = {str(ratio): sum(both) for _, ledger in watched for ratio, both in ledger.bytes_per_client().items()}
+    seconds = round(time.perf_counter() - begun, 1)
+    return {**asdict(spec), **curves, "bytes_per_turn": {} if error else turns, "error": error, "seconds": seconds}
+
+
+def fits(spec: Spec) -> Iterator[tuple[ls.Algorithm[Any], int, int]]:
+    """Each algorithm with its first round and the one after its last; two where the first rounds are dense."""
     setup = SETUPS[spec.setup]
-    model = ls.FederatedModule(
-        Classifier(NETS[spec.net](), spec.lr, spec.num_rounds),
-        algorithm=setup.algorithm(spec.keep_ratio),
-        clients_per_round=CLIENTS_PER_ROUND,
-        local_epochs=LOCAL_EPOCHS,
-        server_optimizer=setup.server_optimizer,
-        seed=spec.seed,
-    )
-    history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-    trainer = pl.Trainer(
-        max_epochs=spec.num_rounds,
+    if setup.dense_rounds:
+        yield ls.FedAvg(), 0, setup.dense_rounds
+    yield setup.algorithm(spec.keep_ratio), setup.dense_rounds, spec.num_rounds
+
+
+def trainer(num_rounds: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+    """A quiet Trainer on one core."""
+    return pl.Trainer(
+        max_epochs=num_rounds,
         accelerator="cpu",
         logger=False,
-        callbacks=[history, ledger],
+        callbacks=list(callbacks),
         check_val_every_n_epoch=EVERY,
         num_sanity_val_steps=0,
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    error, begun = "", time.perf_counter()
-    try:
-        trainer.fit(model, deal(spec.data, spec.split, spec.seed))
-    except (ls.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
-        error = str(failure).splitlines()[0]
-    curves = {name: [row[name] for row in history.rows if name in row] for name in ("val", "test", "fl/loss")}
-    turns = {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()} if not error else {}
-    seconds = round(time.perf_counter() - begun, 1)
-    return {**asdict(spec), **curves, "bytes_per_turn": turns, "error": error, "seconds": seconds}
 
 
 def todo(plans: Sequence[str]) -> Iterator[Spec]:

@@ -26,6 +26,7 @@ class Setup:
         start: Moves energy before the first round, or does not.
         momentum: Of the server optimizer.
         fading: Share that terms lose in a round in which nobody held them.
+        dense_rounds: First rounds in which clients train the whole model, a multiple of the rounds between evaluations.
     """
 
     strategy: ls.ShardingStrategy | ls.Schedule[ls.ShardingStrategy] | None
@@ -33,6 +34,7 @@ class Setup:
     start: ls.SpectralStart | None = None
     momentum: float = 0.0
     fading: float = 0.0
+    dense_rounds: int = 0
 
     def algorithm(self, keep_ratio: KeepRatio) -> ls.Algorithm[Any]:
         """The algorithm at one keep ratio."""
@@ -85,6 +87,10 @@ SETUPS: dict[str, Setup] = {
     "start, Collective": Setup(ls.Collective(), start=START),
     "start, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated()), START),
     "start, TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, start=START),
+    # a fit of federated averaging, and one that goes on from its weights; with a start, of what still looks random
+    "20 dense rounds, TopN": Setup(ls.TopN(), dense_rounds=20),
+    "20 dense rounds, Collective": Setup(ls.Collective(), dense_rounds=20),
+    "20 dense rounds, start, Collective": Setup(ls.Collective(), start=START, dense_rounds=20),
     # other starts and bounds
     "start 0.3, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.3)),
     "start 0.3, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=ls.SpectralStart(tail=0.3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -94,11 +95,11 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Classifier(pl.LightningModule):
-    """An ordinary LightningModule around one of the networks."""
+    """An ordinary LightningModule around one of the networks. A fit that goes on from another sets ``first_round``."""
 
     def __init__(self, net: nn.Module, lr: float, num_rounds: int) -> None:
         super().__init__()
-        self.net, self.lr, self.num_rounds = net, lr, num_rounds
+        self.net, self.lr, self.num_rounds, self.first_round = net, lr, num_rounds, 0
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
@@ -112,7 +113,11 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.num_rounds)]
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.cosine)]
+
+    def cosine(self, round_of_fit: int) -> float:
+        """The learning rate as a share of the first one, which falls to zero over all rounds of the run."""
+        return (1 + math.cos(math.pi * (self.first_round + round_of_fit) / self.num_rounds)) / 2
 
 
 def deal(data: str, split: str, seed: int) -> ls.FederatedDataModule:

@@ -16,10 +16,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from digits import mnist
-from federated import BATCH_SIZE, NUM_CLIENTS, MnistFC
+from tasks import NUM_CLIENTS, TASKS, Classifier, deal
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.functional.zampling.bits import pack_bits, unpack_bits
@@ -88,12 +86,14 @@ def sizes(probs: Tensor, bits: Tensor) -> Iterator[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    x, y, _, _ = mnist()
-    data = ls.FederatedDataModule(TensorDataset(x, y), ls.IIDPartitioner(NUM_CLIENTS), batch_size=BATCH_SIZE)
-    model = ls.FederatedModule(MnistFC(lr=0.1), algorithm=ls.Zampling(32, init="paper"), clients_per_round=NUM_CLIENTS)
-    uploads = Uploads()
+    task, uploads = TASKS["MNISTFC"], Uploads()
+    model = ls.FederatedModule(
+        Classifier(task.net(), lr=0.1), algorithm=ls.Zampling(32, init="paper"), clients_per_round=NUM_CLIENTS
+    )
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    pl.Trainer(max_epochs=ROUNDS[-1] + 1, accelerator="cpu", callbacks=[uploads], **options).fit(model, data)
+    pl.Trainer(max_epochs=ROUNDS[-1] + 1, accelerator="cpu", callbacks=[uploads], limit_val_batches=0, **options).fit(
+        model, deal(task)
+    )
     print("| round | packed | settled left out | zlib | entropy | arithmetic coder |")
     print("| --- " * 6 + "|")
     for round_idx in ROUNDS:

@@ -7,37 +7,58 @@ reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zam
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from federated import EVERY, OUTPUT
+from federated import EVERY
 from matplotlib.axes import Axes
+from plans import MAIN_TASK, downlink, fedpm, results
 from tables import Run, per_cent, table
 
 from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
 from lightning_spectral.report.style import BASELINE, look
 
 DOCS = Path("docs")
-DENSE_BYTES = 4 * 266_610
+DENSE_BYTES = {MAIN_TASK: 4 * 266_610, "Conv-4": 4 * 1_933_258}
 ROUNDS = (40, 100)  # of the runs that are as published
 PAPER = {1: "0.95", 8: "0.95", 32: "0.93"}  # Table 1; for compression 1 section 3.2
 LOOKS = {0: BASELINE, 1: look(0), 8: look(1), 32: look(2)}
-
-
-def results() -> list[Run]:
-    """All runs that are done."""
-    return [json.loads(path.read_text()) for path in sorted(OUTPUT.glob("*.json"))]
+SETTINGS = ("setup", "compression", "num_rounds", "lr", "server_lr", "momentum", "local_epochs", "decay", "task")
 
 
 def named(runs: Iterable[Run], setup: str, num_rounds: int, **others: Any) -> list[Run]:
     """Runs of one setup; what is not said is as published."""
     wanted = {"setup": setup, "num_rounds": num_rounds, "lr": 0.1, "server_lr": 1.0, "momentum": 0.0}
-    wanted |= {"local_epochs": 1, "decay": False} | others
+    wanted |= {"local_epochs": 1, "decay": False, "task": MAIN_TASK} | others
     return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
+
+
+def settings(run: Run) -> tuple[Any, ...]:
+    """What a run has in common with those that only have another seed."""
+    return tuple(run[name] for name in SETTINGS)
+
+
+def by_settings(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs that differ by their seeds alone, together."""
+    return [list(group) for _, group in groupby(sorted(runs, key=settings), key=settings)]
+
+
+def expected(runs: Sequence[Run]) -> str:
+    """Test accuracy of the expected network."""
+    return per_cent([run["accuracy"][-1] for run in runs], 2)
+
+
+def sampled(runs: Sequence[Run]) -> str:
+    """Mean test accuracy of sampled networks; empty where there are none."""
+    return per_cent([mean(run["sampled"]) for run in runs], 2) if runs[0]["sampled"] else ""
+
+
+def saved(run: Run, way: str) -> str:
+    """How many times fewer bytes than FedAvg's went that way."""
+    return f"{DENSE_BYTES[run['task']] / run[way]:.1f}"
 
 
 def table1(runs: Sequence[Run]) -> list[str]:
@@ -46,27 +67,36 @@ def table1(runs: Sequence[Run]) -> list[str]:
     rows = []
     for compression, num_rounds in product((1, 8, 32), ROUNDS):
         if found := named(runs, "published", num_rounds, compression=compression):
-            saved = (f"{DENSE_BYTES / found[0][way]:.1f}" for way in ("up", "down"))
-            expected = per_cent([run["accuracy"][-1] for run in found], 2)
-            sampled = per_cent([mean(run["sampled"]) for run in found], 2)
-            rows.append(
-                [str(compression), str(num_rounds), str(len(found)), *saved, expected, sampled, PAPER[compression]]
-            )
+            cells = [str(compression), str(num_rounds), str(len(found)), saved(found[0], "up"), saved(found[0], "down")]
+            rows.append([*cells, expected(found), sampled(found), PAPER[compression]])
     return table([*head, "the paper"], rows) if rows else []
 
 
 def others(runs: Sequence[Run]) -> list[str]:
-    """A row for each other run, best first."""
-    head = ["setup", "m/n", "rounds", "Adam's lr", "server's lr", "momentum", "local epochs", "cosine"]
+    """A row for each other setting of the main task, best first; what only saves bytes is in a table of its own."""
+    head = ["setup", "m/n", "rounds", "Adam's lr", "server's lr", "momentum", "local epochs", "cosine", "seeds"]
+    published = {settings(run) for num_rounds in ROUNDS for run in named(runs, "published", num_rounds)}
+    left = [run for run in runs if run["task"] == MAIN_TASK and settings(run) not in published]
+    groups = by_settings(run for run in left if "bits down" not in run["setup"])
+    groups.sort(key=lambda g: (-g[0]["num_rounds"], g[0]["compression"], -mean(run["accuracy"][-1] for run in g)))
     rows = []
-    known = [id(run) for num_rounds in ROUNDS for run in named(runs, "published", num_rounds)]
-    left = [run for run in runs if id(run) not in known]
-    for run in sorted(left, key=lambda run: (-run["num_rounds"], run["compression"], -run["accuracy"][-1])):
-        names = ("setup", "compression", "num_rounds", "lr", "server_lr", "momentum", "local_epochs")
-        cells = [*(f"{run[name]}" for name in names), "yes" if run["decay"] else ""]
-        sampled = per_cent([mean(run["sampled"])], 2) if run["sampled"] else ""
-        rows.append([*cells, per_cent([run["accuracy"][-1]], 2), sampled])
+    for group in groups:
+        cells = [*(f"{group[0][name]}" for name in SETTINGS[:7]), "yes" if group[0]["decay"] else "", str(len(group))]
+        rows.append([*cells, expected(group), sampled(group)])
     return table([*head, "expected", "sampled"], rows) if rows else []
+
+
+def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> list[str]:
+    """A row for each setting of a plan that was run, with the bytes of a client's turn."""
+    head = ["setup", "m/n", "seeds", "bytes down", "bytes up", "downlink saved", "uplink saved", "expected", "sampled"]
+    done = {settings(group[0]): group for group in by_settings(runs)}
+    rows = []
+    for group in filter(None, (done.get(tuple(getattr(spec, name) for name in SETTINGS)) for spec in plan)):
+        first = group[0]
+        cells = [first["setup"], str(first["compression"] or ""), str(len(group))]
+        sizes = [f"{first['down']:,.0f}", f"{first['up']:,.0f}", saved(first, "down"), saved(first, "up")]
+        rows.append([*cells, *sizes, expected(group), sampled(group)])
+    return table(head, rows) if rows else []
 
 
 def figure4(runs: Sequence[Run], axes: Axes) -> None:
@@ -87,6 +117,8 @@ def main() -> None:
     parts = {
         "As published (Table 1 of the paper)": table1(runs),
         "Other choices": others(runs),
+        "Fewer bits down, 20 rounds": of_plan(downlink(), runs),
+        "Conv-4, the network of FedPM, 5,000 images, five rounds of two local epochs": of_plan(fedpm(), runs),
     }
     text = "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines)
     (DOCS / "zampling_tables.md").write_text(text + "\n")

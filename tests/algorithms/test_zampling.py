@@ -9,13 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from direct_rounds import DirectRounds
 from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.zampling_round import GRID
-from lightning_spectral.protocol.records import Download
+from lightning_spectral.algorithms.zampling_side import BITS
+from lightning_spectral.functional.zampling.bits import pack_bits
+from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -141,6 +144,22 @@ def test_new_probabilities_are_exactly_the_shares_of_clients_with_a_one(data: An
     fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, clients_per_round=3)
     shares = torch.tensor([round(k / 3 * GRID) / GRID for k in range(4)])
     assert bool(torch.isin(fitted.model.state.probs.detach(), shares).all())
+
+
+def test_the_figures_of_a_round_are_those_of_its_bits_and_of_what_was_sent() -> None:
+    """Of four bits two clients differ in one; two of the probabilities are settled, whatever the clients say."""
+    rounds = DirectRounds(ls.Zampling(2, degree=1), nn.Linear(3, 2), {0: 0.5, 1: 0.5})
+    rounds.state.probs.data = torch.tensor([0.0, 1.0, 0.5, 0.25])
+    opened, units = rounds.open({0: 0.5, 1: 0.5})
+    for unit, bits in zip(units, ([False, True, True, False], [False, True, True, True]), strict=True):
+        _, receipt = rounds.algorithm.send(opened, unit)
+        rounds.algorithm.add(opened, receipt, Upload(unit, {BITS: pack_bits(torch.tensor(bits))}))
+    assert rounds.algorithm.diagnostics(opened) == {
+        "bit_entropy": 0.25,
+        "bits_agreed": 0.75,
+        "bit_disagreement": 0.25,
+        "probs_settled": 0.5,
+    }
 
 
 def test_clients_can_count_by_their_examples(toy: TensorDataset, fit: Fit) -> None:

@@ -11,7 +11,7 @@ from made_up_runs import rounds, strategies, write_csv
 
 from lightning_spectral.report.command import main
 from lightning_spectral.report.groups import group_runs
-from lightning_spectral.report.names import HIGH, LOW, MIDDLE, SWITCH_ON
+from lightning_spectral.report.names import BITS, HIGH, LOW, MIDDLE, SWITCH_ON
 from lightning_spectral.report.page import POLICY
 from lightning_spectral.report.reading import read_run
 from lightning_spectral.report.runs import Histogram, Run, Table
@@ -20,7 +20,8 @@ from lightning_spectral.report.sections import Contents, all_sections, pareto_se
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CLIENTS = {f"fl/clients/val_acc/{name}": x for name, x in ((LOW, 0.3), (MIDDLE, 0.5), (HIGH, 0.7))}
-EVERYTHING = {**CLIENTS, "fl/terms_visited": 0.4, "fl/expected_coverage": 0.5}
+BITS_LOGGED = {"fl/bit_entropy": 0.8, "fl/bits_agreed": 0.1, "val_acc/sampling_gap": 0.02}
+EVERYTHING = {**CLIENTS, **BITS_LOGGED, "fl/terms_visited": 0.4, "fl/expected_coverage": 0.5}
 LOADS = {"src", "href", "xlink:href", "srcset", "data", "poster", "action", "background", "formaction"}
 
 
@@ -69,7 +70,7 @@ def test_references_within_a_page_are_unique_and_exist(full: Path) -> None:
 
 def test_figures_are_in_the_page_and_in_files(full: Path) -> None:
     page = (full / "new/report.html").read_text()
-    names = {"pareto", "curves", "fairness", "coverage", "seconds"}
+    names = {"pareto", "curves", "fairness", "coverage", "bits", "seconds"}
     assert {path.stem for path in (full / "png").iterdir()} == names
     assert all(path.read_bytes().startswith(PNG_SIGNATURE) for path in (full / "png").iterdir())
     assert page.count('<svg class="wide"') == page.count('<svg class="narrow"') == len(names)
@@ -91,6 +92,21 @@ def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> 
     groups, _ = group_runs(read)
     remarks = {section.remark for section in all_sections(Contents(groups, "val_acc", False)) if not section.picture}
     assert remarks == set(SWITCH_ON.values())
+
+
+def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> None:
+    runs = [
+        Run(name, tmp_path / name, {}, ({"fl/round": 0.0, "acc": 0.5, **logged},))
+        for name, logged in {
+            "a": {"fl/bit_entropy": 0.5, "acc/sampling_gap": 0.1},
+            "b": {"fl/bits_agreed": 0.5},
+        }.items()
+    ]
+    sections = {section.title: section for section in all_sections(Contents(group_runs(runs)[0], "acc", False))}
+    picture = sections["Bits"].picture
+    assert picture is not None
+    titles = [words for words in (*BITS.values(), "acc: expected minus sampled") if f">{words}<" in picture.svg()]
+    assert titles == ["entropy of a bit", "bits on which all clients agree", "acc: expected minus sampled"]
 
 
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
@@ -156,4 +172,4 @@ def test_a_browser_shows_the_page_without_complaint(full: Path, tmp_path: Path, 
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr
-    assert f"<title>0 too wide, 5 {figures}</title>" in done.stdout
+    assert f"<title>0 too wide, 6 {figures}</title>" in done.stdout

@@ -18,7 +18,7 @@ from lightning_spectral.report.measures import (
     megabytes_at,
     spread,
 )
-from lightning_spectral.report.names import EXPECTED_COVERAGE, VISITED
+from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, SAMPLING_GAP, VISITED
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.runs import Run
 from lightning_spectral.report.style import look
@@ -68,6 +68,29 @@ def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
     axes.set(ylabel="share of terms held", ylim=(0, 1.03))
     round_axis(axes)
     canvas.legend()
+
+
+def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
+    """How far the bits of Zampling are decided, and what sampling costs: a panel for each figure that a run has."""
+    titles = {**BITS, metric + SAMPLING_GAP: f"{metric}: expected minus sampled"}
+    found = {
+        name: [(group, one) for group in groups if (one := band(group.each(_named(name)))) is not None]
+        for name in titles
+    }
+    shown = {name: bands for name, bands in found.items() if bands}
+    axes = panels(canvas, len(shown), columns=3)
+    for panel, (name, bands) in zip(axes, shown.items(), strict=True):
+        for group, one in bands:
+            draw_band(panel, group, one, one.rounds + 1)
+        panel.set_title(titles[name])
+        if name in BITS:
+            panel.set_ylim(0, 1.03)
+        round_axis(panel)
+    canvas.legend()
+
+
+def _named(name: str) -> Callable[[Run], Curve | None]:
+    return lambda run: curve(run, name)
 
 
 def _mean_megabytes(group: Group, rounds: Numbers) -> Numbers:

@@ -1,0 +1,137 @@
+"""Which runs the federated study consists of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning_spectral as ls
+
+OUTPUT = Path("outputs/zampling")
+MAIN_TASK = "MNISTFC"
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "published": {"init": "paper"},
+    "He start": {},
+    "He, smoothing 0.1": {"smoothing": 0.1},
+    "He, smoothing 1": {"smoothing": 1.0},
+    "He, not absorbing": {"link": ls.Clip(absorbing=False)},
+    "sigmoid": {"link": ls.Sigmoid()},
+    "continuous": {"sampled": False},
+    "gain 2": {"gain": 2.0},
+    "gain 3": {"gain": 3.0},
+    "continuous, gain 2": {"sampled": False, "gain": 2.0},
+    "8 bits down": {"downlink_bits": 8},
+    "4 bits down": {"downlink_bits": 4},
+    "2 bits down": {"downlink_bits": 2},
+    "gain 2, 4 bits down": {"gain": 2.0, "downlink_bits": 4},
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run.
+
+    Attributes:
+        setup: Name of the setup, ``"FedAvg"`` or ``"FedPM"``.
+        compression: Number of weights for each probability; 0 for federated averaging.
+        lr: Learning rate of Adam.
+        decay: Whether it falls to zero over the rounds, along a cosine.
+        server_lr: Learning rate of the server: how far p moves towards the mean of the bits.
+        momentum: Of the server.
+        local_epochs: Passes over a client's images in a round.
+        num_rounds: Number of rounds.
+        seed: Of Q, the first probabilities and every other draw.
+        task: Name of the task.
+    """
+
+    setup: str
+    compression: int
+    lr: float = 0.1
+    decay: bool = False
+    server_lr: float = 1.0
+    momentum: float = 0.0
+    local_epochs: int = 1
+    num_rounds: int = 40
+    seed: int = 0
+    task: str = MAIN_TASK
+
+    @property
+    def algorithm(self) -> ls.Algorithm[Any]:
+        """What is trained by."""
+        if self.setup == "FedAvg":
+            return ls.FedAvg()
+        if self.setup == "FedPM":
+            return ls.Zampling.fed_pm()
+        return ls.Zampling(self.compression, **SETUPS[self.setup])
+
+    @property
+    def path(self) -> Path:
+        """Where the result is written; the main task is not in the name."""
+        values = asdict(self)
+        if self.task == MAIN_TASK:
+            del values["task"]
+        name = "_".join(str(value) for value in values.values())
+        return OUTPUT / f"{''.join(c if c.isalnum() or c in '._-' else '-' for c in name)}.json"
+
+
+def table1() -> Iterator[Spec]:
+    """The paper's three compressions as published, three seeds, and FedAvg; one of them for all of its 100 rounds."""
+    yield Spec("published", 32, num_rounds=100)
+    for seed, compression in product(range(3), (32, 8, 1)):
+        yield Spec("published", compression, seed=seed)
+    yield Spec("FedAvg", 0, lr=0.001)
+
+
+def choices() -> Iterator[Spec]:
+    """What the choices change, at compression 32, in 20 rounds."""
+    for setup in SETUPS:
+        yield Spec(setup, 32, num_rounds=20)
+    short = {"compression": 32, "num_rounds": 20}
+    for lr, server_lr in product((0.1, 0.03, 0.01), (1.0, 0.3)):
+        yield Spec("published", lr=lr, server_lr=server_lr, **short)
+    for setup in ("He start", "He, not absorbing", "He, smoothing 0.1"):
+        yield Spec(setup, lr=0.03, server_lr=0.3, **short)
+    yield Spec("published", momentum=0.5, **short)
+    yield Spec("published", local_epochs=3, **short)
+    yield Spec("published", decay=True, **short)
+
+
+def downlink() -> Iterator[Spec]:
+    """Probabilities of fewer bits on their way down, beside floats, at compression 32, in 20 rounds."""
+    for setup in ("He start", "8 bits down", "4 bits down", "2 bits down", "gain 2", "gain 2, 4 bits down"):
+        yield Spec(setup, 32, num_rounds=20)
+
+
+def best() -> Iterator[Spec]:
+    """What was found to be best: a wider Q, longer local training, and a server that moves half of the way."""
+    yield Spec("gain 2", 32, server_lr=0.5, local_epochs=5)
+    yield Spec("gain 2", 8, server_lr=0.5, local_epochs=5, num_rounds=60)
+
+
+def seeds() -> Iterator[Spec]:
+    """Two more seeds of the best."""
+    for seed, spec in product((1, 2), best()):
+        yield replace(spec, seed=seed)
+
+
+def fedpm() -> Iterator[Spec]:
+    """The network of FedPM, at a twelfth of the images and in five rounds, beside FedPM itself and FedAvg."""
+    small: dict[str, Any] = {"task": "Conv-4", "local_epochs": 2, "num_rounds": 5}
+    for setup, compression in product(("He start", "published"), (32, 8, 128)):
+        yield Spec(setup, compression, **small)
+    yield Spec("FedPM", 1, **small)
+    yield Spec("FedAvg", 0, lr=0.001, **small)
+
+
+PLANS = {plan.__name__: plan for plan in (table1, choices, downlink, best, seeds, fedpm)}
+
+
+def results() -> list[dict[str, Any]]:
+    """All runs that are done."""
+    found = (json.loads(path.read_text()) for path in sorted(OUTPUT.glob("*.json")))
+    return [{"task": MAIN_TASK} | run for run in found]  # those of the first plans do not say it

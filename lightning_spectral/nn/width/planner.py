@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lightning_spectral.nn.plan.trace import Example, example_of
+from lightning_spectral.nn.width.labelling import fixed
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.reshaping import Key
-from lightning_spectral.nn.width.rules import fixed
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.nn.width.trace import Found, trace_channels
 from lightning_spectral.nn.width.units import Labels

@@ -1,0 +1,114 @@
+"""What operations of layers say about channels: products, convolutions, attention, norms and pooling."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed, input_of, tensors_of
+
+
+def embedding(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """Rows are looked up by number, so none of them is cut."""
+    rows, columns = traced.axes(call["weight"])
+    traced.fix(rows)
+    return (*fixed(out.shape[:-1]), columns)
+
+
+def matmul(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """A product of matrices, of batches of them, or of a matrix and a vector, with a bias for some."""
+    tensors = tensors_of(call)
+    bias, (left, right) = tensors[:-2], map(traced.axes, tensors[-2:])
+    inner = right[-2] if len(right) > 1 else right[-1]
+    traced.unite(left[-1], inner)
+    for one, two in zip(left[:-2], right[:-2], strict=True):
+        traced.unite(one, two)
+    axes = (*left[:-1], *(right[-1:] if len(right) > 1 else ()))
+    for own in map(traced.axes, bias):
+        for labels, others in zip(reversed(own), reversed(axes), strict=False):
+            traced.unite(labels, others)
+    return axes
+
+
+def attention(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """Queries meet keys, and weights meet values."""
+    query, key, value = (traced.axes(call[name]) for name in ("query", "key", "value"))
+    for one, two in ((query[-1], key[-1]), (key[-2], value[-2])):
+        traced.unite(one, two)
+    for place in range(len(query) - 2):
+        traced.unite(query[place], key[place])
+        traced.unite(key[place], value[place])
+    return (*query[:-1], value[-1])
+
+
+def convolution(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """A depthwise one takes its channels along; of a grouped one each group of channels loses the same."""
+    x, weight, groups = traced.axes(call["input"]), traced.axes(call["weight"]), call["groups"]
+    traced.fix(*weight[2:])
+    into, (first, second) = x[1], weight[:2]
+    own_out, own_in = (second, first) if call["transposed"] else (first, second)
+    outs = np.tile(own_out, groups) if call["transposed"] else own_out
+    goes_with_input = not traced.units.find(own_in).any() and (groups > 1 or traced.units.find(into).any())
+    if is_depthwise(groups, len(into)) and goes_with_input:
+        traced.units.unite(outs.reshape(groups, -1), into[:, None])
+    else:  # each group of channels loses the same ones
+        traced.units.unite(into.reshape(groups, -1), own_in if not call["transposed"] else own_in.reshape(groups, -1))
+        traced.units.unite(outs.reshape(groups, -1), outs.reshape(groups, -1)[:1])
+        if call["transposed"] and groups > 1:
+            traced.units.unite(into.reshape(groups, -1), into.reshape(groups, -1)[:1])
+    if call.get("bias") is not None:
+        traced.unite(traced.axes(call["bias"])[0], outs)
+    return (x[0], outs, *fixed(out.shape[2:]))
+
+
+def is_depthwise(groups: int, in_channels: int) -> bool:
+    """Whether each input channel is a group of its own, so that it can go with its outputs."""
+    return groups == in_channels
+
+
+def batch_norm(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """Each channel has a scale, a shift and statistics."""
+    axes = traced.axes(call["input"])
+    for value in tensors_of(call)[1:]:
+        traced.unite(traced.axes(value)[0], axes[1])
+    return axes
+
+
+def layer_norm(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """Each place has a scale and a shift."""
+    axes = traced.axes(call["input"])
+    for value in tensors_of(call)[1:]:
+        for labels, own in zip(reversed(axes), reversed(traced.axes(value)), strict=False):
+            traced.unite(labels, own)
+    return axes
+
+
+def group_norm(traced: Pass, call: Call, out: Tensor) -> Axes:
+    """Whole groups go, or the same channels of each."""
+    axes, channels = traced.axes(call["input"]), call["C"]
+    by_group = axes[1].reshape(call["group"], -1)
+    traced.units.unite(by_group, by_group[:, :1] if loses_groups(call["group"], channels) else by_group[:1])
+    for value in tensors_of(call)[1:]:
+        traced.unite(traced.axes(value)[0], axes[1])
+    return axes
+
+
+def loses_groups(num_groups: int, num_channels: int) -> bool:
+    """Whether whole groups of a GroupNorm go; else the same channels of each: what leaves the finer choice.
+
+    Example:
+        >>> loses_groups(32, 64), loses_groups(8, 64), loses_groups(2, 64)
+        (True, True, False)
+    """
+    return num_groups > 1 and num_groups * num_groups >= num_channels
+
+
+def spatial(num_dims: int) -> Rule:
+    """All but the last dimensions stay."""
+
+    def rule(traced: Pass, call: Call, out: Tensor) -> Axes:
+        axes = traced.axes(input_of(call))
+        traced.fix(*axes[-num_dims:])
+        return (*axes[:-num_dims], *fixed(out.shape[-num_dims:]))
+
+    return rule

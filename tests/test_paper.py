@@ -215,17 +215,28 @@ def test_cifar100_is_read_from_the_standard_file(paper: Any, tmp_path: Path) -> 
     rows[:, :2] = torch.tensor([[1, 11], [2, 22], [3, 99]])
     path = tmp_path / "train.bin"
     path.write_bytes(rows.numpy().tobytes())
-    images, labels = paper.sources.read_cifar100(path)
-    assert labels.tolist() == [11, 22, 99]
+    images, labels, superclasses = paper.sources.read_cifar100(path)
+    assert (labels.tolist(), superclasses.tolist()) == ([11, 22, 99], [1, 2, 3])
     assert images.shape == (3, 3, 32, 32)
     torch.testing.assert_close(images.mean((1, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(images[0, 0, 0, 0] > images[0, 0, 0, 1], rows[0, 2] > rows[0, 3])
 
 
-def test_nearly_constant_images_are_not_blown_up(paper: Any) -> None:
-    faint = torch.zeros(1, 1, 10, 10)
-    faint[0, 0, 0, 0] = 1e-3
-    assert paper.sources.standardised(faint).abs().max() == pytest.approx(1e-2, rel=0.02)  # by 1 / sqrt(100) only
+def test_cifar100_is_dealt_by_superclass(
+    paper: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randint(256, (400, 2 + 3 * 32 * 32), dtype=torch.uint8)
+    rows[:, 1] = torch.arange(400) % 100
+    rows[:, 0] = rows[:, 1] // 5
+    (tmp_path / "cifar-100-binary").mkdir()
+    for name in ("train.bin", "test.bin"):
+        (tmp_path / "cifar-100-binary" / name).write_bytes(rows.numpy().tobytes())
+    monkeypatch.setenv("DATA", str(tmp_path))
+    wanted = replace(settings, split="pachinko", num_train=400, num_clients=20, alpha=0.1)
+    partition = paper.build.deal(paper.sources.cifar100(), wanted).partition
+    drawn = [len({int(rows[i, 0]) for i in partition[client]}) for client in range(20)]
+    assert partition.sizes.tolist() == 20 * [20]
+    assert sum(drawn) / 20 < 10  # of 20 superclasses; dealt at random a client has 13
 
 
 def test_sequences_follow_each_other(paper: Any) -> None:

@@ -18,6 +18,7 @@ from lightning_spectral.models.resnet import BasicBlock
 
 MOMENTUM = 0.9  # of both papers
 EVALUATION_BATCH = 500
+BETA = 10.0  # of the 2024 paper's Pachinko allocation: concentration over the classes of a superclass
 
 
 class Federation(NamedTuple):
@@ -118,6 +119,8 @@ def partitioner(found: Source, chosen: Tensor, settings: Settings) -> ls.Partiti
         return ls.IIDPartitioner(settings.num_clients)
     if settings.split == "dirichlet":
         return ls.DirichletPartitioner(settings.num_clients, settings.alpha)
+    if settings.split == "pachinko" and found.superclasses is not None:
+        return ls.PachinkoPartitioner(settings.num_clients, found.superclasses, settings.alpha, BETA)
     if settings.split == "natural" and found.owners is not None:
         return ls.NaturalPartitioner(found.owners[chosen])
     raise MissingDataError(f"{settings.data} cannot be dealt by the split {settings.split!r} yet")

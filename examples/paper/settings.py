@@ -21,7 +21,7 @@ class Settings:
         lr: Learning rate of clients in the first round.
         total_local_epochs: Rounds times local epochs, which is what the papers keep constant.
         split: How examples get to clients: ``dirichlet``, ``iid``, ``natural`` or ``pachinko``.
-        alpha: Concentration of ``dirichlet``.
+        alpha: Concentration of ``dirichlet``, and over superclasses of ``pachinko``.
         num_clients: Number of clients, but for ``natural``.
         clients_per_round: Clients that take part in a round.
         local_epochs: Passes over a client's data in a round.

@@ -24,6 +24,8 @@ from images import mnist, whole_fashion_mnist
 from photos import cifar10
 from plays import SYMBOLS, most_text, shakespeare, windows
 
+import lightning_spectral as ls
+
 TOY_EXAMPLES, TOY_CLASSES = 60, 4
 MNIST_TRAIN = 4_000  # of 5,000 images
 CIFAR100_ROW = 2 + 3 * 32 * 32  # coarse label, fine label, pixels
@@ -44,12 +46,14 @@ class Source:
         test: Pairs of inputs and labels.
         num_classes: Number of classes.
         owners: The client of each training example, for data that has clients.
+        superclasses: That of each class, for data that has them.
     """
 
     train: TensorDataset
     test: TensorDataset
     num_classes: int
     owners: Tensor | None = None
+    superclasses: tuple[int, ...] | None = None
 
 
 def noise() -> Source:
@@ -86,8 +90,10 @@ def photos() -> Source:
 def cifar100() -> Source:
     """CIFAR-100 from ``cifar-100-binary``, the format without pickles."""
     parts = [read_cifar100(existing("cifar-100-binary") / f"{part}.bin") for part in ("train", "test")]
-    (images, labels), (test_images, test_labels) = parts
-    return Source(TensorDataset(images, labels), TensorDataset(test_images, test_labels), 100)
+    (images, labels, coarse), (test_images, test_labels, _) = parts
+    of_class = dict(zip(labels.tolist(), coarse.tolist(), strict=True))
+    superclasses = tuple(of_class[label] for label in range(100))
+    return Source(TensorDataset(images, labels), TensorDataset(test_images, test_labels), 100, None, superclasses)
 
 
 def tiny_imagenet() -> Source:
@@ -140,16 +146,9 @@ def of_photos(parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> Source:
 
 def of_images(images: Tensor, labels: Tensor, num_train: int) -> Source:
     """The first images to train, the others to test, each standardised."""
-    images = standardised(images)
+    images = ls.standardize_images(images)
     parts = (slice(num_train), slice(num_train, None))
     return Source(*(TensorDataset(images[part], labels[part]) for part in parts), num_classes=10)
-
-
-def standardised(images: Tensor) -> Tensor:
-    """Each image with mean 0 and deviation 1, as in the 2024 paper; nearly constant ones are not blown up."""
-    mean = images.mean((1, 2, 3), keepdim=True)
-    deviation = images.std((1, 2, 3), correction=0, keepdim=True)
-    return (images - mean) / deviation.clamp(min=images[0].numel() ** -0.5)
 
 
 def existing(name: str) -> Path:
@@ -164,17 +163,17 @@ def existing(name: str) -> Path:
     return folder
 
 
-def read_cifar100(path: Path) -> tuple[Tensor, Tensor]:
-    """Standardised images and fine labels of one file."""
+def read_cifar100(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Standardised images of one file, their classes and superclasses."""
     rows = torch.from_numpy(np.fromfile(path, np.uint8).reshape(-1, CIFAR100_ROW))
-    return standardised(rows[:, 2:].view(-1, 3, 32, 32).float() / 255), rows[:, 1].long()
+    return ls.standardize_images(rows[:, 2:].view(-1, 3, 32, 32).float() / 255), rows[:, 1].long(), rows[:, 0].long()
 
 
 def read_jpegs(files: list[tuple[Path, int]]) -> TensorDataset:
     """Standardised images of 64 x 64 pixels and labels."""
     pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-    return TensorDataset(standardised(images), torch.tensor([label for _, label in files]))
+    return TensorDataset(ls.standardize_images(images), torch.tensor([label for _, label in files]))
 
 
 SOURCES: dict[str, Callable[[], Source]] = {

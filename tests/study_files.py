@@ -1,5 +1,6 @@
 """The files of a study as modules: they are scripts, which import each other from their own folder."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,8 @@ STUDIES = Path(__file__).parents[1] / "studies"
 def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterator[Any]:
     """Import some files of a study, in an empty working folder that has a ``docs``.
 
-    Files that these import from other studies, and the folders they add to ``sys.path``, are gone afterwards, too.
+    Files that these import from other studies, and the folders they add to ``sys.path``, are gone afterwards, too; and
+    Lightning's log, which they silence, is back.
 
     Args:
         study: Name of its folder, or the whole path of another folder of scripts.
@@ -23,12 +25,15 @@ def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterat
         folder: Becomes the working folder until the block ends.
     """
     before, path, known = os.getcwd(), list(sys.path), set(sys.modules)
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
     (folder / "docs").mkdir()
     os.chdir(folder)
     sys.path[:0] = [str(STUDIES / study), str(STUDIES)]  # the second has what the studies share
     try:
         yield SimpleNamespace(**{name: __import__(name) for name in names})
     finally:
+        log.setLevel(level)
         sys.path[:] = path
         os.chdir(before)
         for name in {file.stem for folder in (STUDIES, STUDIES / study) for file in folder.rglob("*.py")} - known:

@@ -36,13 +36,23 @@ def test_every_plan_names_networks_and_setups_that_exist(study):
 
 
 def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
+    module = study.tasks.Classifier(study.tasks.NETS["MLP"](), 0.1, 1)
     for setup in study.setups.SETUPS.values():
         for keep_ratio in (0.05, "mixed"):
-            assert setup.algorithm(keep_ratio) == setup.algorithm(keep_ratio)
+            assert setup.algorithm(keep_ratio, module) == setup.algorithm(keep_ratio, module)
+
+
+@pytest.mark.parametrize("net", ["MLP", "residual", "transformer"])
+def test_sub_models_by_width_have_about_the_share_of_the_parameters(study, net):
+    module = study.tasks.Classifier(study.tasks.NETS[net](), 0.1, 1)
+    algorithm = study.setups.SETUPS["HeteroFL"].algorithm(0.1, module)
+    small = algorithm.plan.num_parameters(module, algorithm.keep_ratio)
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    assert 0.1 < small / whole < 0.36  # layers that are cut on one side alone keep 0.32
 
 
 def test_the_default_of_the_study_is_the_default_of_the_package(study):
-    assert study.setups.SETUPS[study.report.DEFAULT].algorithm(0.2) == ls.SpectralSharding()
+    assert study.setups.SETUPS[study.report.DEFAULT].algorithm(0.2, None) == ls.SpectralSharding()
 
 
 def test_terms_that_nobody_held_fade(study, lit_mlp, data, fit):

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import matplotlib
 from evidence import Evidence, Store
 from grid import Cell, Grid
 from matplotlib.axes import Axes
@@ -16,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from tables import METRICS, results
 
-from lightning_spectral.report.style import PRINTED, look, settings
+from lightning_spectral.report.printed import draw_line, draw_spread, printed
+from lightning_spectral.report.style import look
 
 Points = Sequence[tuple[float, float]]
 Panels = Mapping[tuple[str, str], Mapping[str, Sequence[Points]]]  # by group and column: by line, the runs of all seeds
@@ -24,22 +24,17 @@ MAX_LAYERS = 4  # of which holders are drawn
 
 
 def draw(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
-    """Write the figures of a grid as PNG and SVG, as far as runs are done."""
+    """Write the figures of a grid as PNG, as far as runs are done."""
     for name in grid.figures:
         panels = by_term(grid, store, seeds) if name == "holders" else by_round(grid, name, store, seeds)
         labels = ("term, the largest first", "clients that hold it, mean over rounds")
         if name != "holders":
             labels = ("round", METRICS[name].label)
         if panels:
-            with style():
-                figure = drawn(panels, *labels)
-                for kind in ("png", "svg"):
-                    figure.savefig(folder / f"{grid.name}_{name.replace(' ', '_')}.{kind}", dpi=150)
-
-
-def style() -> Any:
-    """How all figures look; a context."""
-    return matplotlib.rc_context(settings(PRINTED))
+            groups, columns = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
+            path = folder / f"{grid.name}_{name.replace(' ', '_')}.png"
+            with printed(path, 3.0 * len(columns) + 2.5, 2.6 * len(groups)) as figure:
+                fill(figure, panels, groups, columns, *labels)
 
 
 def by_round(grid: Grid, name: str, store: Store, seeds: Sequence[int]) -> Panels:
@@ -91,11 +86,9 @@ def collected(
     return found
 
 
-def drawn(panels: Panels, x: str, y: str) -> Figure:
+def fill(figure: Figure, panels: Panels, groups: Sequence[str], columns: Sequence[str], x: str, y: str) -> None:
     """A row of panels for each group."""
-    groups, columns = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    figure = Figure(figsize=(3.0 * len(columns) + 2.5, 2.6 * len(groups)), layout="constrained")
     grid = figure.subplots(len(groups), len(columns), squeeze=False, sharey=True)
     for (group, column), lines in panels.items():
         axes = grid[groups.index(group)][columns.index(column)]
@@ -107,7 +100,6 @@ def drawn(panels: Panels, x: str, y: str) -> Figure:
     figure.supylabel(y)
     handles = {t: h for axes in grid.flat for h, t in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper")
-    return figure
 
 
 def line(axes: Axes, label: str, index: int, runs: Sequence[Points]) -> None:
@@ -116,7 +108,6 @@ def line(axes: Axes, label: str, index: int, runs: Sequence[Points]) -> None:
     for points in runs:
         for at, value in points:
             values[at].append(value)
-    own, columns = look(index), list(values.values())
-    axes.plot(list(values), list(map(mean, columns)), color=own.colour, marker=own.marker, markevery=0.2, label=label)
-    low, high = list(map(min, columns)), list(map(max, columns))
-    axes.fill_between(list(values), low, high, color=own.colour, alpha=0.15, linewidth=0)
+    own, at, of_seeds = look(index), list(values), list(values.values())
+    draw_line(axes, at, list(map(mean, of_seeds)), own, label)
+    draw_spread(axes, at, list(map(min, of_seeds)), list(map(max, of_seeds)), own)

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from setups import SETUPS, KeepRatio
+from setups import OTHER_SYSTEMS, SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
@@ -86,7 +86,13 @@ def seeds(best: BestRates) -> Iterator[Spec]:
 
 def others(best: BestRates) -> Iterator[Spec]:
     """All other setups, on the network that has the most trouble and on the one that has the least."""
-    for net, setup in product(NETS[:2], SETUPS):
+    for net, setup in product(NETS[:2], [name for name in SETUPS if name not in OTHER_SYSTEMS]):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+
+
+def systems(best: BestRates) -> Iterator[Spec]:
+    """Other systems at the same share of the parameters."""
+    for setup, net in product(OTHER_SYSTEMS, NETS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
@@ -103,7 +109,7 @@ def long(best: BestRates) -> Iterator[Spec]:
 
 
 PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
-    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, ratios, long)
+    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, ratios, long, systems)
 }
 
 
@@ -129,7 +135,8 @@ def chosen(
 def rate(best: BestRates, net: str, setup: str, keep_ratio: KeepRatio) -> float:
     """The learning rate that was best for a setup; else for the main setup most like it, at keep ratio 0.1."""
     bounded = "start" in setup or "dense" in setup
-    like = setup if setup in MAIN else "FedAvg" if "FedAvg" in setup else MAIN[1] if bounded else "Collective"
+    dense = "FedAvg" in setup or setup in OTHER_SYSTEMS
+    like = setup if setup in MAIN else "FedAvg" if dense else MAIN[1] if bounded else "Collective"
     fallback = best.get((net, like, ratio(like, 0.1)), RATES[net][0])
     return best.get((net, setup, ratio(setup, keep_ratio)), fallback) if setup in MAIN else fallback
 

@@ -37,7 +37,7 @@ def train(spec: Spec) -> dict[str, Any]:
     watched: list[tuple[ls.RoundHistory, ls.CommunicationLedger]] = []
     error, begun = "", time.perf_counter()
     try:
-        for algorithm, first_round, end in fits(spec):
+        for algorithm, first_round, end in fits(spec, module):
             module.first_round = first_round
             model = ls.FederatedModule(
                 module,
@@ -58,12 +58,12 @@ def train(spec: Spec) -> dict[str, Any]:
     return {**asdict(spec), **curves, "bytes_per_turn": {} if error else turns, "error": error, "seconds": seconds}
 
 
-def fits(spec: Spec) -> Iterator[tuple[ls.Algorithm[Any], int, int]]:
+def fits(spec: Spec, module: pl.LightningModule) -> Iterator[tuple[ls.Algorithm[Any], int, int]]:
     """Each algorithm with its first round and the one after its last; two where the first rounds are dense."""
     setup = SETUPS[spec.setup]
     if setup.dense_rounds:
         yield ls.FedAvg(), 0, setup.dense_rounds
-    yield setup.algorithm(spec.keep_ratio), setup.dense_rounds, spec.num_rounds
+    yield setup.algorithm(spec.keep_ratio, module), setup.dense_rounds, spec.num_rounds
 
 
 def trainer(num_rounds: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:

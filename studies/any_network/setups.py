@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from fading import Fading
+from torch import nn
 
 import lightning_spectral as ls
 
 START = ls.SpectralStart()
 MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
 KeepRatio = float | str  # a share of the terms, or "mixed"
+EXAMPLES = torch.zeros(2, 1, 14, 14)  # of what the networks read
+Ratios = float | Mapping[float, float]
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,13 @@ class Setup:
     """One row of the study.
 
     Attributes:
-        strategy: Of spectral sharding; ``None`` for federated averaging.
+        strategy: Of spectral sharding; ``None`` for federated averaging, or for another system.
         options: Further options of `SpectralSharding`.
         start: Moves energy before the first round, or does not.
         momentum: Of the server optimizer.
         fading: Share that terms lose in a round in which nobody held them.
         dense_rounds: First rounds in which clients train the whole model, a multiple of the rounds between evaluations.
+        system: Another system, from keep ratios and the module.
     """
 
     strategy: ls.ShardingStrategy | ls.Schedule[ls.ShardingStrategy] | None
@@ -35,12 +40,15 @@ class Setup:
     momentum: float = 0.0
     fading: float = 0.0
     dense_rounds: int = 0
+    system: Callable[[Ratios, nn.Module], ls.Algorithm[Any]] | None = None
 
-    def algorithm(self, keep_ratio: KeepRatio) -> ls.Algorithm[Any]:
-        """The algorithm at one keep ratio."""
+    def algorithm(self, keep_ratio: KeepRatio, module: nn.Module) -> ls.Algorithm[Any]:
+        """The algorithm at one keep ratio, for one module."""
+        ratio = MIXED if keep_ratio == "mixed" else keep_ratio
+        if self.system is not None:
+            return self.system(ratio, module)
         if self.strategy is None:
             return ls.FedAvg()
-        ratio = MIXED if keep_ratio == "mixed" else keep_ratio
         given = {"spectral_start": self.start, **dict(self.options)}
         if self.fading:
             return Fading(self.strategy, ratio, fading=self.fading, **given)
@@ -55,6 +63,22 @@ class Setup:
 def options(**values: Any) -> tuple[tuple[str, Any], ...]:
     """Options of `SpectralSharding`, as a value that does not change."""
     return tuple(values.items())
+
+
+def by_width(channels: ls.ChannelChoice) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+    """Sub-models with the square root of the keep ratio of the channels, and so that share of the parameters."""
+
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+        mixed = isinstance(ratios, Mapping)
+        widths = {math.sqrt(ratio): share for ratio, share in ratios.items()} if mixed else math.sqrt(ratios)
+        return ls.WidthSharding(channels, widths, plan=ls.width_plan(module, EXAMPLES))
+
+    return make
+
+
+def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+    """The largest weights."""
+    return ls.FIARSE(ratios)
 
 
 AS_PUBLISHED = options(clip_weight_lr=float("inf"))
@@ -103,4 +127,10 @@ SETUPS: dict[str, Setup] = {
     "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
     "start, Collective, fading 1 %": Setup(ls.Collective(), start=START, fading=0.01),
     "start, Collective, fading 10 %": Setup(ls.Collective(), start=START, fading=0.1),
+    # other systems
+    "HeteroFL": Setup(None, system=by_width(ls.PrefixChannels())),
+    "FedRolex": Setup(None, system=by_width(ls.RollingChannels())),
+    "Federated Dropout": Setup(None, system=by_width(ls.RandomChannels())),
+    "FIARSE": Setup(None, system=by_magnitude),
 }
+OTHER_SYSTEMS = tuple(name for name, setup in SETUPS.items() if setup.system is not None)

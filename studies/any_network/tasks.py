@@ -18,10 +18,7 @@ from images import fashion_mnist, mnist
 
 import lightning_spectral as ls
 
-NUM_TRAIN, NUM_VAL = (
-    4_000,
-    400,
-)  # of 5,000 images; learning rates are chosen on the second part, the rest is the test set
+NUM_TRAIN, NUM_VAL = 4_000, 400  # of 5,000 images; learning rates are chosen on the second part, the rest tests
 NUM_CLIENTS = 50  # 80 images each
 CLIENTS_PER_ROUND = 10
 LOCAL_EPOCHS = 2
@@ -101,13 +98,17 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.net, self.lr, self.num_rounds, self.first_round = net, lr, num_rounds, 0
 
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.net(images)
+        return logits
+
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
-        return nn.functional.cross_entropy(self.net(images), labels)
+        return nn.functional.cross_entropy(self(images), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
         images, labels, is_test = batch
-        right = (self.net(images).argmax(1) == labels).float()
+        right = (self(images).argmax(1) == labels).float()
         for name, part in {"val": ~is_test, "test": is_test}.items():
             self.log(name, right[part].mean(), batch_size=int(part.sum()))
 

@@ -24,11 +24,27 @@ from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 
 
+class Worker:
+    """Another process, which is one device after another: starting it takes longer than most tests."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def close(self) -> None:
+        """End the process."""
+        self.pipe.send_bytes(b"")
+        self._process.join(timeout=60)
+
+
 @dataclass
 class OtherProcess(Executor):
     """Sends pickled downloads to a process of its own, and reads pickled uploads, last one first.
 
     Attributes:
+        worker: The process.
         side: The device half of the algorithm.
         module: The user's module; with the half and the recipes, all that is sent at the start.
         recipes: Of the user's optimizers.
@@ -37,6 +53,7 @@ class OtherProcess(Executor):
         received: Types of everything that came back.
     """
 
+    worker: Worker
     side: ClientSide
     module: Any
     recipes: list[OptimizerRecipe]
@@ -45,36 +62,32 @@ class OtherProcess(Executor):
     received: set[type] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        start = pickle.dumps((self.side, self.module, self.recipes, self.make_data))
-        self._process = context.Process(target=serve, args=(theirs, start), daemon=True)
-        self._process.start()
+        self.worker.pipe.send_bytes(pickle.dumps((self.side, self.module, self.recipes, self.make_data)))
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads in reversed order: each is a copy, so any order will do."""
         asked = list(downloads)
         for download in asked:
             self.sent.add(type(download))
-            self._pipe.send_bytes(pickle.dumps(download))
-        uploads = [pickle.loads(self._pipe.recv_bytes()) for _ in asked]
+            self.worker.pipe.send_bytes(pickle.dumps(download))
+        uploads = [pickle.loads(self.worker.pipe.recv_bytes()) for _ in asked]
         self.received.update(map(type, uploads))
         yield from reversed(uploads)
 
     def close(self) -> None:
-        """End the other process."""
-        self._pipe.send_bytes(pickle.dumps(None))
-        self._process.join(timeout=60)
+        """End the device; the process waits for the next one."""
+        self.worker.pipe.send_bytes(pickle.dumps(None))
 
 
-def serve(pipe: Connection, start: bytes) -> None:
-    """What runs in the other process: a device, which sees neither server nor round."""
+def serve(pipe: Connection) -> None:
+    """What runs in the other process: devices, which see neither server nor round."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    side, module, recipes, make_data = pickle.loads(start)
-    device = Device(module, side, recipes, make_data(), LocalSettings())
-    while (download := pickle.loads(pipe.recv_bytes())) is not None:
-        pipe.send_bytes(pickle.dumps(device.run(download)))
+    while start := pipe.recv_bytes():
+        side, module, recipes, make_data = pickle.loads(start)
+        device = Device(module, side, recipes, make_data(), LocalSettings())
+        while (download := pickle.loads(pipe.recv_bytes())) is not None:
+            pipe.send_bytes(pickle.dumps(device.run(download)))
 
 
 def toy_data() -> ls.FederatedDataModule:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import LitMLP
 from federation import Fit, Fitted, same_state, seeded
-from other_process import LitFails, LitFrozen, LitPlain, OtherProcess, data_of_clients, toy_data
+from other_process import LitFails, LitFrozen, LitPlain, OtherProcess, Worker, data_of_clients, toy_data
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of
@@ -41,12 +41,14 @@ ALGORITHMS = {
 class Elsewhere(ls.FederatedModule):
     """A federation whose clients train in another process."""
 
+    worker: Worker
     executor: OtherProcess
 
     def make_executor(self, run: Run) -> Executor:
         recipes = [recipe_of(template, self.module) for template in self.templates()]
         trainer, self.module.trainer = self.module._trainer, None
-        self.executor = OtherProcess(run.algorithm.client_side(run.server), self.module, recipes, data_of_clients)
+        side = run.algorithm.client_side(run.server)
+        self.executor = OtherProcess(self.worker, side, self.module, recipes, data_of_clients)
         self.module.trainer = trainer
         return self.executor
 
@@ -60,8 +62,15 @@ def closing(model: ls.FederatedModule) -> Iterator[None]:
             model.executor.close()
 
 
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
 @pytest.fixture
-def fit_as(fit: Fit) -> FitAs:
+def fit_as(fit: Fit, worker: Worker) -> FitAs:
     """Fits of three rounds with the given class of federation."""
 
     def fit_as(
@@ -71,6 +80,8 @@ def fit_as(fit: Fit) -> FitAs:
         callbacks: Sequence[pl.Callback] = (),
     ) -> Fitted:
         model = federated(seeded(lit), algorithm=algorithm, clients_per_round=4, local_epochs=2, seed=3)
+        if isinstance(model, Elsewhere):
+            model.worker = worker
         with closing(model):
             return fit(model, toy_data(), max_epochs=3, callbacks=callbacks)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/lora.py --rounds 6
 
-Clients of ranks 4 and 8 take two local steps each, of SGD with momentum, which is few for a round; one process, one
-thread. The clock is process time, so that a busy machine matters less. After each round of ours a bare
+Four clients of ranks 4 and 8 take two local steps each, of SGD with momentum, which is few for a round, and then ten;
+one process, one thread. The clock is process time, so that a busy machine matters less. After each round of ours a bare
 PyTorch loop takes the same steps on the same examples, with ready-made adapters, and averages factors; a ratio compares
 the two that ran one after another. The server's share is what our stages but training took. Then the factors of all
 layers are decomposed twice, from the stacked factors and from the full product. Peak memory is that of processes of
@@ -31,7 +31,10 @@ from lightning_spectral.algorithms.lora_state import adapters_of
 from lightning_spectral.functional.low_rank import balanced_factors
 from lightning_spectral.models import CharTransformer, LitNextToken
 
-RANKS, CLIENTS, STEPS, BATCH, LENGTH = (4, 8), 4, 2, 4, 64
+RANKS, CLIENTS, STEPS, BATCH, LENGTH = (4, 8), 4, (2, 10), 4, 64
+STAGES = ("aggregate", "apply", "load", "refresh", "sample", "train")
+ROWS = ("round of ours, s", "bare loop, s", "ours less bare, s", "ours over bare")
+ROWS += tuple(f"of a round: {stage}" for stage in STAGES)
 ALGORITHM = ls.LoRA({rank: 1 / len(RANKS) for rank in RANKS})
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -47,27 +50,28 @@ def module() -> LitChars:
     return LitChars(net, num_classes=90)
 
 
-def examples(num_clients: int) -> TensorDataset:
-    tokens = torch.randint(90, (num_clients * STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+def examples(num_clients: int, steps: int) -> TensorDataset:
+    tokens = torch.randint(90, (num_clients * steps * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def federation(num_clients: int) -> tuple[ls.FederatedModule, ls.FederatedDataModule]:
+def federation(num_clients: int, steps: int) -> tuple[ls.FederatedModule, ls.FederatedDataModule]:
     model = ls.FederatedModule(module(), algorithm=ALGORITHM, clients_per_round=num_clients)
-    return model, ls.FederatedDataModule(examples(num_clients), ls.IIDPartitioner(num_clients), batch_size=BATCH)
+    return model, ls.FederatedDataModule(examples(num_clients, steps), ls.IIDPartitioner(num_clients), batch_size=BATCH)
 
 
 class BareLoop:
     """What any federated LoRA has to do: load factors, train, average the factors."""
 
-    def __init__(self, model: ls.FederatedModule) -> None:
+    def __init__(self, model: ls.FederatedModule, steps: int) -> None:
+        self.steps = steps
         server = copy.deepcopy(model.module)
         side = ALGORITHM.client_side(server)
         self.clients = [side.build(server, rank / max(RANKS)) for rank in RANKS]
         factors = [{n: p for n, p in client.named_parameters() if p.requires_grad} for client in self.clients]
         self.factors = factors
         self.server = {name: p.detach().clone() for name, p in factors[-1].items()}
-        inputs, targets = examples(CLIENTS).tensors
+        inputs, targets = examples(CLIENTS, steps).tensors
         self.batches = list(zip(inputs.split(BATCH), targets.split(BATCH), strict=True))
 
     def play(self) -> None:
@@ -78,7 +82,7 @@ class BareLoop:
             with torch.no_grad():
                 for name, value in own.items():
                     value.copy_(self._part(self.server[name], value))
-            for x, y in self.batches[client_id * STEPS : (client_id + 1) * STEPS]:
+            for x, y in self.batches[client_id * self.steps : (client_id + 1) * self.steps]:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(client(x).flatten(0, 1), y.flatten()).backward()
                 optimizer.step()
@@ -115,25 +119,25 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def timed(rounds: int) -> tuple[list[list[str]], ls.FederatedModule]:
-    model, data = federation(CLIENTS)
-    timer, history = Interleaved(BareLoop(model)), ls.RoundHistory()
+def timed(rounds: int, steps: int) -> tuple[list[str], ls.FederatedModule]:
+    """Cells of one number of local steps; the names of the rows are `ROWS`, and those of the stages follow."""
+    model, data = federation(CLIENTS, steps)
+    timer, history = Interleaved(BareLoop(model, steps)), ls.RoundHistory()
     pl.Trainer(max_epochs=rounds + 1, callbacks=[history, timer], accelerator="cpu", **QUIET).fit(model, data)
     ours, theirs = timer.ours[1:], timer.theirs[1:]  # the first round warms up
     ratios = sorted(one / other for one, other in zip(ours, theirs, strict=True))
     print("ratios:", *(f"{ratio:.3f}" for ratio in ratios), file=sys.stderr)
-    stages = {name for name in history.rows[-1] if name.startswith("fl/seconds_")}
-    whole = sum(row[name] for row in history.rows[1:] for name in stages)
-    share = {
-        name.removeprefix("fl/seconds_"): sum(row[name] for row in history.rows[1:]) / whole for name in sorted(stages)
-    }
-    rows = [
-        ["round of ours, s", f"{statistics.median(ours):.2f}"],
-        ["bare loop, s", f"{statistics.median(theirs):.2f}"],
-        ["ours over bare", f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"],
-        *([f"of a round: {name}", f"{value:.2%}"] for name, value in share.items()),
+    beside = statistics.median(one - other for one, other in zip(ours, theirs, strict=True))
+    seconds_of = {stage: sum(history.column(f"fl/seconds_{stage}")[1:]) for stage in STAGES}
+    whole = sum(seconds_of.values())
+    cells = [
+        f"{statistics.median(ours):.2f}",
+        f"{statistics.median(theirs):.2f}",
+        f"{beside:.2f}",
+        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+        *(f"{spent / whole:.2%}" for spent in seconds_of.values()),
     ]
-    return rows, model
+    return cells, model
 
 
 def decomposed(model: ls.FederatedModule, turns: int) -> list[list[str]]:
@@ -156,7 +160,7 @@ def peak_mib(num_clients: int) -> float:
 
 
 def play_for_memory(num_clients: int) -> None:
-    model, data = federation(num_clients)
+    model, data = federation(num_clients, STEPS[0])
     pl.Trainer(max_epochs=2, accelerator="cpu", **QUIET).fit(model, data)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
@@ -171,13 +175,15 @@ def main() -> None:
     if options.memory:
         play_for_memory(options.memory)
         return
-    rows, model = timed(options.rounds)
-    rows += decomposed(model, 3)
-    base = sum(p.nbytes for p in model.module.parameters()) / 2**20
+    # first of all: on Linux a process counts the peak of the one that started it as its own
     peaks = {num_clients: peak_mib(num_clients) for num_clients in (2, 8)}
-    rows += [["the model, MiB", f"{base:.0f}"]]
-    rows += [[f"peak with {num_clients} clients, MiB", f"{peak:.0f}"] for num_clients, peak in peaks.items()]
-    table = [["", ""], *rows]
+    columns, models = zip(*(timed(options.rounds, steps) for steps in STEPS), strict=True)
+    rows = [list(cells) for cells in zip(ROWS, *columns, strict=True)]
+    rows += [[*row, ""] for row in decomposed(models[0], 3)]
+    base = sum(p.nbytes for p in models[0].module.parameters()) / 2**20
+    rows += [["the model, MiB", f"{base:.0f}", ""]]
+    rows += [[f"peak with {num_clients} clients, MiB", f"{peak:.0f}", ""] for num_clients, peak in peaks.items()]
+    table = [["", *(f"{steps} local steps" for steps in STEPS)], *rows]
     show(table)
     if options.write:
         write("lora", {"torch": torch.__version__, "Lightning": pl.__version__}, table)

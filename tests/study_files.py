@@ -10,14 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 STUDIES = Path(__file__).parents[1] / "studies"
+EXAMPLES = STUDIES.parent / "examples"  # which studies may import
 
 
 @contextmanager
 def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterator[Any]:
     """Import some files of a study, in an empty working folder that has a ``docs``.
 
-    Files that these import from other studies, and the folders they add to ``sys.path``, are gone afterwards, too; and
-    Lightning's log, which they silence, is back.
+    Files that these import from other studies or from examples, and the folders they add to ``sys.path``, are gone
+    afterwards, too; and Lightning's log, which they silence, is back.
 
     Args:
         study: Name of its folder, or the whole path of another folder of scripts.
@@ -36,5 +37,6 @@ def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterat
         log.setLevel(level)
         sys.path[:] = path
         os.chdir(before)
-        for name in {file.stem for folder in (STUDIES, STUDIES / study) for file in folder.rglob("*.py")} - known:
+        folders = (STUDIES, STUDIES / study, EXAMPLES)
+        for name in {file.stem for folder in folders for file in folder.rglob("*.py")} - known:
             sys.modules.pop(name, None)

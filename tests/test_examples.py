@@ -45,6 +45,20 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(tmp_path_factory.mktemp("toy") / "quickstart", "quickstart.py", "--rounds", "2")
 
 
+def test_lora_fine_tunes_speakers_and_leaves_an_adapter(tmp_path):
+    pytest.importorskip("peft", reason="comes with the `peft` extra")
+    pytest.importorskip("transformers", reason="the network is GPT-2 of transformers")
+    says = """SYMBOLS = " abcdefghijklmnopqrstuvwxyz"
+def shakespeare():
+    return {(("macbeth", "as-you-like-it")[i == 0], f"SPEAKER {i}"): "so foul and fair a day " * 120 for i in range(7)}
+"""
+    (tmp_path / "plays.py").write_text(says)
+    done = Finished(tmp_path / "lora", "lora_shakespeare.py", "--rounds", "1", "--steps", "1", path=str(tmp_path))
+    assert re.search(r"^perplexity \d+\.\d+ before and \d+\.\d+ after 1 rounds$", done.output, re.MULTILINE)
+    assert "outputs/lora_shakespeare/adapter/adapter_model.safetensors" in done.files()
+    assert all(name.startswith("outputs/lora_shakespeare/") for name in done.files())
+
+
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("toy") / "compare"

@@ -33,10 +33,10 @@ from lightning_spectral.algorithms.lora_state import (
     LoRARound,
     LoRAState,
     adapters_of,
-    held,
     own_state,
     restart,
     take_in,
+    write_back,
 )
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
@@ -48,7 +48,6 @@ from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
     kept_buffers,
-    load_tensors,
     travelling_tensors,
 )
 from lightning_spectral.protocol.per_client import (
@@ -186,7 +185,9 @@ class LoRA(Algorithm[LoRARound]):
 
     def trained_whole(self, server: nn.Module) -> dict[str, Tensor]:
         """What is trained whole: what `train` names, and what PEFT has not frozen; parameters and averaged buffers."""
-        layers = self.adapted(server)
+        return self._trained_whole(server, self.adapted(server))
+
+    def _trained_whole(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:
         factors, averaged = factors_of(layers), averaged_tensors(server, keep_buffers=self.keep_buffers)
         by_peft = any(layer.brings_factors for layer in layers)
         beside = {name for name, _ in server.named_parameters() if by_peft and name in averaged}
@@ -195,7 +196,8 @@ class LoRA(Algorithm[LoRARound]):
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: adapters in the place of weights."""
-        layers, dense = self.adapted(server), tuple(self.trained_whole(server))
+        layers = self.adapted(server)
+        dense = tuple(self._trained_whole(server, layers))
         return LoRASide(layers, self.max_rank, self.aggregation, self.is_mixed, dense)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
@@ -227,29 +229,24 @@ class LoRA(Algorithm[LoRARound]):
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
         """All that is not trained; A, too, if the aggregation never changes it and everybody has all of it."""
-        trained = self.trained_whole(server)
-        frozen = {name: tensor for name, tensor in self._tensors(server, state).items() if name not in trained}
+        layers = self.adapted(server)
+        trained, tensors = self._trained_whole(server, layers), _sent_to_all(server, layers, state)
+        frozen = {name: tensor for name, tensor in tensors.items() if name not in trained}
         parts = () if self.is_mixed else self.aggregation.frozen()
-        for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
+        for layer, adapter in zip(layers, adapters_of(state), strict=True):
             frozen.update({layer.parts[part]: adapter.get_parameter(part).detach() for part in parts})
         return frozen
 
-    def _tensors(self, server: nn.Module, state: nn.Module | None) -> dict[str, Tensor]:
-        """What every client is sent: bases in the place of adapted weights, and the rest of the module but factors."""
-        layers = self.adapted(server)
-        bases = [(layer.weight, adapter.base) for layer, adapter in zip(layers, adapters_of(state), strict=True)]
-        whole = travelling_tensors(server, without=factors_of(layers))
-        return {**whole, **{name: base.detach() for name, base in bases if base is not None}}
-
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> LoRARound:
         """Collect what every client starts from, and open a round of each adapter."""
+        layers = self.adapted(server)
         ranks = {ratio: round(ratio * self.max_rank) for ratio in cohort.groups}
         adapters: dict[AdaptedLayer, AdapterRound] = {}
-        for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
+        for layer, adapter in zip(layers, adapters_of(state), strict=True):
             b, a = adapter.B.detach(), adapter.A.detach()
             adapters[layer] = self.aggregation.open(OpenAdapter(layer, b, a, cohort, ranks, self.is_mixed))
-        mean = dense_mean(server, self.trained_whole(server), cohort)
-        return LoRARound(cohort, self._tensors(server, state), adapters, mean)
+        mean = dense_mean(server, self._trained_whole(server, layers), cohort)
+        return LoRARound(cohort, _sent_to_all(server, layers, state), adapters, mean)
 
     def send(self, opened: LoRARound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Send the terms that the aggregation chooses, with all that a client may not have yet."""
@@ -293,7 +290,15 @@ class LoRA(Algorithm[LoRARound]):
         for layer, adapter in zip(self.adapted(server), adapters_of(state), strict=True):
             if not own.has_begun:
                 take_in(server, layer, adapter)
-            load_tensors(server, held(layer, adapter))
+            write_back(server, layer, adapter)
             if restarts:
-                restart(layer, adapter, drawn_rows(layer, self.max_rank, adapter.A, own.seed, num_rounds))
+                rows = drawn_rows(layer, self.max_rank, adapter.A, own.seed, num_rounds)
+                restart(adapter, server.get_parameter(layer.weight), rows)
         own.has_begun.fill_(True)
+
+
+def _sent_to_all(server: nn.Module, layers: Sequence[AdaptedLayer], state: nn.Module | None) -> dict[str, Tensor]:
+    """What every client is sent: bases in the place of adapted weights, and the rest of the module but factors."""
+    bases = [(layer.weight, adapter.base) for layer, adapter in zip(layers, adapters_of(state), strict=True)]
+    whole = travelling_tensors(server, without=factors_of(layers))
+    return {**whole, **{name: base.detach() for name, base in bases if base is not None}}

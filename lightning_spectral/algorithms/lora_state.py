@@ -75,31 +75,39 @@ def take_in(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
         adapter.base.copy_(server.get_parameter(layer.weight))
 
 
-def held(layer: AdaptedLayer, adapter: Adapter) -> dict[str, Tensor]:
-    """What the server's module holds of a layer between rounds: the merged weight, or the factors that it brings."""
-    if adapter.base is None:
-        return {name: adapter.get_parameter(part).detach() for part, name in layer.factors.items()}
-    return {layer.weight: merged(layer, adapter)}
+@torch.no_grad()
+def write_back(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
+    """Write what the server's module holds of a layer between rounds: the merged weight, or the factors it brings.
+
+    In place and layer by layer, so that there is never a second copy of all weights.
+    """
+    if adapter.base is not None:
+        server.get_parameter(layer.weight).copy_(merged(layer, adapter))
+        return
+    for part, name in layer.factors.items():
+        server.get_parameter(name).copy_(adapter.get_parameter(part))
 
 
 @torch.no_grad()
 def merged(layer: AdaptedLayer, adapter: Adapter) -> Tensor:
-    """The weight of an adapted layer, ``W0 + s B A``, rounded once; exactly W0 where the product is zero."""
+    """The weight of an adapted layer, ``W0 + s B A``, in float64; exactly W0 where the product is zero."""
     assert adapter.base is not None
-    product = layer.scale * (adapter.B.double() @ adapter.A.double())
-    return (adapter.base.double() + (product.T if layer.transposed else product)).to(adapter.base)
+    left, right = adapter.B.double(), adapter.A.double()
+    if layer.transposed:
+        left, right = right.T, left.T
+    return torch.addmm(adapter.base.double(), left, right, alpha=layer.scale)
 
 
 @torch.no_grad()
-def restart(layer: AdaptedLayer, adapter: Adapter, rows: Tensor) -> None:
-    """Put the product into the base, which becomes the server's weight, bit for bit; B is zero again, and A is new.
+def restart(adapter: Adapter, weight: Tensor, rows: Tensor) -> None:
+    """Begin anew on the server's weight, which becomes the base bit for bit: B is zero again, and A is new.
 
     Args:
-        layer: The layer.
-        adapter: Its adapter.
+        adapter: The adapter.
+        weight: What `write_back` has written.
         rows: The new A, shape ``(R, c_in)``.
     """
     assert adapter.base is not None
-    adapter.base.copy_(merged(layer, adapter))
+    adapter.base.copy_(weight)
     adapter.B.zero_()
     adapter.A.copy_(rows)

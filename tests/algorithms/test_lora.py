@@ -14,8 +14,9 @@ from test_third_party_models import LitLogits, gpt2, tokens
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.lora_state import adapters_of
-from lightning_spectral.nn.adapters import adapted_layers
+from lightning_spectral.algorithms.adapter_round import Adapter
+from lightning_spectral.algorithms.lora_state import adapters_of, merged
+from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers
 
 LAYERS = {"net.0": (12, 6), "net.2": (12, 12), "net.5": (3, 12)}
 BASE = 4 * sum(out * into + out for out, into in LAYERS.values())
@@ -217,6 +218,21 @@ def test_an_adapter_on_a_device_is_the_servers_merged_weight(make: Any, multipli
     algorithm.settle(lit, state)
     assert torch.allclose(client(x), lit(x), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(before, lit(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_merge_is_computed_in_float64_and_leaves_the_base(dtype: torch.dtype, transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base, B, A = (torch.randn(shape, generator=generator, dtype=dtype) for shape in ((5, 4), (5, 2), (2, 4)))
+    B[3] = 0.0
+    adapter = Adapter(base.T.clone() if transposed else base.clone(), B, A)
+    weight = merged(AdaptedLayer("layer", 5, 4, transposed, scale=0.3), adapter)
+    weight, kept = (tensor.T if transposed else tensor for tensor in (weight, adapter.base))
+    expected = base.double() + 0.3 * (B.double() @ A.double())
+    assert torch.allclose(weight, expected, rtol=0, atol=1e-14)
+    assert torch.equal(weight[3], base[3].double())
+    assert torch.equal(kept, base)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

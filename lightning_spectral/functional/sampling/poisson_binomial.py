@@ -9,6 +9,7 @@ dozen nodes are enough for any number of terms.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ LOG_TAIL = 41.5
 class _FourierGrid(NamedTuple):
     lowest: int  # counts below this one, and those at or above lowest + period, have probability < 1e-18
     period: int  # odd, so that no node falls on theta = pi, where the factor of p = 1/2 is zero
-    nodes: Tensor  # node numbers k >= 0 with theta = 2 pi k / period; conjugate symmetry gives the rest
+    num_nodes: int  # nodes k >= 0 have theta = 2 pi k / period; conjugate symmetry gives the rest
 
 
 def tail_spread(variance: float) -> float:
@@ -39,22 +40,29 @@ def _fourier_grid(probs: Tensor) -> _FourierGrid:
     # |phi(theta)| <= exp(-variance (1 - cos theta)) is below e^-LOG_TAIL beyond this angle.
     reach = math.acos(max(-1.0, 1 - LOG_TAIL / max(variance, 1e-300)))
     last = min(period // 2, math.ceil(reach * period / (2 * math.pi)))
-    return _FourierGrid(lowest, period, torch.arange(last + 1))
+    return _FourierGrid(lowest, period, last + 1)
 
 
 def _factors(probs: Tensor, grid: _FourierGrid) -> Tensor:
     """Factors 1 - p + p e^(i theta), shape (T, N)."""
-    angles = 2 * math.pi / grid.period * grid.nodes.double()
-    rotation = torch.polar(torch.ones_like(angles), angles)
-    return 1 + probs * (rotation[:, None] - 1)
+    return 1 + probs * _steps(grid.period, grid.num_nodes)
 
 
+# A fit evaluates the same few grids over and over, and so do the fits of layers of one size: never write to these.
+@lru_cache(maxsize=32)
+def _steps(period: int, num_nodes: int) -> Tensor:
+    """e^(i theta) - 1 at each node, shape (T, 1)."""
+    angles = 2 * math.pi / period * torch.arange(num_nodes).double()
+    return (torch.polar(torch.ones_like(angles), angles) - 1)[:, None]
+
+
+@lru_cache(maxsize=32)
 def _kernel(grid: _FourierGrid, first: int, last: int) -> Tensor:
     """Fourier kernel (T,) of the event first <= count <= last."""
     start, stop = max(first, grid.lowest), min(last + 1, grid.lowest + grid.period)
     counts = torch.arange(start, max(start, stop))
     # The phase is reduced modulo the period in integers, where it is exact.
-    phase = 2 * math.pi / grid.period * ((grid.nodes[:, None] * counts) % grid.period).double()
+    phase = 2 * math.pi / grid.period * ((torch.arange(grid.num_nodes)[:, None] * counts) % grid.period).double()
     kernel = torch.polar(torch.ones_like(phase), -phase).sum(1)
     kernel[1:] *= 2  # node 0 counts once, every other node also for its conjugate
     return kernel / grid.period

@@ -103,6 +103,7 @@ def test_quickstart_table_counts_every_tensor_that_travels(quickstart):
         assert re.search(row, quickstart.output)
 
 
+@pytest.mark.slow
 def test_quickstart_runs_without_wandb_and_says_so_in_one_line(tmp_path):
     (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError('not installed')")
     done = Finished(tmp_path / "bare", "quickstart.py", "--rounds", "1", path=str(tmp_path))

@@ -94,6 +94,7 @@ def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train
         assert_close(rounds.state.pieces(), dict(zip(("weight", "bias"), sums, strict=True)), 1e-12)
 
 
+@pytest.mark.slow
 def test_at_the_optimum_of_all_data_no_client_drifts(rounds: DirectRounds, train: Any) -> None:
     """Federated averaging is drawn to another point, because clients take different numbers of steps."""
     weight, bias = torch.zeros(1, 3).double().requires_grad_(), torch.zeros(1).double().requires_grad_()

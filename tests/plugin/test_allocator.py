@@ -30,6 +30,7 @@ def page_faults(tuned: bool) -> int:
     return int(subprocess.run(program, capture_output=True, text=True, check=True, env=clean).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_a_tuned_process_takes_no_page_faults_for_memory_it_had() -> None:
     default, tuned = page_faults(tuned=False), page_faults(tuned=True)

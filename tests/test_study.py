@@ -80,6 +80,7 @@ def test_runs_are_done_once_and_reported(study):
     assert small < 0.8 * whole  # the first and the last layer travel whole
     study.report.main()
     assert {path.name for path in Path("docs").iterdir()} == {
+        "runs",
         "study.csv",
         "study_tables.md",
         "study.png",

@@ -9,6 +9,7 @@ import json
 import platform
 import re
 import subprocess
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -27,6 +28,9 @@ from build import build
 from lightning.pytorch.callbacks import ModelCheckpoint
 from measures import MEASURES, Holders
 from settings import Settings
+
+sys.path.append(str(Path(__file__).parents[2] / "studies"))  # which has what the examples and the studies share
+from records import write_run
 
 import lightning_spectral as ls
 
@@ -56,10 +60,7 @@ class Store:
 
     def write(self, settings: Settings, evidence: Evidence) -> None:
         """Write the file of a run as a whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.path(settings).with_suffix(".part")
-        partial.write_text(json.dumps(evidence, indent=1))
-        partial.replace(self.path(settings))
+        write_run(self.path(settings), evidence)
 
     def train(self, settings: Settings, accelerator: str = "auto") -> Evidence:
         """Do a run, from its last checkpoint if there is one, and keep what it shows."""

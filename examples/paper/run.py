@@ -22,6 +22,7 @@ from costs import Costs
 from evidence import Store
 from figures import draw
 from grid import SCALES, Grid, read_grid
+from records import keep, restore
 from settings import Settings
 from sources import MissingDataError
 from tables import markdown, write_csv
@@ -30,6 +31,7 @@ import lightning_spectral as ls
 
 SEEDS = (0, 1, 2)
 GRIDS = Path(__file__).parent / "grids"
+REPORTED = Path("docs/paper")  # of a clone
 Experiment = Grid | Costs
 
 
@@ -91,7 +93,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="the papers' sizes, or smaller (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (0 1 2)")
     parser.add_argument("--output", type=Path, default=Path("outputs/paper"), help="folder (%(default)s)")
-    parser.add_argument("--report", type=Path, help="only write tables and figures of what is done, into this folder")
+    parser.add_argument(
+        "--report", type=Path, help="only write tables, figures and runs that are done, into this folder"
+    )
     parser.add_argument("--accelerator", default="auto", help="of Lightning's Trainer (%(default)s)")
     parser.add_argument("--list", action="store_true", help="only say what there is, and how many runs are left")
     args = parser.parse_args(arguments)
@@ -104,7 +108,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parsed(arguments)
-    store = Store(args.output / args.scale / "runs")
+    store, kept = Store(args.output / args.scale / "runs"), f"runs_{args.scale}.jsonl"
+    restore(store.folder, REPORTED / kept)
     experiments = [read(name, args.scale) for name in args.experiments or names()]
     if args.list:
         for one in experiments:
@@ -118,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report(one, store, args.seeds, args.output / args.scale)
     for one in experiments if args.report else ():
         report(one, store, args.seeds, args.report)
+    if args.report:
+        keep(store.folder, args.report / kept)
 
 
 if __name__ == "__main__":

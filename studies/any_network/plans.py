@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+from records import read_runs
 from setups import OTHER_SYSTEMS, SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
@@ -143,7 +146,7 @@ def rate(best: BestRates, net: str, setup: str, keep_ratio: KeepRatio) -> float:
 
 def results() -> list[dict[str, Any]]:
     """All runs that are done."""
-    return [json.loads(path.read_text()) for path in sorted(OUTPUT.glob("*.json"))]
+    return read_runs(OUTPUT)
 
 
 def best_rates() -> BestRates:
@@ -159,4 +162,4 @@ def best_rates() -> BestRates:
 
 def final(run: Mapping[str, Any], part: str) -> float:
     """Accuracy over the last three evaluations on one part of the images; 0 for a run that failed."""
-    return 0.0 if run["error"] or not run[part] else sum(run[part][-3:]) / 3
+    return 0.0 if run["error"] or not run[part] else mean(run[part][-3:])

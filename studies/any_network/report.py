@@ -3,7 +3,8 @@
     python studies/any_network/report.py
 
 reads ``outputs/any_network`` and writes ``docs/study.csv``, ``docs/study_tables.md``, ``docs/study.png`` (accuracy
-against kilobytes) and ``docs/study_curves.png`` (accuracy against rounds, with bands over seeds).
+against kilobytes) and ``docs/study_curves.png`` (accuracy against rounds, with bands over seeds). All runs are
+kept in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plans import NEAR_IID, NETS, NUM_ROUNDS, best_rates, final, rate, results
+from plans import NEAR_IID, NETS, NUM_ROUNDS, OUTPUT, best_rates, final, rate, results
+from records import keep
 from run import EVERY
 from setups import SETUPS
 from systems import KEEP_RATIO, system_rows
@@ -154,13 +156,17 @@ def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
     name_axes(figure, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")
 
 
+def drawn_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs whose accuracy is drawn against rounds."""
+    near = select(runs, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS, error="")
+    return [run for run in near if run["setup"] in LABELS and run["keep_ratio"] in (0.1, 1.0)]
+
+
 def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
-    """One panel per network: the mean over seeds at keep ratio 0.1, and the band from the worst to the best."""
+    """One panel per network: the mean over seeds, and the band from the worst to the best."""
     for net, axes in panels(figure).items():
         for setup, label in LABELS.items():
-            near = select(runs, net=net, setup=setup, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS)
-            chosen = [run for run in near if run["keep_ratio"] in (0.1, 1.0) and not run["error"]]
-            curves = [[100 * value for value in run["test"]] for run in chosen]
+            curves = [[100 * value for value in run["test"]] for run in select(runs, net=net, setup=setup)]
             rounds = [EVERY * (i + 1) for i in range(len(curves[0]))] if curves else []
             draw_seeds(axes, rounds, curves, LOOKS[setup], label)
         round_axis(axes)
@@ -169,12 +175,16 @@ def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
 
 
 def main() -> None:
+    keep(OUTPUT)
     runs = chosen_runs()
     write_csv(results(), DOCS / "study.csv")
     (DOCS / "study_tables.md").write_text(tables(runs))
-    for draw, name in ((accuracy_against_bytes, "study.png"), (accuracy_against_rounds, "study_curves.png")):
-        with printed(DOCS / name, 9.5, 5.2) as figure:
-            draw(runs, figure)
+    with printed(DOCS / "study.png", 9.5, 5.2) as figure:
+        accuracy_against_bytes(runs, figure)
+    drawn = drawn_runs(runs)
+    if all(len(run["test"]) > 1 for run in drawn):  # of some, which were lost, only the last accuracy is kept
+        with printed(DOCS / "study_curves.png", 9.5, 5.2) as figure:
+            accuracy_against_rounds(drawn, figure)
     print(tables(runs))
 
 

@@ -3,14 +3,13 @@
     python studies/any_network/run.py
     python studies/any_network/report.py
 
-A run is one file in ``outputs/any_network``; started again, the command goes on where it stopped. Several of it at a
-time share the work. ``--list`` says what is left.
+A run is one file in ``outputs/any_network``; started again, the command goes on where it stopped, with the runs that
+the report has kept. Several of it at a time share the work. ``--list`` says what is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec, best_rates
+from records import restore, write_run
 from setups import SETUPS
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
 
@@ -100,9 +100,7 @@ def claimed(spec: Spec) -> bool:
 
 def write(spec: Spec, result: dict[str, Any]) -> None:
     """Write a result as a whole, and give up the claim."""
-    partial = spec.path.with_suffix(".part")
-    partial.write_text(json.dumps(result))
-    partial.rename(spec.path)
+    write_run(spec.path, result)
     spec.path.with_suffix(".claim").unlink(missing_ok=True)
 
 
@@ -116,6 +114,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
     torch.set_num_threads(1)
     OUTPUT.mkdir(parents=True, exist_ok=True)
+    restore(OUTPUT)
     for spec in todo(args.plans):
         if spec.setup not in args.setups:
             continue

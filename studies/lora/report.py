@@ -3,7 +3,7 @@
     python studies/lora/report.py
 
 reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/lora_tables.md`` and ``docs/lora_shakespeare.png``,
-``docs/lora_vit_tables.md`` and ``docs/lora_vit.png``.
+``docs/lora_vit_tables.md`` and ``docs/lora_vit.png``. All runs of the tables are kept in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+from records import keep, restore
 from run import RATES, TASKS, Task
 
 from lightning_spectral.report.printed import draw_seeds, legend_above, log_axis, printed
@@ -133,10 +134,13 @@ PAGES = (
 
 
 def main() -> None:
+    for page in PAGES:
+        restore(page.task.output)
     chosen = {page: runs for page in PAGES if (runs := page.chosen_runs())}
     if not chosen:
         raise SystemExit("No setup has been run with all learning rates yet: call `run.py` first.")
     for page, runs in chosen.items():
+        keep(page.task.output)
         text = page.text(runs)
         (DOCS / page.table).write_text(text)
         with printed(DOCS / page.figure, 7.5, 4.5) as figure:

@@ -13,7 +13,6 @@ client has; the pre-trained network and the speakers are the same for all.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +23,10 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))  # which has the networks and their data
+sys.path += [str(Path(__file__).parents[2] / "examples"), str(Path(__file__).parents[1])]  # networks and data, records
 import lora_shakespeare
 import lora_vit
+from records import read_runs, restore, write_run
 
 import lightning_spectral as ls
 
@@ -86,7 +86,7 @@ class Task:
 
     def results(self) -> list[dict[str, Any]]:
         """All runs that are done."""
-        return [json.loads(path.read_text()) for path in sorted(self.output.glob("*.json"))]
+        return read_runs(self.output)
 
     def last(self, run: Run) -> float:
         """The figure after the last round of a run."""
@@ -139,11 +139,11 @@ def main() -> None:
     torch.set_num_threads(1)
     lora_shakespeare.shakespeare = cache(lora_shakespeare.shakespeare)  # reading takes a second
     lora_vit.whole_fashion_mnist = cache(lora_vit.whole_fashion_mnist)
-    task.output.mkdir(parents=True, exist_ok=True)
+    restore(task.output)
     rounds, steps = args.rounds or task.example.NUM_ROUNDS, args.steps or task.example.PRETRAINING_STEPS
     for setup, rate, seed in task.todo(args.seeds):
         result = task.train(setup, rate, seed, rounds, steps)
-        task.path_of(setup, rate, seed).write_text(json.dumps(result))
+        write_run(task.path_of(setup, rate, seed), result)
         first, last = result[task.figure][0], task.last(result)
         print(f"{setup}, seed {seed}, rate {rate:g}: {first:.3f} to {last:.3f} ({result['seconds']} s)", flush=True)
 

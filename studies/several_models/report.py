@@ -8,7 +8,6 @@ reads ``outputs/several_models`` and ``outputs/several_models_five``, and writes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from federations import FEDERATIONS, Federation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from records import keep, read_runs, restore
 from run import EVERY, NUM_ROUNDS
 from setups import ACTIVE, SETUPS
 from tasks import LOCAL_EPOCHS, NUM_CLIENTS
@@ -58,8 +58,7 @@ Run = Mapping[str, Any]
 def results(federation: Federation) -> dict[str, dict[int, Run]]:
     """All runs that are done: of each setup, by seed; what was logged of the models is in ``models``."""
     runs: dict[str, dict[int, Run]] = {name: {} for name in SETUPS}
-    for path in sorted(federation.output.glob("*.json")):
-        run = json.loads(path.read_text())
+    for run in read_runs(federation.output):
         run["models"] = {model: run.pop(model) for model in federation.models}
         runs[run["setup"]][run["seed"]] = run
     return runs
@@ -232,8 +231,10 @@ def draw(runs: Mapping[str, Mapping[int, Run]], figure: Figure) -> None:
 def main() -> None:
     texts = []
     for key, federation in FEDERATIONS.items():
+        restore(federation.output)
         runs = results(federation)
         if any(runs.values()):
+            keep(federation.output)
             texts.append(table(key, runs))
             with printed(DOCS / f"{federation.figure}.png", 9.5, 4.2) as figure:
                 draw(runs, figure)

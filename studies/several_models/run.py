@@ -11,7 +11,6 @@ command goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 import warnings
@@ -23,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from federations import FEDERATIONS, Federation
+from records import restore, write_run
 from setups import SETUPS
 from tasks import LOCAL_EPOCHS, PROCESSORS
 
@@ -93,10 +93,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
     torch.set_num_threads(1)
     federation = FEDERATIONS[args.federation]
-    federation.output.mkdir(parents=True, exist_ok=True)
+    restore(federation.output)
     for name, seed in todo(federation, args.setups, args.seeds):
         result = train(federation, name, seed)
-        path_of(federation, name, seed).write_text(json.dumps(result))
+        write_run(path_of(federation, name, seed), result)
         last = [result[model]["accuracy"][-1:] for model in federation.models]
         accuracies = ", ".join(f"{values[0]:.1%}" if values else "-" for values in last)
         print(f"{name}, seed {seed}: {accuracies} {result['error']} ({result['seconds']:.0f} s)", flush=True)

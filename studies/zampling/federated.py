@@ -11,7 +11,6 @@ probability still moves; the paper has 100. It does not say how large batches ar
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 import warnings
@@ -22,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec
+from records import restore, write_run
 from tasks import NUM_CLIENTS, TASKS, Classifier, deal
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -85,13 +85,13 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+    restore(OUTPUT)
     for spec in (spec for plan in args.plans for spec in PLANS[plan]()):
         if args.list and not spec.path.exists():
             print(spec)
         elif not spec.path.exists():
             result = train(spec)
-            spec.path.write_text(json.dumps(result))
+            write_run(spec.path, result)
             print(f"{spec.path.stem}: {result['accuracy'][-1]:.2%} ({result['seconds']:.0f} s)", flush=True)
 
 

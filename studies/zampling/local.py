@@ -14,7 +14,7 @@ three or six epochs instead of up to 100, with a learning rate of 0.01 instead o
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,6 +27,9 @@ import numpy as np
 import torch
 from digits import mnist
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+from records import restore, write_run
 
 import lightning_spectral as ls
 from lightning_spectral.nn.zampling.zample import local_weights, sampled_networks
@@ -224,12 +227,12 @@ def main() -> None:
     parser.add_argument("--scale", choices=["small", "paper"], default="small")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+    restore(OUTPUT)
     data = mnist()
     for spec in (spec for plan in args.plans for spec in PLANS[plan](args.scale == "small")):
         if not spec.path.exists():
             result = run(spec, data)
-            spec.path.write_text(json.dumps(result))
+            write_run(spec.path, result)
             print(
                 f"{spec.path.stem}: expected {result['expected']:.2%}, sampled {mean(result['sampled']):.2%} "
                 f"({result['seconds']:.0f} s)",

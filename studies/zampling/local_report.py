@@ -2,12 +2,12 @@
 
     python studies/zampling/local_report.py
 
-reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.png``.
+reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.png``. All runs are
+kept in ``docs/runs``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -15,6 +15,7 @@ from typing import Any
 
 from local import NUM_PERTURBATIONS, OUTPUT, TAUS
 from matplotlib.axes import Axes
+from records import keep, read_runs
 from tables import Run, per_cent, table
 
 from lightning_spectral.report.printed import legend_above, printed
@@ -38,7 +39,7 @@ TABLE_4 = {  # tau: accuracy and sensitivity after perturbation, of regular and 
 
 def results(experiment: str, **wanted: Any) -> list[Run]:
     """Runs of an experiment that have all the given values."""
-    runs = [json.loads(path.read_text()) for path in sorted(OUTPUT.glob(f"{experiment}_*.json"))]
+    runs = read_runs(OUTPUT, f"{experiment}_*")
     return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
 
 
@@ -185,6 +186,7 @@ def scale_of(experiment: str) -> str:
 
 
 def main() -> None:
+    keep(OUTPUT)
     with printed(DOCS / "zampling_figure3.png", 6.4, 4.0) as figure:
         figure3(figure.subplots())
         legend_above(figure, 5)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+from records import read_runs
 
 import lightning_spectral as ls
 
@@ -148,5 +151,4 @@ PLANS = {plan.__name__: plan for plan in (table1, choices, downlink, best, bits,
 
 def results() -> list[dict[str, Any]]:
     """All runs that are done."""
-    found = (json.loads(path.read_text()) for path in sorted(OUTPUT.glob("*.json")))
-    return [{"task": MAIN_TASK} | run for run in found]  # those of the first plans do not say it
+    return [{"task": MAIN_TASK} | run for run in read_runs(OUTPUT)]  # those of the first plans do not say it

@@ -2,7 +2,8 @@
 
     python studies/zampling/report.py
 
-reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.png``.
+reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.png``. All runs are kept in
+``docs/runs``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 from federated import EVERY
 from matplotlib.axes import Axes
-from plans import MAIN_TASK, downlink, fedpm, results
+from plans import MAIN_TASK, OUTPUT, downlink, fedpm, results
+from records import keep
 from tables import Run, per_cent, table
 
 from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
@@ -113,6 +115,7 @@ def figure4(runs: Sequence[Run], axes: Axes) -> None:
 
 
 def main() -> None:
+    keep(OUTPUT)
     runs = results()
     parts = {
         "As published (Table 1 of the paper)": table1(runs),

@@ -1,0 +1,58 @@
+"""Runs of the studies are kept in the repository, and a fresh clone has them again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_files import STUDIES, study_files
+
+RUN = {
+    "setup": "TopN",
+    "test": [0.12345678, 0.5],
+    "bytes": 123456789.0,
+    "loss": float("inf"),
+    "error": "",
+    "rate": 1e-3,
+}
+KEPT = sorted((STUDIES.parent / "docs").rglob("runs/*.jsonl")) + sorted((STUDIES.parent / "docs/paper").glob("*.jsonl"))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Any]:
+    with study_files(".", ["records"], tmp_path) as files:
+        yield files.records
+
+
+def test_what_was_kept_is_there_again_in_a_fresh_clone(records):
+    folder = Path("outputs/study")
+    records.write_run(folder / "b.json", RUN)
+    records.write_run(folder / "a_1.json", {"setup": "FedAvg"})
+    records.keep(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["a_1.json", "b.json"], "something is left over"
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    records.restore(folder)
+    assert records.read_runs(folder) == [{"setup": "FedAvg"}, RUN | {"test": [0.123457, 0.5]}]
+    assert records.read_runs(folder, "a_*") == [{"setup": "FedAvg"}]
+
+
+def test_nothing_that_was_kept_is_dropped_or_overwritten(records):
+    mine, yours, kept = Path("mine"), Path("yours"), Path("somewhere/runs.jsonl")
+    records.write_run(mine / "a.json", {"seed": 0})
+    records.keep(mine, kept)
+    records.write_run(yours / "b.json", {"seed": 1})
+    records.keep(yours, kept)
+    assert [json.loads(line)["file"] for line in kept.read_text().splitlines()] == ["a", "b"]
+    records.write_run(mine / "a.json", {"seed": 2})
+    records.restore(mine, kept)
+    assert records.read_runs(mine) == [{"seed": 2}, {"seed": 1}]
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_the_repository_keeps_each_run_once_and_in_order(path: Path) -> None:
+    files = [json.loads(line)["file"] for line in path.read_text().splitlines()]
+    assert files == sorted(set(files))
+    assert files

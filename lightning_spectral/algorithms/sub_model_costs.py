@@ -117,6 +117,6 @@ def _prepared(
     server: Any = copy_module(module)
     if example_of(server) is None:
         server.example_input_array = example
-    algorithm.check(server)
     prepared = algorithm.prepare(server)
+    prepared.check(server)  # in this order channels are found once
     return lambda keep_ratio: turn_cost(prepared, server, keep_ratio, counted), prepared

@@ -99,6 +99,12 @@ def systems(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
+def matrices(best: BestRates) -> Iterator[Spec]:
+    """Means of the clients' matrices instead of means of their terms, after a start."""
+    for setup, net in product(("start, Collective, matrices", "start, TopN, matrices"), NETS):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+
+
 def ratios(best: BestRates) -> Iterator[Spec]:
     """Keep ratio 0.05 and mixed ones."""
     for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS):
@@ -112,7 +118,7 @@ def long(best: BestRates) -> Iterator[Spec]:
 
 
 PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
-    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, ratios, long, systems)
+    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, matrices, ratios, long, systems)
 }
 
 

@@ -1,6 +1,7 @@
 """The papers' experiments: every grid can be run, runs are done once and go on where they stopped, tables are right."""
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -261,3 +262,37 @@ def test_sequences_follow_each_other(paper: Any) -> None:
     symbols = paper.sources.SYMBOLS
     pieces = paper.sources.sequences("the quick brown fox", 6)
     assert ["".join(symbols[code] for code in piece) for piece in pieces] == ["the qui", "ick bro", "own fox"]
+
+
+def test_reviews_are_read_as_frequent_words(paper: Any) -> None:
+    reviews = sys.modules[paper.sources.imdb.__module__]
+    text = reviews.words("It's GOOD.<br /><br />'Good', it says: 10/10!")
+    assert text == ["it's", "good", "good", "it", "says"]
+    ids = reviews.vocabulary([text, ["bad", "it"]], size=3)
+    assert ids == {"good": 1, "it": 2, "bad": 3}  # of bad, it's and says the first in the alphabet
+    assert reviews.word_ids([text, ["so", "bad"], []], ids, 2).tolist() == [[1, 1], [3, 0], [0, 0]]
+
+
+def test_an_lstm_learns_from_reviews(
+    paper: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 reviews of one telling word each; words of the ten that test have no ids of their own."""
+    good = torch.arange(70) % 2
+    texts = [["good" if label else "bad", f"film{i}"] for i, label in enumerate(good.tolist())]
+    monkeypatch.setattr(paper.sources, "imdb", lambda: (texts, good))
+    monkeypatch.setattr(paper.sources, "IMDB_TRAIN", 60)
+    source = paper.sources.short_reviews()
+    assert (len(source.train), len(source.test), source.num_classes) == (60, 10, 2)
+    assert int(source.train.tensors[0].max()) == 62
+    assert int(source.test.tensors[0].max()) <= 2
+    monkeypatch.setitem(paper.sources.SOURCES, "imdb-short", lambda: source)
+    lstm = {"data": "imdb-short", "model": "small-lstm", "setup": "PriSM", "keep_ratio": 0.5, "total_local_epochs": 20}
+    run = replace(settings, **lstm, split="iid", num_clients=10, clients_per_round=5, lr=0.5)
+    found = paper.evidence.Store(tmp_path).train(run, "cpu")
+    assert not found["error"]
+    assert found["final"]["val_accuracy"] == 1.0
+
+
+def test_the_lstm_of_the_paper_has_its_size(paper: Any) -> None:
+    net = paper.build.MODELS["lstm"](2, torch.Size([500]))
+    assert sum(parameter.numel() for parameter in net.parameters()) == 920_385 + 257  # Table 6 has one logit

@@ -70,6 +70,8 @@ MODELS: dict[str, Builder] = {
     "resnet18": lambda classes, shape: models.ResNet18(classes, shape[0], image_size=shape[1]),
     "cct": lambda classes, shape: models.CCT(classes, shape[0], image_size=shape[1]),
     "transformer": lambda classes, shape: models.CharTransformer(classes, shape[0]),
+    "small-lstm": lambda classes, shape: models.LSTMClassifier(classes, embedding_dim=32, hidden_size=64),
+    "lstm": lambda classes, shape: models.LSTMClassifier(classes),
 }
 TASKS = {"small-transformer": models.LitNextToken, "transformer": models.LitNextToken}
 

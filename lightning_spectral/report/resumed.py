@@ -40,7 +40,8 @@ def join_resumed(runs: Sequence[Run]) -> list[Run]:
     has; or if its first round is that of the run, down to the seconds that were measured, because a history is part of
     the checkpoint, or because two loggers wrote of one run. Parts with the same id of wandb, or in the same folder of
     TensorBoard, need only the same seeds. From its first round on, a part replaces the rounds before it, which a crash
-    has undone. Of several runs that it might belong to, it is the last before it in the order of names.
+    has undone. Of several runs that it might belong to, it is the one that loses the fewest rounds by it; if there are
+    several, the last before it in the order of names.
 
     Args:
         runs: As they were read.
@@ -52,7 +53,7 @@ def join_resumed(runs: Sequence[Run]) -> list[Run]:
     for part in sorted(map(_part, runs), key=lambda part: ((part.since > 0) + math.isinf(part.since), part.place)):
         begun = [chain for chain in chains if _belongs(part, chain)]
         if begun:
-            max(begun, key=lambda chain: (chain[-1].place < part.place, chain[-1].place)).append(part)
+            max(begun, key=lambda chain: _likelihood(chain, part)).append(part)
         else:
             chains.append([part])
     order = {id(run): index for index, run in enumerate(runs)}
@@ -78,6 +79,12 @@ def _belongs(part: Part, chain: Sequence[Part]) -> bool:
         return False
     follows = first.since < part.since and any(row[ROUND] == part.since - 1 for row in run.rows)
     return follows or _same_round(run.rows[0], part.run.rows[0])
+
+
+def _likelihood(chain: Sequence[Part], part: Part) -> tuple[int, bool, list[str | int]]:
+    """Of runs to which a part may belong it is that with the largest."""
+    undone = sum(row[ROUND] >= part.since for row in _joined(chain).rows)
+    return -undone, chain[-1].place < part.place, chain[-1].place
 
 
 def _seeds(part: Part) -> dict[str, str]:

@@ -98,6 +98,13 @@ def test_a_part_belongs_to_the_last_run_before_it() -> None:
     assert [values(run) for run in joined] == [[0.1, 0.1, 0.2, 0.2], [0.3, 0.3, 0.4, 0.4]]
 
 
+def test_of_repetitions_that_were_all_resumed_no_part_is_dropped() -> None:
+    """Without a seed nobody knows which is whose; that a crash undid the rounds of another part is less likely."""
+    names = [("version_0", 0, 2, 0.1), ("version_1", 0, 2, 0.2), ("version_2", 3, 4, 0.3), ("version_3", 3, 4, 0.4)]
+    joined = join_resumed([part(*own) for own in names])
+    assert [values(run) for run in joined] == [[0.1, 0.1, 0.1, 0.4, 0.4], [0.2, 0.2, 0.2, 0.3, 0.3]]
+
+
 @pytest.mark.parametrize(
     "second",
     [

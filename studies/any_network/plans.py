@@ -105,6 +105,12 @@ def matrices(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
+def momentum(best: BestRates) -> Iterator[Spec]:
+    """Momentum at the server, with sharding and without."""
+    for setup, net in product(("start, Collective, momentum", "FedAvg, momentum"), NETS):
+        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+
+
 def ratios(best: BestRates) -> Iterator[Spec]:
     """Keep ratio 0.05 and mixed ones."""
     for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS):
@@ -118,7 +124,7 @@ def long(best: BestRates) -> Iterator[Spec]:
 
 
 PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
-    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, matrices, ratios, long, systems)
+    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, matrices, momentum, ratios, long, systems)
 }
 
 

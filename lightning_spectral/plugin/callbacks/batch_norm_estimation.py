@@ -54,8 +54,8 @@ class BatchNormEstimation(RoundCallback):
     at most ``FederatedDataModule(eval_batch_size=...)``. What the step logs is dropped. Each layer gets the mean over
     batches of a batch's mean, and of its unbiased variance, as `torch.optim.swa_utils.update_bn` makes them.
 
-    So averages that come from clients are not needed: ``keep_buffers=["*.running_*", "*.num_batches_tracked"]`` keeps
-    them from travelling up. Clients do not read them either, since training uses the statistics of the batch.
+    So the clients' averages are not needed: with ``keep_buffers=["*.running_*"]`` of the algorithm they do not travel
+    up. What travels down is not used, since training goes by the statistics of the batch.
 
     Dropout acts, as it does while clients train. The global random generators stay as they are. Of several processes
     one estimates, and all get the same bits.

@@ -268,7 +268,8 @@ class TestHeteroFL:
 
     algorithm = ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5})
 
-    def test_rows_of_the_head_average_over_those_who_have_the_class(self, fit: Fit) -> None:
+    @pytest.mark.parametrize("step_widths", [(), (0.5, 1.0)])
+    def test_rows_of_the_head_average_over_those_who_have_the_class(self, step_widths: Any, fit: Fit) -> None:
         """Against each client's own update, in a slow loop over entries."""
         lit = seeded(LitHead)
         before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
@@ -279,7 +280,7 @@ class TestHeteroFL:
                 super().add(opened, receipt, upload)
                 turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
 
-        algorithm = Recording(keep_ratio=self.algorithm.keep_ratio)
+        algorithm = Recording(keep_ratio=self.algorithm.keep_ratio, step_widths=step_widths)
         fitted = fit(lit, clients(), algorithm=algorithm, local_hooks=[ls.MaskedLogits()], max_epochs=1)
         assert len(turns) == 4
         for name, inputs in (("head.weight", True), ("head.bias", False)):
@@ -335,6 +336,30 @@ class TestHeteroFL:
         data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(2), 1, 0, (), labels=lambda: labels)
         rows = ls.MaskedLogits().untrained_rows(lit, data)
         assert {name: found.tolist() for name, found in rows.items()} == {"head.bias": [1, 3, 4]}
+
+
+def test_a_client_whose_labels_are_all_ignored_trains_no_row(fit: Fit) -> None:
+    data = clients([(0, 1), (-100,), (2,), (3, 4)])
+    options = {"algorithm": ls.WidthSharding(keep_ratio=1.0), "local_hooks": [ls.MaskedLogits()], "local_epochs": 1}
+
+    class LitIgnores(LitHead):
+        def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
+            return F.cross_entropy(logits, y, reduction="sum")
+
+    weights = fit(seeded(LitIgnores), data, max_epochs=1, **options).weights
+    assert torch.isfinite(weights).all()
+
+
+def test_each_of_several_models_masks_by_the_labels_of_its_own_data(quiet: Any) -> None:
+    def fitted(lit: Any, hooks: Any) -> Any:
+        models = {name: ls.FederatedModule(seeded(lit), local_hooks=hooks) for name in ("one", "two")}
+        federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
+        other = clients([range(4)] * 4) if hooks else clients()
+        data = ls.MultiModelDataModule({"one": clients(), "two": other})
+        pl.Trainer(max_epochs=2, num_sanity_val_steps=0, **quiet).fit(federation, data)
+        return models["one"].module.state_dict()
+
+    assert same_state(fitted(LitHead, [ls.MaskedLogits()]), fitted(LitZeros, []))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from lightning_spectral.algorithms.lora_costs import LoRACostTable, lora_cost_ta
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.algorithms.sub_model_costs import sub_model_cost_table, sub_model_keep_ratio_for
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
+from lightning_spectral.client.masked_logits import MaskedLogits
 from lightning_spectral.designs import (
     Brewer,
     ConditionalPoisson,
@@ -80,6 +81,7 @@ from lightning_spectral.partition import (
 from lightning_spectral.plugin.allocator import tune_allocator
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
+    BatchNormEstimation,
     ClientEvaluation,
     ClientRow,
     ClientTable,
@@ -132,6 +134,7 @@ __all__ = [
     "Algorithm",
     "AlternatingFactors",
     "AtomicCheckpointIO",
+    "BatchNormEstimation",
     "Brewer",
     "ChannelChoice",
     "ClientDropout",
@@ -173,6 +176,7 @@ __all__ = [
     "LocalHook",
     "LossVarianceReduced",
     "LostProcessError",
+    "MaskedLogits",
     "MatrixMeans",
     "MinimumSupport",
     "MultiModelDataModule",

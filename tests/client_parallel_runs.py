@@ -143,6 +143,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
+    "batch norm, estimated": {
+        "algorithm": ls.FedAvg(keep_buffers=["*.running_*"]),
+        "module": WithBatchNorm,
+        "clients_per_round": 5,
+        "trainer": {"callbacks": [ls.BatchNormEstimation()]},
+    },
+    "masked logits": {
+        "algorithm": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "local_hooks": [ls.MaskedLogits("net.6")],
+    },
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
     "outputs cut": {
         "algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, output_ratio=0.4),
@@ -238,6 +250,8 @@ ONLY_WITH_TWO = {
     "evaluation on clients",
     "a client's own Trainer",
     "batch norm",
+    "batch norm, estimated",
+    "masked logits",
     "cut cohort",
     "clients left out",
     "experts",

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.client.side import ClientSide
@@ -49,6 +50,7 @@ class OtherProcess(Executor):
         module: The user's module; with the half and the recipes, all that is sent at the start.
         recipes: Of the user's optimizers.
         make_data: Called in the other process, which has data of its own: from a download to its client's data.
+        local_hooks: Hooks that act while clients train; sent at the start, too.
         sent: Types of everything that was sent after the start.
         received: Types of everything that came back.
     """
@@ -58,11 +60,13 @@ class OtherProcess(Executor):
     module: Any
     recipes: list[OptimizerRecipe]
     make_data: Callable[[], Callable[[Download], ClientData]]
+    local_hooks: tuple[LocalHook, ...] = ()
     sent: set[type] = field(default_factory=set)
     received: set[type] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.worker.pipe.send_bytes(pickle.dumps((self.side, self.module, self.recipes, self.make_data)))
+        start = self.side, self.module, self.recipes, self.make_data, self.local_hooks
+        self.worker.pipe.send_bytes(pickle.dumps(start))
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads in reversed order: each is a copy, so any order will do."""
@@ -84,8 +88,8 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while start := pipe.recv_bytes():
-        side, module, recipes, make_data = pickle.loads(start)
-        device = Device(module, side, recipes, make_data(), LocalSettings())
+        side, module, recipes, make_data, local_hooks = pickle.loads(start)
+        device = Device(module, side, recipes, make_data(), LocalSettings(local_hooks=local_hooks))
         while (download := pickle.loads(pipe.recv_bytes())) is not None:
             pipe.send_bytes(pickle.dumps(device.run(download)))
 
@@ -96,6 +100,19 @@ def toy_data() -> ls.FederatedDataModule:
     x = torch.randn(120, 6, generator=generator)
     toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
     return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), val=toy, batch_size=4)
+
+
+def sorted_data() -> ls.FederatedDataModule:
+    """Clients with few classes: ten examples each, in the order of their labels."""
+    whole = toy_data().train
+    order = whole.tensors[1].argsort(stable=True)
+    toy = TensorDataset(*(tensor[order] for tensor in whole.tensors))
+    by_label = ls.NaturalPartitioner([i // 10 for i in range(len(toy))])
+    return ls.FederatedDataModule(toy, by_label, val=toy, batch_size=4)
+
+
+def sorted_data_of_clients() -> Callable[[Download], ClientData]:
+    return sorted_data().client_data
 
 
 def data_of_clients() -> Callable[[Download], ClientData]:

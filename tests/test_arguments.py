@@ -86,7 +86,7 @@ LEFT_OUT = {
     "ZamplingCostTable",
     "load_user_module",
 }
-MAY_BE_NEGATIVE = {"seed"}
+MAY_BE_NEGATIVE = {"absent", "seed"}
 MAY_BE_INFINITE = re.compile(
     r"budget|every_n_seconds|slack|clip_|deadline|downlink$|uplink$|macs_per|max_norm|EffectiveLRClip\.tau"
 )

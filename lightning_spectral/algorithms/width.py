@@ -19,7 +19,7 @@ from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.nn.width.sub_model import cut_outputs, take
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
-from lightning_spectral.protocol.entry_mean import MeanEntryChange
+from lightning_spectral.protocol.entry_mean import MeanEntryChange, without_rows
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
@@ -142,7 +142,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
                 stacklevel=3,
             )
         if self.scaler and {*entries_of(self.keep_ratio)} != {1.0}:
-            warn_of_scaled_averages(server)
+            warn_of_scaled_averages(server, self.keep_buffers)
         if self.step_widths and not getattr(server, "automatic_optimization", True):
             raise ValueError(
                 "`step_widths` draws one width for each `training_step`, which with manual optimisation takes steps of "
@@ -206,9 +206,10 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         return self.channels(group.num_units, group.num_kept(keep_ratio), cohort.round_idx, generator)
 
     def add(self, opened: WidthRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change to the entries that it held, weighted by its coefficient."""
-        positions = opened.plan.positions(receipt.drawn)
-        opened.mean.add(upload.tensors, positions, receipt.unit.coefficient, upload.largest)
+        """Add the client's change to the entries that it held and trained, weighted by its coefficient."""
+        held = upload.tensors, opened.plan.positions(receipt.drawn)
+        tensors, positions = without_rows(*held, upload.untrained_rows) if upload.untrained_rows else held
+        opened.mean.add(tensors, positions, receipt.unit.coefficient, upload.largest)
 
     def running_means(self, opened: WidthRound) -> Sequence[RunningMean]:
         """The single sum over entries."""

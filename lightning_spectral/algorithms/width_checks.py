@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_spectral.arguments import matches_any
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 
@@ -34,18 +35,21 @@ def check_step_widths(
         )
 
 
-def warn_of_scaled_averages(server: nn.Module) -> None:
-    """Warn about layers that learn averages of outputs that are scaled in training alone."""
+def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:
+    """Warn about layers whose averages come from clients, where outputs are scaled as they are in training alone."""
     layers = [
         name
         for name, layer in server.named_modules()
-        if isinstance(layer, _NormBase) and layer.running_mean is not None
+        if isinstance(layer, _NormBase)
+        and layer.running_mean is not None
+        and not matches_any(f"{name}.running_mean", keep_buffers)
     ]
     if layers:
         warnings.warn(
             f"`scaler` divides outputs while clients train and not in evaluation, which reads the averages that "
             f"{', '.join(layers)} learned of the divided ones. Use scaler=False, which a BatchNorm makes up for; "
-            "`lightning_spectral.nn.use_batch_statistics`, as HeteroFL trains; or another norm.",
+            "keep_buffers=['*.running_*'] with the callback BatchNormEstimation, as HeteroFL evaluates; "
+            "`lightning_spectral.nn.use_batch_statistics`; or another norm.",
             SpectralWarning,
             stacklevel=4,
         )

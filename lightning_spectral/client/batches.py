@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -87,6 +87,8 @@ class ClientData:
         seed: The run's seed.
         ids: The round and the unit; with ``seed``, they determine the order.
         drop_last: Whether an epoch leaves its last batch out if that is smaller, unless there is no other.
+        labels: Returns the class of each example of the source, int64, for hooks that need the client's classes;
+            ``None`` if classes are not known.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class ClientData:
         seed: int,
         ids: tuple[int | str, ...],
         drop_last: bool = False,
+        labels: Callable[[], Tensor] | None = None,
     ) -> None:
         self.source = source
         self.indices = indices
@@ -104,11 +107,23 @@ class ClientData:
         self.seed = seed
         self.ids = ids
         self.num_examples = examples_per_epoch(len(indices), batch_size, drop_last)
+        self._labels = labels
 
     @property
     def num_batches(self) -> int:
         """Number of local steps in an epoch."""
         return -(-self.num_examples // self.batch_size)
+
+    def classes(self) -> Tensor:
+        """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``.
+
+        Raises:
+            ValueError: If they are not known.
+        """
+        if self._labels is None:
+            raise ValueError("The classes of this client's examples are not known; give ClientData(..., labels=...).")
+        classes: Tensor = torch.unique(self._labels()[self.indices])
+        return classes
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
         """One shuffled pass over the client's examples: pairs of (batch, number of examples in it).

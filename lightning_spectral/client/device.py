@@ -13,7 +13,7 @@ from torch import nn
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS, GradientWatch, check_untouched
 from lightning_spectral.client.kept_tensors import KeptTensors
-from lightning_spectral.client.local_hooks import BeforeStep, start_hooks
+from lightning_spectral.client.local_hooks import BeforeStep, start_hooks, untrained_rows, within_hooks
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings, LocalTask, LocalTrainer, Train
@@ -117,7 +117,9 @@ class Device:
         watched = self.side.watched(sub_model.module) if is_watched else {}
         with GradientWatch(watched) as watch, clock.measure("train"), _during("local training"):
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
-            result = sub_model.train(self._start(sub_model, download))
+            task = self._start(sub_model, download)
+            with within_hooks(self.settings.local_hooks, sub_model.module, task.data):
+                result = sub_model.train(task)
         if result.num_steps > 0 and not self._server_is_checked:
             check_untouched(self.module)
             self._server_is_checked = not is_watched
@@ -126,8 +128,10 @@ class Device:
         with _during("collecting"):
             upload = self.side.collect(sub_model.module, download)
             logged = sub_model.recorder.finish_client()
+            rows = untrained_rows(self.settings.local_hooks, sub_model.module, task.data)
         unreached = watch.unreached if is_watched and result.num_steps > 0 else None
-        return replace(upload, num_steps=result.num_steps, loss=result.loss, logged=logged, unreached=unreached)
+        upload = replace(upload, logged=logged, unreached=unreached, untrained_rows=rows)
+        return replace(upload, num_steps=result.num_steps, loss=result.loss)
 
     def _start(self, sub_model: SubModel, download: Download) -> LocalTask:
         """Reset the state of the previous client and prepare the new one's task."""

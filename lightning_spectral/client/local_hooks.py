@@ -1,9 +1,10 @@
-"""Hooks that act on a client's gradients in every local step, between the backward pass and the optimizer."""
+"""Hooks that act while a client trains: in every step, between the backward pass and the optimizer, or around all."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,20 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.client.batches import ClientData
 
 BeforeStep = Callable[[], None]
+Rows = Mapping[str, Tensor]
 
 
 class LocalHook(ABC):
     """Base class of local hooks, which are started once per client and called before every step.
 
     A hook is a frozen dataclass without state, whose ``repr`` goes into checkpoints. The state of one client belongs
-    to the function that `start_client` returns.
+    to the function that `start_client` returns, or to the block of `while_training`. Only `start_client` has to be
+    written.
     """
 
     @abstractmethod
-    def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
-        """Prepare for a client, and return the function to call before each of its steps.
+    def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep | None:
+        """Prepare for a client, and return the function to call before each of its steps; ``None`` for nothing.
 
         It is called without arguments after ``on_before_optimizer_step`` of the user's module, when gradients are
         computed and unscaled; Frobenius decay and `EffectiveLRClip` act afterwards. It must not read a tensor's value,
@@ -35,10 +39,60 @@ class LocalHook(ABC):
             optimizer: Steps its parameters; where a module has several, the hook is started for each of them.
         """
 
+    def while_training(self, module: nn.Module, data: ClientData) -> AbstractContextManager[None]:
+        """A block around all local steps of a client, entered once; by default nothing.
+
+        The next client trains the same sub-model, so what the block changes it has to restore, also after an error.
+
+        Args:
+            module: The sub-model, as for `start_client`, which is called earlier.
+            data: The client's own.
+        """
+        return nullcontext()
+
+    def untrained_rows(self, module: nn.Module, data: ClientData) -> Rows:
+        """Rows of parameters, by name, that the loss of this client does not reach; by default none.
+
+        Asked for when the client has trained. An algorithm that averages each entry over those who trained it leaves
+        them out of the average.
+
+        Args:
+            module: The sub-model.
+            data: The client's own.
+
+        Returns:
+            For each parameter, indices along its first dimension.
+        """
+        return {}
+
+    def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
+        """Raise ``ValueError`` if the hook cannot act on a user's module, before training; by default never.
+
+        Args:
+            module: The server's.
+            labels: Returns the class of each training example; it raises ``ValueError`` if they have none.
+        """
+        return None
+
 
 def start_hooks(hooks: Sequence[LocalHook], module: nn.Module, optimizer: Optimizer) -> list[BeforeStep]:
     """Start every hook for one client; see `LocalHook.start_client`."""
-    return [hook.start_client(module, optimizer) for hook in hooks]
+    started = [hook.start_client(module, optimizer) for hook in hooks]
+    return [before_step for before_step in started if before_step is not None]
+
+
+@contextmanager
+def within_hooks(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData) -> Iterator[None]:
+    """The blocks of all hooks around one client's training, the first outermost; see `LocalHook.while_training`."""
+    with ExitStack() as blocks:
+        for hook in hooks:
+            blocks.enter_context(hook.while_training(module, data))
+        yield
+
+
+def untrained_rows(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData) -> Rows:
+    """What all hooks say of one client's rows; see `LocalHook.untrained_rows`."""
+    return {name: rows for hook in hooks for name, rows in hook.untrained_rows(module, data).items()}
 
 
 @dataclass(frozen=True)

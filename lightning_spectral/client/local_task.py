@@ -45,7 +45,7 @@ class LocalSettings:
 
     Attributes:
         placement: Device and precision.
-        local_hooks: Hooks that act on the gradients of each optimizer before it steps, in this order.
+        local_hooks: Hooks that act while a client trains, in this order.
         defines: Whether a module defines a hook itself; hooks that it does not define are not called.
     """
 

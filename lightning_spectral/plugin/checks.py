@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch.nn.parameter import is_lazy
 
+from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
@@ -74,13 +75,14 @@ def check_member(
     data: FederatedDataModule,
     participation: UniformParticipation | Sampler | None,
     faults: Faults,
+    local_hooks: Sequence[LocalHook] = (),
 ) -> None:
     """Check that a module can be trained on the clients of its data.
 
     Raises:
         ValueError: If it has lazy layers, cannot be copied, or has complex parameters, or validation data without a
             ``validation_step``, or if a client has no examples and `Faults` says `Raise`; a sampler never draws such a
-            client.
+            client. Or if a local hook cannot act on it.
     """
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
@@ -97,6 +99,8 @@ def check_member(
         participation.check(data.num_clients)
         if faults.ends_run("no_data"):
             check_no_client_is_empty(data.partition)
+    for hook in local_hooks:
+        hook.check(module, lambda: data.labels)
 
 
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:

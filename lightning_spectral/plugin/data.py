@@ -27,7 +27,7 @@ from lightning_spectral.partition import (
 from lightning_spectral.plugin.data_checks import are_several, check_asked, check_dealt, check_evaluation, plain_sizes
 from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
 from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 
 # `Dataset` without a type argument, because of a class with one jsonargparse builds no subclasses
 EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
@@ -110,7 +110,10 @@ class FederatedDataModule(pl.LightningDataModule):
     @cached_property
     def labels(self) -> Tensor:
         """Class of each training example, int64, shape ``(len(train),)``; read once."""
-        return self._labels if self._labels is not None else dataset_labels(self.train)
+        if self._labels is not None:
+            return self._labels
+        with isolated_rng(derived_seed(self.seed, "labels")):  # examples may draw, and a client may be training
+            return dataset_labels(self.train)
 
     @cached_property
     def _parts(self) -> tuple[Partition, Partition]:
@@ -158,7 +161,8 @@ class FederatedDataModule(pl.LightningDataModule):
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""
         indices = self.partition[download.unit.client_id]
-        return ClientData(self._source, indices, self.batch_size, download.seed, download.ids, self.drop_last)
+        order = download.seed, download.ids, self.drop_last
+        return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels)
 
     def examples_per_epoch(self, num_examples: int) -> int:
         """How many of a client's examples it trains on in a local epoch."""
@@ -168,6 +172,19 @@ class FederatedDataModule(pl.LightningDataModule):
         """A client's held-out examples in order, in batches of ``eval_batch_size``."""
         index_batches = torch.split(self.held_out[client_id], self.eval_batch_size)
         return self._source.batches(index_batches, self.seed, ("held out", client_id))
+
+    def shuffled_batches(self, seed: int, ids: tuple[int | str, ...], max_batches: int | None = None) -> Iterator[Any]:
+        """The training examples of all clients, shuffled, in batches as equal as possible of ``eval_batch_size``.
+
+        Args:
+            seed: The run's seed.
+            ids: With ``seed``, they determine the order, and every random draw of the examples.
+            max_batches: Stop after this number of batches; ``None`` for all.
+        """
+        dealt = self.partition.indices
+        order = dealt[torch.randperm(len(dealt), generator=derived_generator(seed, "data order", *ids))]
+        index_batches = torch.tensor_split(order, -(-len(order) // self.eval_batch_size))
+        return self._source.batches(index_batches[:max_batches], seed, ids)
 
     def train_dataloader(self) -> RoundLoader:
         """One item per client of the round that Lightning is about to run."""

@@ -62,8 +62,8 @@ class FederatedModule(SavedRounds, Member, Host):
             for several optimizers, manual optimisation and hooks that the loop refuses.
         server_optimizer: From the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for SGD with learning rate 1, which is plain averaging.
-        local_hooks: Hooks that act on the gradients of clients before each of their steps, one after another, e.g.
-            ``[ProximalTerm(0.01), GradientClip(1.0)]``.
+        local_hooks: Hooks that act while clients train: on their gradients before each step, one after another, e.g.
+            ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on their logits, `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
         faults: Which faults of clients end the run, and which a round tolerates; ``None`` for `Faults()`.
         dropout: Simulated dropout of clients; ``None`` for none.
@@ -200,7 +200,7 @@ class FederatedModule(SavedRounds, Member, Host):
             self._finished_round, self._stop_after_round, self._resumed = -1, False, False
             check_trainer(self.trainer)
             check_own_optimizers(self)
-            check_member(self.module, self.data, self.participation, self.faults)
+            check_member(self.module, self.data, self.participation, self.faults, self.local_hooks)
             check_over_selection(self.conditions, absolute=self.absolute)
             self.conditions.check(self.data.num_clients, self._usual_size)
             write_whole_files(self.trainer)

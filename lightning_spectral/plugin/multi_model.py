@@ -198,7 +198,7 @@ class MultiModelModule(MultiModelHooks, Host):
             check_own_optimizers(self)
             for name, member in self.members.items():
                 data = self.data_of(name)
-                check_member(member.module, data, self.participation, member.faults)
+                check_member(member.module, data, self.participation, member.faults, member.local_hooks)
                 check_over_selection(member.conditions, absolute=member.absolute)
                 member.conditions.check(data.num_clients, self._usual_size)
             write_whole_files(self.trainer)

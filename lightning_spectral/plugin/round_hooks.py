@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
@@ -129,10 +130,10 @@ class RoundHooks(CohortHooks):
                 callback.on_round_end(self.trainer, member, summary)
 
     def _round_callbacks(self) -> list[RoundCallback]:
-        """The round callbacks in the Trainer's order, then `Aggregation`, which ends what the others observe."""
+        """The round callbacks in the Trainer's order, between what completes the server and what ends the round."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         round_callbacks = [callback for callback in callbacks if isinstance(callback, RoundCallback)]
-        return sorted(round_callbacks, key=lambda callback: isinstance(callback, Aggregation))
+        return sorted(round_callbacks, key=_place)
 
     def on_train_batch_end(self, outputs: Any, batch: Slot, batch_idx: int) -> None:
         """Postpone a request to stop within a round to its last client.
@@ -158,6 +159,11 @@ class RoundHooks(CohortHooks):
         if self._finished_round == self.current_epoch:
             for member in self.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
+
+
+def _place(callback: RoundCallback) -> int:
+    """First, in the middle or last among the round callbacks."""
+    return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation)
 
 
 def _nothing() -> None:

@@ -104,6 +104,13 @@ def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Ite
         del target.log, target.log_dict
 
 
+def as_in_a_step(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
+    """A batch as the steps of a user's module get it: of the right type, on the device, and through its hooks."""
+    batch = module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
+    batch = module.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+    return module.on_after_batch_transfer(batch, 0)
+
+
 def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
     """Apply a user's batch hook to evaluation batches only: a client's batches are moved while it trains."""
 

@@ -114,6 +114,27 @@ class MeanEntryChange:
         return held / max(1, sum(map(len, self.held.values())))
 
 
+def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[Tensors, Tensors]:
+    """A client's tensors and positions for `MeanEntryChange.add`, without some rows of some tensors.
+
+    Args:
+        after: As it trained them.
+        positions: As for `MeanEntryChange.add`.
+        rows: For each tensor by name, indices along its first dimension.
+
+    Example:
+        >>> without_rows({"b": torch.tensor([7.0, 8.0, 9.0])}, {}, {"b": torch.tensor([1])})
+        ({'b': tensor([7., 9.])}, {'b': tensor([0, 2])})
+    """
+    left, where = dict(after), dict(positions)
+    for name in rows.keys() & after.keys():
+        tensor = after[name]
+        all_positions = positions.get(name, torch.arange(tensor.numel()).view(tensor.shape))
+        stays = torch.ones(len(tensor), dtype=torch.bool).index_fill_(0, rows[name].cpu(), False)
+        left[name], where[name] = tensor[stays.to(tensor.device)], all_positions[stays.to(all_positions.device)]
+    return left, where
+
+
 def _zeros(flat: Tensor) -> Tensor:
     return torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
 

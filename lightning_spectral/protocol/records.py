@@ -127,6 +127,8 @@ class Upload:
         failure: What failed on the device; ``None`` if nothing did.
         seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
+        untrained_rows: Rows of tensors, by name, that the client's loss does not reach: indices along the first
+            dimension.
     """
 
     unit: WorkUnit
@@ -138,6 +140,7 @@ class Upload:
     failure: Failure | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     unreached: tuple[str, ...] | None = None
+    untrained_rows: Tensors = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:

@@ -117,6 +117,9 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
     "local_hooks": [
         ("[{class_path: ProximalTerm, init_args: {mu: 0.1}}, {class_path: GradientClip, init_args: {max_norm: 1.0}}]",
          [ls.ProximalTerm(0.1), ls.GradientClip(1.0)]),
+        ("[MaskedLogits]", [ls.MaskedLogits()]),
+        ("[{class_path: MaskedLogits, init_args: {layer: net.6, absent: -.inf}}]",
+         [ls.MaskedLogits("net.6", -float("inf"))]),
     ],
     "faults": [
         ("{on_error: LeaveOut, on_not_finite: Raise, on_late: {class_path: LeaveOut, init_args: {max_share: 0.2}}}",

@@ -9,7 +9,17 @@ import pytest
 import torch
 from conftest import LitMLP
 from federation import Fit, Fitted, same_state, seeded
-from other_process import LitFails, LitFrozen, LitPlain, OtherProcess, Worker, data_of_clients, toy_data
+from other_process import (
+    LitFails,
+    LitFrozen,
+    LitPlain,
+    OtherProcess,
+    Worker,
+    data_of_clients,
+    sorted_data,
+    sorted_data_of_clients,
+    toy_data,
+)
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of
@@ -49,7 +59,8 @@ class Elsewhere(ls.FederatedModule):
         recipes = [recipe_of(template, self.module) for template in self.templates()]
         trainer, self.module.trainer = self.module._trainer, None
         side = run.algorithm.client_side(run.server)
-        self.executor = OtherProcess(self.worker, side, self.module, recipes, data_of_clients)
+        data = sorted_data_of_clients if self.local_hooks else data_of_clients
+        self.executor = OtherProcess(self.worker, side, self.module, recipes, data, self.local_hooks)
         self.module.trainer = trainer
         return self.executor
 
@@ -79,12 +90,14 @@ def fit_as(fit: Fit, worker: Worker) -> FitAs:
         algorithm: Any,
         lit: type[LitMLP] = LitMLP,
         callbacks: Sequence[pl.Callback] = (),
+        local_hooks: Sequence[ls.LocalHook] = (),
     ) -> Fitted:
-        model = federated(seeded(lit), algorithm=algorithm, clients_per_round=4, local_epochs=2, seed=3)
+        options: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
+        model = federated(seeded(lit), algorithm=algorithm, local_hooks=local_hooks, **options)
         if isinstance(model, Elsewhere):
             model.worker = worker
         with closing(model):
-            return fit(model, toy_data(), max_epochs=3, callbacks=callbacks)
+            return fit(model, sorted_data() if local_hooks else toy_data(), max_epochs=3, callbacks=callbacks)
 
     return fit_as
 
@@ -117,6 +130,18 @@ def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) ->
     assert same_state(ours.model.state_dict(), theirs.model.state_dict())
     assert ours.ledger.rows == theirs.ledger.rows
     assert {4 * 6 * 12, 0} <= {row.frozen_bytes for row in ours.ledger.rows if row.round_idx > 0}
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "spectral", "width"])
+def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, fit_as: FitAs) -> None:
+    hooks = [ls.MaskedLogits("net.5")]
+    ours, theirs = (
+        fit_as(federated, ALGORITHMS[name], local_hooks=hooks) for federated in (Elsewhere, ls.FederatedModule)
+    )
+    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.rows == theirs.rows
+    unmasked = fit_as(ls.FederatedModule, ALGORITHMS[name], local_hooks=[ls.GradientClip(float("inf"))])
+    assert not same_state(ours.state, unmasked.state)
 
 
 def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:

@@ -1,6 +1,7 @@
 """Callbacks: the boundaries of a round, and what observes rounds."""
 
 from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
+from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling, SVDRefresh
 from lightning_spectral.plugin.callbacks.client_evaluation import ClientEvaluation
 from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
@@ -15,6 +16,7 @@ from lightning_spectral.plugin.callbacks.wandb import WandbRounds
 
 __all__ = [
     "Aggregation",
+    "BatchNormEstimation",
     "ClientEvaluation",
     "ClientRow",
     "ClientTable",

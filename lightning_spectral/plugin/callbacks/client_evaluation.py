@@ -20,7 +20,7 @@ from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Trained, is_host
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.plugin.round_log import log_values
-from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.plugin.user_hooks import as_in_a_step, is_overridden
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -221,15 +221,8 @@ def _evaluated(
     try:
         with isolated_rng(seed, [device]):  # a step may draw
             for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
-                copied.step(_moved(batch, copied.module, trainer), batch_idx)
+                copied.step(as_in_a_step(batch, copied.module, trainer), batch_idx)
     except Exception as error:
         raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
     (num_examples,) = model.data.held_out.sizes_of([client_id])
     return ClientRow(client_id, num_examples, copied.logged())
-
-
-def _moved(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
-    """A batch as ``validation_step`` gets it."""
-    batch = module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
-    batch = module.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
-    return module.on_after_batch_transfer(batch, 0)

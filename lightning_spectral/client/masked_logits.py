@@ -1,0 +1,188 @@
+"""Masks the logits of the classes that a client lacks, while it trains."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.optim import Optimizer
+
+from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.errors import SpectralWarning
+
+ABSENT = Number(
+    below=math.inf, finite=False, hint="0 as in HeteroFL, or -inf for a loss over the present classes alone"
+)
+
+
+@dataclass(frozen=True)
+class MaskedLogits(LocalHook):
+    r"""Replaces the logits of classes of which a client has no example by a constant, while the client trains.
+
+    So a client does not unlearn the classes that others have: absent logits have no gradient. The constant 0 is what
+    HeteroFL published; an absent class then still counts :math:`e^0 = 1` in the sum of the softmax. With minus infinity
+    the loss is that of the present classes alone. ``training_step`` stays as it is: it sees the masked logits, in its
+    loss and its metrics. Evaluation is not masked, and a client that has all classes trains as without the hook.
+
+    A client's classes are those of the examples that it trains on, ``FederatedDataModule.labels``. They are positions
+    among the logits, counted from 0; negative ones, which losses ignore, are no classes.
+
+    `WidthSharding` averages the rows of the layer that belong to absent classes over the clients that have the class,
+    as it averages every entry over those who hold it. Other algorithms average the unchanged rows with the others.
+
+    Args:
+        layer: Dotted name of the layer whose output are the logits, as in ``named_modules()``; ``""`` for the module
+            itself, where ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
+            and along dimension 1 otherwise, as in `torch.nn.functional.cross_entropy`.
+        absent: The constant, below infinity. With minus infinity a loss must not use absent logits in another way, as
+            label smoothing does.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If the constant is infinity or NaN. When training starts, if the module has no such layer, the
+            examples have no labels, or the layer has fewer outputs than there are classes.
+
+    Reference:
+        Diao et al. (2021), HeteroFL, section 3: the masked cross-entropy. Its constant is that of the published code.
+
+    Example:
+        >>> from lightning_spectral.client.batches import BatchSource
+        >>> head, labels = nn.Linear(2, 4), torch.tensor([3, 0, 3])
+        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
+        >>> data = ClientData(source, torch.arange(3), 3, seed=0, ids=(), labels=lambda: labels)
+        >>> with MaskedLogits(layer="").while_training(head, data):
+        ...     print(head(torch.ones(1, 2))[:, 1:3])
+        tensor([[0., 0.]], grad_fn=<SliceBackward0>)
+    """
+
+    layer: str = "head"
+    absent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, str):
+            raise TypeError(f"`layer` must be the dotted name of a layer, got {self.layer!r}; write layer='head'.")
+        check_fields(self, absent=ABSENT)
+
+    def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
+        """Check that the layer is there, can be masked, and has an output for each class."""
+        layer = _found(module, self.layer)
+        try:
+            num_classes = 1 + int(labels().max())
+        except ValueError as error:
+            raise ValueError(
+                f"MaskedLogits needs the class of every training example, FederatedDataModule(..., labels=...). {error}"
+            ) from error
+        num_outputs = next(
+            (getattr(layer, name) for name in ("out_features", "out_channels") if hasattr(layer, name)), None
+        )
+        if num_outputs is not None and num_outputs < num_classes:
+            raise ValueError(_too_few(self.layer, num_outputs, num_classes - 1))
+
+    def start_client(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Nothing to do in each step."""
+
+    @contextmanager
+    def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
+        """Mask the output of the layer within the block."""
+        masking = _Masking(self, data.classes())
+        handle = module.get_submodule(self.layer).register_forward_hook(masking)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not masking.has_acted:
+            warnings.warn(
+                f"MaskedLogits has masked nothing: while a client trained, nobody called the layer {self.layer!r}. "
+                "Name the one that `training_step` calls.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def untrained_rows(self, module: nn.Module, data: ClientData) -> Mapping[str, Tensor]:
+        """The rows of absent classes, where the layer is linear or a convolution, and its own."""
+        layer = module.get_submodule(self.layer)
+        if not isinstance(layer, nn.Linear | _ConvNd) or isinstance(layer, _ConvTransposeNd) or not self.layer:
+            return {}
+        rows = _absent(data.classes(), len(layer.weight))
+        owners = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
+        own = {f"{self.layer}.{name}": id(getattr(layer, name)) for name in ("weight", "bias")}
+        return {name: rows for name, owner in own.items() if len(rows) and owners.count(owner) == 1}
+
+
+class _Masking:
+    """A forward hook that fills the logits of one client's absent classes, which are found in the first pass."""
+
+    def __init__(self, hook: MaskedLogits, classes: Tensor) -> None:
+        self.hook = hook
+        self.classes = classes
+        self.absent: Tensor | None = None
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether there was a forward pass."""
+        return self.absent is not None
+
+    def __call__(self, layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+        """Return the masked output; ``None`` leaves it as it is."""
+        dim = -1 if hasattr(layer, "out_features") else 1
+        if self.absent is None:
+            self.absent = self._find(output, dim)
+        return output.index_fill(dim, self.absent, self.hook.absent) if len(self.absent) else None
+
+    def _find(self, output: Any, dim: int) -> Tensor:
+        """The absent classes, on the device of the output."""
+        name = self.hook.layer
+        if not isinstance(output, Tensor) or output.ndim < 2:
+            got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                f"MaskedLogits masks a tensor of logits, one for each class, and the output of {name!r} is {got}; name "
+                "the layer that makes the logits."
+            )
+        largest = int(self.classes.max()) if len(self.classes) else -1
+        if largest >= output.shape[dim]:
+            raise ValueError(_too_few(name, output.shape[dim], largest))
+        return _absent(self.classes, output.shape[dim]).to(output.device)
+
+
+def _absent(classes: Tensor, num_classes: int) -> Tensor:
+    """The classes below a number that are not among some."""
+    return torch.ones(num_classes, dtype=torch.bool).index_fill_(0, classes[classes >= 0], False).nonzero().squeeze(1)
+
+
+def _too_few(layer: str, num_outputs: int, largest: int) -> str:
+    return (
+        f"MaskedLogits: the layer {layer!r} has {num_outputs} outputs, and there are examples of class {largest}; "
+        "name the layer that makes the logits, or number classes from 0: FederatedDataModule(..., labels=...)."
+    )
+
+
+def _found(module: nn.Module, name: str) -> nn.Module:
+    """The layer of a name.
+
+    Raises:
+        ValueError: If there is none, or it is inside of what is compiled, which does not see hooks come and go.
+    """
+    layers: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+    if name not in layers:
+        close = difflib.get_close_matches(name, list(layers), cutoff=0.5) or list(layers)[1:][-3:]
+        raise ValueError(
+            f"MaskedLogits: {type(module).__name__} has no layer {name!r}; it has {', '.join(map(repr, close))}."
+        )
+    *above, _ = ["", *(name[:i] for i, letter in enumerate(name) if letter == "."), name] if name else [""]
+    compiled = [path for path in above if hasattr(layers[path], "_orig_mod")]
+    if compiled:
+        raise ValueError(
+            f"MaskedLogits cannot mask {name!r} inside of {compiled[0]!r}, which is compiled for all clients at once; "
+            "compile the layers below the logits alone."
+        )
+    return layers[name]

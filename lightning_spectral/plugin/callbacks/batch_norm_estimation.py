@@ -1,0 +1,191 @@
+"""Estimates BatchNorm's averages of the server's model anew, over the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
+
+from lightning_spectral.arguments import Whole
+from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.user_step import UserStep
+from lightning_spectral.errors import RoundError
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.client_parallel import processes_of
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.host import Host, Trained, is_host
+from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.plugin.user_hooks import as_in_a_step, defines
+from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.rng import derived_seed, isolated_rng
+
+PURPOSE = "BatchNorm estimation"
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Estimated(Trained, Protocol):
+    """What an estimation needs from a model."""
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data of its clients."""
+
+
+class Federation(Host, Protocol):
+    """What an estimation needs from the module that is fitted."""
+
+    @property
+    def members(self) -> Mapping[str, Trained]:
+        """The models by name."""
+
+
+class BatchNormEstimation(RoundCallback):
+    """Sets BatchNorm's averages of the server's model to those of its own activations on all training data.
+
+    It acts when the server has made its step, before anything else sees the round: validation, `ClientEvaluation`
+    and checkpoints have the new averages. A copy of your module in train mode runs ``training_step`` without
+    gradients on the training examples of all clients, shuffled anew in every round, in batches as equal as possible of
+    at most ``FederatedDataModule(eval_batch_size=...)``. What the step logs is dropped. Each layer gets the mean over
+    batches of a batch's mean, and of its unbiased variance, as `torch.optim.swa_utils.update_bn` makes them.
+
+    So the clients' averages are not needed: with ``keep_buffers=["*.running_*"]`` of the algorithm they do not travel
+    up. What travels down is not used, since training goes by the statistics of the batch.
+
+    Dropout acts, as it does while clients train. The global random generators stay as they are. Of several processes
+    one estimates, and all get the same bits.
+
+    Args:
+        every_n_rounds: Estimate after rounds n - 1, 2n - 1, ..., from 0, and after the last: those after which
+            ``Trainer(check_val_every_n_epoch=n)`` validates.
+        max_batches: Use no more than this number of batches; ``None`` for all.
+
+    Raises:
+        TypeError: If a number is of another type; when it is set up, if the module is not federated.
+        ValueError: If a number is below 1; when it is set up, if no model has a BatchNorm layer with averages, or one
+            that has optimises manually, since its ``training_step`` cannot run without taking steps.
+
+    Note:
+        The server of a real federation does not have this data: HeteroFL, which evaluates so, reads it all the same.
+        A round costs one forward pass over all of it, about a third of a local epoch of all clients.
+
+    Reference:
+        Diao et al. (2021), HeteroFL, section 3: static batch normalization.
+
+    Example:
+        >>> callback = BatchNormEstimation(max_batches=50)  # Trainer(callbacks=[callback])
+    """
+
+    def __init__(self, every_n_rounds: int = 1, max_batches: int | None = None) -> None:
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
+        self.max_batches: int | None = Whole(at_least=1, optional=True)("max_batches", max_batches)
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Check that there is something to estimate."""
+        if stage != "fit":
+            return
+        if not is_host(pl_module):
+            raise TypeError(
+                f"BatchNormEstimation acts after rounds, and {type(pl_module).__name__} trains on batches; wrap it: "
+                "FederatedModule(module, clients_per_round=...)."
+            )
+        check_estimated([member.module for member in pl_module.members.values()])  # type: ignore[attr-defined]
+
+    def on_round_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Estimated, summary: RoundSummary
+    ) -> None:
+        """Estimate, if it is time."""
+        round_idx = summary.round_idx
+        is_due = (round_idx + 1) % self.every_n_rounds == 0 or round_idx + 1 == num_rounds(trainer)
+        names = averages(pl_module.module)
+        if not (is_due and names):
+            return
+
+        def estimate(_: object) -> tuple[Tensor, ...]:
+            return tuple(estimated(trainer, pl_module, round_idx, self.max_batches).values())
+
+        (values,) = processes_of(trainer).share_out([None], estimate, cost=lambda _: 1.0)
+        load_tensors(pl_module.module, dict(zip(names, values, strict=True)))
+
+
+def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
+    """Check that some modules have averages to estimate, and that their steps can run without training.
+
+    Raises:
+        ValueError: If not.
+    """
+    found = [module for module in modules if averages(module)]
+    if not found:
+        raise ValueError(
+            "BatchNormEstimation finds no BatchNorm layer with averages, which `track_running_stats=False` and "
+            "`use_batch_statistics` take away; leave the callback out."
+        )
+    if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
+        raise ValueError(
+            f"BatchNormEstimation runs `training_step` without gradients, and that of {', '.join(manual)} optimises "
+            "manually; leave the callback out."
+        )
+
+
+def averages(module: nn.Module) -> list[str]:
+    """Names of the averages of a module's BatchNorm layers."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    tracked = [(f"{name}." if name else "", layer) for name, layer in layers if layer.running_mean is not None]
+    return [f"{prefix}{buffer}" for prefix, _ in tracked for buffer in BUFFERS]
+
+
+def estimated(
+    trainer: pl.Trainer, model: Estimated, round_idx: int, max_batches: int | None = None
+) -> dict[str, Tensor]:
+    """The averages of a model's BatchNorm layers over its training data, by name; the model is only read.
+
+    Args:
+        trainer: The Trainer of the run.
+        model: The model.
+        round_idx: The round, from 0; with the run's seed, it determines the order of the data.
+        max_batches: Use no more than this number of batches.
+
+    Raises:
+        RoundError: If ``training_step`` fails.
+    """
+    copied: Any = copy_module(model.module)
+    recorder = Recorder(copied)
+    copied.log, copied.log_dict = recorder.log, recorder.log_dict
+    isolate_metrics(copied)
+    copied.trainer = trainer
+    batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
+    seed = derived_seed(model.seed, PURPOSE, round_idx)
+    try:
+        with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw
+            update_bn(((batch,) for batch in batches), _Steps(copied, trainer))
+    except Exception as error:
+        raise RoundError(f"Round {round_idx}, BatchNorm estimation: {type(error).__name__}: {error}") from error
+    return select_tensors(copied, averages(copied))
+
+
+class _Steps(nn.Module):
+    """A module whose forward pass is the ``training_step`` of another, with one batch after another.
+
+    Args:
+        module: A copy of the user's module.
+        trainer: Says where and in which precision it runs.
+    """
+
+    def __init__(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+        super().__init__()
+        self.module = module
+        self._trainer = trainer
+        self._user = UserStep(module, defines)
+        self._num_batches = 0
+
+    def forward(self, batch: Any) -> None:
+        """Run one step; nothing comes back."""
+        batch = as_in_a_step(batch, self.module, self._trainer)
+        with self._trainer.precision_plugin.train_step_context(), torch.no_grad():
+            self._user.training_step(batch, self._num_batches)
+        self._num_batches += 1

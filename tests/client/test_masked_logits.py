@@ -1,0 +1,442 @@
+"""Masked logits against modules that mask by hand, and HeteroFL's average against a slow loop."""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, check_resumes, same_state, seeded
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.client.batches import BatchSource, ClientData
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+INF = math.inf
+# Class 4 is nobody's, client 3 has all others. Of each class three examples.
+OWN = ((0, 1), (1, 2), (3,), (0, 1, 2, 3))
+
+
+class LitHead(pl.LightningModule):
+    """Five logits of six features; a seventh says whose example it is, which only modules that mask by hand read."""
+
+    example_input_array = torch.zeros(2, 7)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh())
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x[:, :6]))
+
+    def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
+        return F.cross_entropy(logits, y)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = self.loss(self(x), y, int(x[0, 6]))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class LitZeros(LitHead):
+    """Masks by hand, as HeteroFL's code does."""
+
+    def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
+        mask = torch.zeros(5)
+        mask[list(OWN[client_id])] = 1
+        return F.cross_entropy(torch.where(mask == 0, torch.zeros(()), logits), y)
+
+
+class LitPresent(LitHead):
+    """The cross-entropy of the present classes alone, which are numbered anew."""
+
+    def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
+        own = list(OWN[client_id])
+        return F.cross_entropy(logits[:, own], torch.tensor([own.index(int(label)) for label in y]))
+
+
+def clients(own: Any = OWN, **options: Any) -> ls.FederatedDataModule:
+    """Three examples for each client and class."""
+    keys = [client_id for client_id, classes in enumerate(own) for _ in range(3 * len(classes))]
+    y = torch.tensor([c for classes in own for c in classes for _ in range(3)])
+    x = torch.randn(len(y), 6, generator=torch.Generator().manual_seed(1)) + 0.3 * y[:, None]
+    train = TensorDataset(torch.cat([x, torch.tensor(keys)[:, None]], 1), y)
+    return ls.FederatedDataModule(train, ls.NaturalPartitioner(keys), val=train, batch_size=2, **options)
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of three rounds in which all clients take part for two epochs."""
+    return partial(fit, max_epochs=3, local_epochs=2)
+
+
+EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
+ALGORITHMS: dict[str, Any] = {
+    "FedAvg": ls.FedAvg(),
+    "spectral": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
+    "spectral, the head too": ls.SpectralSharding(keep_ratio=0.5, layers=EVERY_LAYER),
+    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+    "Zampling": ls.Zampling(2, degree=3),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}, alpha=1.0),
+    "SCAFFOLD": ls.Scaffold(),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_round_is_that_of_a_module_that_masks_by_hand(name: str, fit: Fit) -> None:
+    options = {"algorithm": ALGORITHMS[name]}
+    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.MaskedLogits()], **options)
+    by_hand = fit(seeded(LitZeros), clients(), **options)
+    assert same_state(ours.model.state_dict(), by_hand.model.state_dict())
+    assert ours.rows == by_hand.rows
+    assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
+
+
+def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> None:
+    data = clients()
+    data.train.tensors = (data.train.tensors[0].double(), data.train.tensors[1])
+    fits = [
+        fit(seeded(lit).double(), data, local_hooks=hooks).weights
+        for lit, hooks in (
+            (LitHead, [ls.MaskedLogits(absent=-INF)]),
+            (LitPresent, []),
+            (LitHead, [ls.MaskedLogits(absent=0.0)]),
+        )
+    ]
+    assert torch.isfinite(fits[0]).all()
+    # exp(-inf) adds zeros to the same sums, perhaps in another order: some 50 steps of a few roundings of 1e-16 each
+    torch.testing.assert_close(fits[0], fits[1], rtol=0.0, atol=1e-13)
+    assert (fits[0] - fits[2]).abs().max() > 1e-3
+
+
+def test_one_clients_steps_written_out(quiet: Any) -> None:
+    """Without the package's loop: batches, masked loss, gradient, step."""
+    data, lit = clients(), seeded(LitHead)
+    names = tuple(name for name, _ in lit.named_parameters())
+    recipes = [recipe_of(lit.configure_optimizers(), lit)]
+    options = (options_of(lit.configure_optimizers()),)
+    settings = LocalSettings(local_hooks=(ls.MaskedLogits(),))
+    device = Device(lit, DenseSide(names), recipes, data.client_data, settings)
+    for client_id in (0, 3, 2):  # all train the same sub-model in turn
+        download = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=options, local_epochs=2)
+        upload = device.run(download)
+        net = seeded(LitHead)
+        optimizer = net.configure_optimizers()
+        for local_epoch in range(2):
+            for (x, y), _ in data.client_data(download).epoch(local_epoch):
+                logits = net(x)
+                for c in set(range(5)) - set(OWN[client_id]):
+                    logits[:, c] = 0.0
+                optimizer.zero_grad()
+                F.cross_entropy(logits, y).backward()
+                optimizer.step()
+        assert upload.failure is None
+        assert same_state(dict(upload.tensors), dict(net.state_dict()))
+        absent = sorted(set(range(5)) - set(OWN[client_id]))
+        assert {name: rows.tolist() for name, rows in upload.untrained_rows.items()} == {
+            "head.weight": absent,
+            "head.bias": absent,
+        }
+        assert torch.equal(upload.tensors["head.weight"][absent], lit.head.weight[absent])  # no gradient, no decay
+        assert not device.sub_model(1.0).module.head._forward_hooks
+
+
+@pytest.mark.parametrize("absent", [0.0, -INF])
+@pytest.mark.parametrize("name", [*ALGORITHMS, "width"])
+def test_clients_with_all_classes_train_as_without_the_hook(name: str, absent: float, fit: Fit) -> None:
+    data = partial(clients, [range(5)] * 4)
+    options = {"algorithm": ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5)), "max_epochs": 2}
+    ours = fit(seeded(LitHead), data(), local_hooks=[ls.MaskedLogits(absent=absent)], **options)
+    plain = fit(seeded(LitHead), data(), **options)
+    assert same_state(ours.model.state_dict(), plain.model.state_dict())
+    assert ours.rows == plain.rows
+
+
+def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
+    data = clients(client_val_fraction=0.3)
+    evaluation = ls.ClientEvaluation()
+    fitted = fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()], callbacks=[evaluation])
+    x, y = data.train.tensors
+    with torch.no_grad():
+        assert fitted.logged["val_loss"] == pytest.approx(float(F.cross_entropy(fitted.module(x), y)), rel=1e-6)
+        assert evaluation.table is not None
+        for row in evaluation.table.rows:
+            held_out = data.held_out[row.client_id]
+            own = F.cross_entropy(fitted.module(x[held_out]), y[held_out])
+            assert row.metrics["val_loss"] == pytest.approx(float(own), rel=1e-6)
+    assert not any(layer._forward_hooks for layer in fitted.module.modules())
+
+
+def test_losses_that_a_sampler_measures_are_masked(fit: Fit) -> None:
+    sampler = ls.LossVarianceReduced(active=2)
+    options = {"clients_per_round": None, "participation": sampler}
+    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.MaskedLogits()], **options)
+    by_hand = fit(seeded(LitZeros), clients(), **options)
+    assert same_state(ours.state, by_hand.state)
+    assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
+
+
+def test_a_failure_leaves_no_mask() -> None:
+    head, labels = nn.Linear(2, 3), torch.tensor([0])
+    data = ClientData(BatchSource(TensorDataset(labels)), labels, 1, seed=0, ids=(), labels=lambda: labels)
+    with pytest.raises(KeyError), ls.MaskedLogits("").while_training(head, data):
+        raise KeyError
+    assert not head._forward_hooks
+
+
+def masked(layer: nn.Module, x: Tensor, *present: int) -> Tensor:
+    """The output of a layer while a client trains that has some classes."""
+    labels = torch.tensor(present)
+    data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(len(labels)), 1, 0, (), labels=lambda: labels)
+    with ls.MaskedLogits("", absent=7.0).while_training(layer, data):
+        out: Tensor = layer(x)
+    return out
+
+
+def test_classes_are_where_a_layer_has_its_outputs() -> None:
+    """A linear layer has them last; others have them in dimension 1, as the cross-entropy does."""
+    with torch.no_grad():
+        found = masked(nn.Linear(2, 4), torch.ones(3, 5, 2), 1, 3) == 7
+        assert torch.equal(found.all(1).all(0), torch.tensor([True, False, True, False]))
+        found = masked(nn.Conv1d(2, 4, 1), torch.ones(3, 2, 5), 1, 3, -100) == 7  # -100 is ignored by losses
+        assert torch.equal(found.all(2).all(0), torch.tensor([True, False, True, False]))
+        assert int(found.sum()) == 3 * 2 * 5
+
+
+class LitManual(LitHead):
+    """Two optimizers, stepped by hand; counts the hooks of the head in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.counts: list[int] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        COUNTS.append(len(self.head._forward_hooks))
+        loss = super().training_step(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.3) for part in (self.net, self.head)]
+
+
+COUNTS: list[int] = []
+
+
+def test_a_client_with_several_optimizers_is_masked_once(fit: Fit) -> None:
+    COUNTS.clear()
+    hooks = [ls.MaskedLogits()]
+    ours = fit(seeded(LitManual), clients(), client_engine="trainer", local_hooks=hooks)
+    assert set(COUNTS) == {1}
+    loop = fit(seeded(LitHead), clients(), local_hooks=hooks)
+    assert same_state(ours.state, loop.state)
+
+
+def test_a_run_with_masked_logits_resumes(fit: Fit, tmp_path: Path) -> None:
+    options = {"local_hooks": [ls.MaskedLogits(absent=-INF)], "algorithm": ls.WidthSharding(keep_ratio=0.5)}
+    check_resumes(fit, LitHead, clients(), tmp_path, **options)
+
+
+class TestHeteroFL:
+    """`WidthSharding` averages a row of the head over the clients that have its class."""
+
+    algorithm = ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5})
+
+    @pytest.mark.parametrize("step_widths", [(), (0.5, 1.0)])
+    def test_rows_of_the_head_average_over_those_who_have_the_class(self, step_widths: Any, fit: Fit) -> None:
+        """Against each client's own update, in a slow loop over entries."""
+        lit = seeded(LitHead)
+        before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
+        turns: list[Any] = []
+
+        class Recording(ls.WidthSharding):
+            def add(self, opened: Any, receipt: Any, upload: Any) -> None:
+                super().add(opened, receipt, upload)
+                turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+
+        algorithm = Recording(keep_ratio=self.algorithm.keep_ratio, step_widths=step_widths)
+        fitted = fit(lit, clients(), algorithm=algorithm, local_hooks=[ls.MaskedLogits()], max_epochs=1)
+        assert len(turns) == 4
+        for name, inputs in (("head.weight", True), ("head.bias", False)):
+            expected = before[name].double()
+            diluted = 0.0
+            for row in range(5):
+                for column in range(12) if inputs else [None]:
+                    at = row if column is None else (row, column)
+                    holders = [
+                        (r.unit.coefficient, float(t[name][at] - before[name][at]), row in OWN[r.unit.client_id])
+                        for r, t in turns
+                        if column is None or column < t[name].shape[1]
+                    ]
+                    own = [(weight, change) for weight, change, has_class in holders if has_class]
+                    if own:
+                        mean = sum(w * c for w, c in own) / sum(w for w, _ in own)
+                        diluted = max(
+                            diluted, abs(mean - sum(w * c for w, c, _ in holders) / sum(w for w, *_ in holders))
+                        )
+                        expected[at] += mean
+            # float32 weights of order one: an eighth of the rounding of sums
+            torch.testing.assert_close(fitted.state[name].double(), expected, rtol=0.0, atol=2.0**-23)
+            assert torch.equal(fitted.state[name][4], before[name][4])  # nobody's class
+            assert diluted > 1e-3
+
+    def test_decay_does_not_reach_rows_of_classes_that_nobody_has(self, fit: Fit) -> None:
+        class LitDecay(LitHead):
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.3, weight_decay=0.1)
+
+        options: dict[str, Any] = {"local_hooks": [ls.MaskedLogits()]}
+        lit = seeded(LitDecay)
+        kept = fit(lit, clients(), algorithm=ls.WidthSharding(keep_ratio=1.0), **options).state["head.weight"][4]
+        assert torch.equal(kept, seeded(LitDecay).head.weight[4])
+        assert not torch.equal(fit(seeded(LitDecay), clients(), **options).state["head.weight"][4], kept)
+
+    def test_fewer_entries_are_counted_as_held(self, fit: Fit) -> None:
+        entries = sum(parameter.numel() for parameter in LitHead().parameters())
+        (row,) = fit(
+            seeded(LitHead),
+            clients(),
+            algorithm=ls.WidthSharding(keep_ratio=1.0),
+            local_hooks=[ls.MaskedLogits()],
+            max_epochs=1,
+        ).rows
+        assert row["fl/entries_held"] == 1 - 13 / entries
+
+    def test_a_tied_weight_is_trained_elsewhere(self) -> None:
+        lit = LitHead()
+        lit.other = nn.Linear(12, 5)
+        lit.other.weight = lit.head.weight
+        labels = torch.tensor([0, 2])
+        data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(2), 1, 0, (), labels=lambda: labels)
+        rows = ls.MaskedLogits().untrained_rows(lit, data)
+        assert {name: found.tolist() for name, found in rows.items()} == {"head.bias": [1, 3, 4]}
+
+
+def test_a_client_whose_labels_are_all_ignored_trains_no_row(fit: Fit) -> None:
+    data = clients([(0, 1), (-100,), (2,), (3, 4)])
+    options = {"algorithm": ls.WidthSharding(keep_ratio=1.0), "local_hooks": [ls.MaskedLogits()], "local_epochs": 1}
+
+    class LitIgnores(LitHead):
+        def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
+            return F.cross_entropy(logits, y, reduction="sum")
+
+    weights = fit(seeded(LitIgnores), data, max_epochs=1, **options).weights
+    assert torch.isfinite(weights).all()
+
+
+def test_each_of_several_models_masks_by_the_labels_of_its_own_data(quiet: Any) -> None:
+    def fitted(lit: Any, hooks: Any) -> Any:
+        models = {name: ls.FederatedModule(seeded(lit), local_hooks=hooks) for name in ("one", "two")}
+        federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
+        other = clients([range(4)] * 4) if hooks else clients()
+        data = ls.MultiModelDataModule({"one": clients(), "two": other})
+        pl.Trainer(max_epochs=2, num_sanity_val_steps=0, **quiet).fit(federation, data)
+        return models["one"].module.state_dict()
+
+    assert same_state(fitted(LitHead, [ls.MaskedLogits()]), fitted(LitZeros, []))
+
+
+@pytest.mark.parametrize(
+    ("hook", "data", "message"),
+    [
+        (ls.MaskedLogits("haed"), clients, r"LitHead has no layer 'haed'; it has 'head'"),
+        (ls.MaskedLogits("net.0.weight"), clients, r"has no layer 'net\.0\.weight'; it has 'net\.0'"),
+        (
+            ls.MaskedLogits(),
+            lambda: clients([(0, 5), (5,), (1,), (2,)]),
+            r"the layer 'head' has 5 outputs, and there are examples of class 5; name the layer that makes the logits",
+        ),
+    ],
+)
+def test_what_cannot_be_masked_is_refused_before_training(hook: Any, data: Any, message: str, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(seeded(LitHead), data(), local_hooks=[hook])
+
+
+def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
+    examples = [{"x": torch.zeros(7), "y": 0} for _ in range(12)]
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(4))
+    with pytest.raises(
+        ValueError, match=r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be"
+    ):
+        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 3)), r"the layer '' has 3 outputs, and there are examples of class 4"),
+        (nn.LSTM(2, 5), r"the output of '' is tuple; name the layer that makes the logits"),
+        (nn.Flatten(0), r"the output of '' is a tensor of shape \(4,\)"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused(layer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        masked(layer, torch.ones(2, 2), 0, 4)
+
+
+def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
+    class LitIdle(LitHead):
+        def __init__(self) -> None:
+            super().__init__()
+            self.idle = nn.Linear(12, 5)
+
+    with pytest.warns(ls.SpectralWarning, match="has masked nothing: .* nobody called the layer 'idle'"):
+        fit(seeded(LitIdle), clients(), local_hooks=[ls.MaskedLogits("idle")])
+
+
+def test_a_layer_inside_of_a_compiled_part_is_refused() -> None:
+    lit = LitHead()
+    lit.net, lit.head = (torch.compile(part, backend="eager") for part in (lit.net, lit.head))
+    hook = ls.MaskedLogits("net._orig_mod.2")
+    with pytest.raises(ValueError, match=r"inside of 'net', which is compiled"):
+        hook.check(lit, lambda: torch.zeros(1, dtype=torch.int64))
+    ls.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
+        (lambda: ls.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
+    ],
+)
+def test_a_constant_that_makes_no_loss_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_hook_of_a_users_own_may_have_start_client_alone(fit: Fit) -> None:
+    class Zero(ls.LocalHook):
+        def start_client(self, module: nn.Module, optimizer: Any) -> Callable[[], None]:
+            return optimizer.zero_grad
+
+    lit = seeded(LitHead)
+    with warnings.catch_warnings():
+        assert same_state(fit(lit, clients(), local_hooks=[Zero()]).state, seeded(LitHead).state_dict())

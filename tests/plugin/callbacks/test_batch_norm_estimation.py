@@ -1,0 +1,230 @@
+"""BatchNorm's averages that are estimated anew, against averages written out."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import LitMLP, LitSmall
+from federation import Fit, check_resumes, same_state, seeded
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+KEEP = ["*.running_*"]
+AVERAGES = ("net.1.running_mean", "net.1.running_var", "net.4.running_mean", "net.4.running_var")
+
+
+class LitTwo(LitMLP):
+    """Two BatchNorm layers, of two ways to average over steps, dropout behind them, and a count of steps."""
+
+    example_input_array = torch.zeros(2, 6)
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__(dropout=dropout)
+        layers = list(self.net)
+        self.net = nn.Sequential(
+            layers[0], nn.BatchNorm1d(12), nn.ReLU(), layers[2], nn.BatchNorm1d(12, momentum=None), *layers[3:]
+        )
+        self.register_buffer("num_steps", torch.tensor(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of three rounds."""
+    return partial(fit, max_epochs=3)
+
+
+def clients(toy: TensorDataset, **options: Any) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), val=toy, test=toy, batch_size=5, **options)
+
+
+def written_out(lit: Any, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Mean over batches of each layer's mean and unbiased variance, by their formulas, in double precision."""
+    found: dict[str, list[Tensor]] = {name: [] for name in AVERAGES}
+    weights = {name: value.double() for name, value in lit.state_dict().items()}
+    for x in batches:
+        h = x.double()
+        for linear, norm in (("net.0", "net.1"), ("net.3", "net.4")):
+            h = h @ weights[f"{linear}.weight"].T + weights[f"{linear}.bias"]
+            mean = h.sum(0) / len(h)
+            squares = ((h - mean) ** 2).sum(0)
+            found[f"{norm}.running_mean"].append(mean)
+            found[f"{norm}.running_var"].append(squares / (len(h) - 1))
+            h = (h - mean) / (squares / len(h) + 1e-5).sqrt()
+            h = (h * weights[f"{norm}.weight"] + weights[f"{norm}.bias"]).relu()
+    return {name: torch.stack(values).mean(0) for name, values in found.items()}
+
+
+def assert_close(state: Any, expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        # float32 sums of up to 120 values of order one, through two layers
+        torch.testing.assert_close(state[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_one_batch_of_all_examples_gives_their_mean_and_variance(toy: TensorDataset, fit: Fit) -> None:
+    fitted = fit(seeded(LitTwo), clients(toy), callbacks=[ls.BatchNormEstimation()])
+    assert_close(fitted.state, written_out(fitted.module, [toy.tensors[0]]))  # 120 examples, batches of up to 256
+    assert fitted.state["net.1.num_batches_tracked"] == 1
+    with pytest.raises(AssertionError):
+        assert_close(fit(seeded(LitTwo), clients(toy)).state, written_out(fitted.module, [toy.tensors[0]]))
+
+
+@pytest.mark.parametrize("max_batches", [None, 3])
+def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy: TensorDataset, fit: Fit) -> None:
+    data = clients(toy, eval_batch_size=17, client_val_fraction=0.25)
+    fitted = fit(seeded(LitTwo), data, callbacks=[ls.BatchNormEstimation(max_batches=max_batches)])
+    batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 2), max_batches)]
+    assert [len(x) for x in batches] == [16, 16, 16, 16, 16, 16][:max_batches]  # 96 of 120 train
+    trained = {tuple(row) for row in toy.tensors[0][data.partition.indices].tolist()}
+    shown = [tuple(row) for x in batches for row in x.tolist()]
+    assert set(shown) <= trained
+    assert len(set(shown)) == len(shown) == (len(trained) if max_batches is None else 48)
+    assert_close(fitted.state, written_out(fitted.module, batches))
+    other = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 1), max_batches)]
+    assert not torch.equal(other[0], batches[0])
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ls.FedAvg(keep_buffers=KEEP),
+        ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, keep_buffers=KEEP, scaler=True),
+        ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_buffers=KEEP)),
+    ],
+    ids=["FedAvg", "width", "spectral"],
+)
+def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        ours = fit(seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.BatchNormEstimation()])
+        after = torch.rand(3)
+        torch.manual_seed(5)
+        plain = fit(seeded(LitTwo), clients(toy), algorithm=algorithm)
+        assert torch.equal(torch.rand(3), after)
+    assert torch.equal(ours.weights, plain.weights)
+    assert torch.equal(plain.state["net.1.running_mean"], torch.zeros(12))  # the server's own, as it was
+    assert ours.state["num_steps"] == 0  # the steps were those of a copy
+    assert_close(ours.state, written_out(ours.module, [toy.tensors[0]]))
+    one, two = (
+        [{name: value for name, value in row.items() if not name.startswith("val")} for row in fitted.rows]
+        for fitted in (ours, plain)
+    )
+    assert one == two
+    assert ours.rows != plain.rows
+    assert ours.ledger.rows == plain.ledger.rows
+    averaged = fit(seeded(LitTwo), clients(toy))
+    if isinstance(algorithm, ls.FedAvg):
+        assert averaged.ledger.rows[0].uplink_bytes - ours.ledger.rows[0].uplink_bytes == 4 * len(AVERAGES) * 12
+
+
+def test_validation_evaluation_and_checkpoints_have_the_new_averages(
+    toy: TensorDataset, fit: Fit, tmp_path: Path
+) -> None:
+    """`ClientEvaluation` stands before it in the list, and acts after it."""
+
+    class Evaluation(ls.ClientEvaluation):
+        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+            seen.append({name: pl_module.module.state_dict()[name].clone() for name in AVERAGES})
+            super().on_round_end(trainer, pl_module, summary)
+
+    seen: list[dict[str, Tensor]] = []
+    data = clients(toy, client_val_fraction=0.25)
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    fitted = fit(
+        seeded(LitTwo),
+        data,
+        algorithm=ls.FedAvg(keep_buffers=KEEP),
+        callbacks=[Evaluation(), ls.BatchNormEstimation(), saver],
+        trainer={"enable_checkpointing": True},
+    )
+    trained = toy.tensors[0][data.partition.indices]
+    for round_idx in range(3):
+        saved = torch.load(tmp_path / f"{round_idx}.ckpt", weights_only=True)["state_dict"]
+        state = {name.removeprefix("module."): value for name, value in saved.items()}
+        lit = seeded(LitTwo)
+        lit.load_state_dict(state)
+        assert_close(state, written_out(lit, [trained]))
+        assert same_state({name: state[name] for name in AVERAGES}, seen[round_idx])
+        with torch.no_grad():
+            expected = nn.functional.cross_entropy(lit.eval()(toy.tensors[0]), toy.tensors[1])
+        assert fitted.rows[round_idx]["val_loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(toy: TensorDataset, fit: Fit) -> None:
+    class Seen(ls.RoundCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+            means.append(pl_module.module.net[1].running_mean.clone())
+
+    means: list[Tensor] = []
+    callbacks = [ls.BatchNormEstimation(every_n_rounds=2), Seen()]
+    fit(
+        seeded(LitTwo),
+        clients(toy),
+        algorithm=ls.FedAvg(keep_buffers=KEEP),
+        callbacks=callbacks,
+        max_epochs=5,
+        trainer={"check_val_every_n_epoch": 2},
+    )
+    assert [bool((one != two).any()) for one, two in zip([torch.zeros(12), *means], means, strict=False)] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_run_resumes(toy: TensorDataset, fit: Fit, tmp_path: Path) -> None:
+    check_resumes(fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[ls.BatchNormEstimation()])
+
+
+def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDataset, quiet: Any) -> None:
+    models = {name: ls.FederatedModule(seeded(lit)) for name, lit in (("two", LitTwo), ("none", LitMLP))}
+    federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
+    data = ls.MultiModelDataModule({name: clients(toy) for name in models})
+    trainer = pl.Trainer(max_epochs=2, callbacks=[ls.BatchNormEstimation()], num_sanity_val_steps=0, **quiet)
+    trainer.fit(federation, data)
+    lit = models["two"].module
+    assert_close(lit.state_dict(), written_out(lit, [toy.tensors[0]]))
+
+
+def test_no_model_with_averages_is_refused(data: Any, fit: Fit) -> None:
+    for lit in (seeded(LitMLP), ls.nn.use_batch_statistics(seeded(LitSmall))):
+        with pytest.raises(ValueError, match="finds no BatchNorm layer with averages"):
+            fit(lit, data, callbacks=[ls.BatchNormEstimation()])
+
+
+def test_manual_optimisation_is_refused(data: Any, fit: Fit) -> None:
+    lit = seeded(LitSmall)
+    lit.automatic_optimization = False
+    with pytest.raises(ValueError, match="that of LitSmall optimises manually"):
+        fit(lit, data, client_engine="trainer", callbacks=[ls.BatchNormEstimation()])
+
+
+def test_a_module_that_is_not_federated_is_refused(toy: TensorDataset, quiet: Any) -> None:
+    trainer = pl.Trainer(max_epochs=1, callbacks=[ls.BatchNormEstimation()], **quiet)
+    loader = torch.utils.data.DataLoader(toy, batch_size=10)
+    with pytest.raises(TypeError, match="LitSmall trains on batches; wrap it"):
+        trainer.fit(seeded(LitSmall), loader, loader)
+
+
+def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
+    class LitPenalty(LitTwo):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + torch.autograd.grad(loss, self.net[0].bias, create_graph=True)[0].square().sum()
+
+    lit = seeded(LitPenalty)
+    with pytest.raises(ls.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"):
+        fit(lit, clients(toy), callbacks=[ls.BatchNormEstimation()])
+    plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
+    assert same_state(lit.state_dict(), plain.state)  # the clients' averages stay

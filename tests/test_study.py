@@ -51,6 +51,13 @@ def test_sub_models_by_width_have_about_the_share_of_the_parameters(study, net):
     assert 0.1 < small / whole < 0.36  # layers that are cut on one side alone keep 0.32
 
 
+def test_low_rank_updates_take_more_multiplications_than_what_they_update(study):
+    """An MLP of 196 and three times 200 features, of which 20 terms are added to three layers."""
+    whole = 196 * 200 + 2 * 200 * 200 + 200 * 10
+    more = 20 * (196 + 200 + 2 * (200 + 200))
+    assert study.systems.share_of_macs("MLP", "FedMUD") == pytest.approx(1 + more / whole)
+
+
 def test_the_default_of_the_study_is_the_default_of_the_package(study):
     assert study.setups.SETUPS[study.report.DEFAULT].algorithm(0.2, None) == ls.SpectralSharding()
 

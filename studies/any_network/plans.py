@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
 from records import read_runs
-from setups import OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import LINEAR_ALONE, OTHER_SYSTEMS, SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
@@ -95,8 +95,9 @@ def others(best: BestRates) -> Iterator[Spec]:
 
 def systems(best: BestRates) -> Iterator[Spec]:
     """Other systems at the same share of the parameters."""
-    for setup, net in product(OTHER_SYSTEMS, NETS):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+    for setup in OTHER_SYSTEMS:
+        for net in LINEAR_ALONE.get(setup, NETS):
+            yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
 def matrices(best: BestRates) -> Iterator[Spec]:
@@ -124,7 +125,8 @@ def long(best: BestRates) -> Iterator[Spec]:
 
 
 PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
-    plan.__name__: plan for plan in (rates, half, skew, fashion, seeds, others, matrices, momentum, ratios, long, systems)
+    plan.__name__: plan
+    for plan in (rates, half, skew, fashion, seeds, others, matrices, momentum, ratios, long, systems)
 }
 
 

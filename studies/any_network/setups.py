@@ -112,6 +112,31 @@ def by_matrices(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
     return ls.SpectralSharding.published(ls.TopN(), ratios, aggregation=ls.MatrixMeans())
 
 
+def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+    """PriSM's memory-efficient sub-models: so many times the smallest keep ratio of the outputs, too."""
+
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+        smallest = min(ratios) if isinstance(ratios, Mapping) else ratios
+        return ls.SpectralSharding.published(ls.PriSM(), ratios, output_ratio=factor * smallest)
+
+    return make
+
+
+def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+    """FedMUD: updates of the linear layers but the last have as low a rank as a client has terms; the rest is whole."""
+
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+        *names, _ = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
+        width = min(min(module.get_submodule(name).weight.shape) for name in names)
+        rank: Any = each(ratios, lambda ratio: math.ceil(ratio * width))
+        scale_of_one = math.sqrt(max(rank) if isinstance(rank, Mapping) else rank)
+        adapted = {f"{name}.weight" for name in names}
+        whole = [name for name, _ in module.named_parameters() if name not in adapted]
+        return ls.LoRA(rank, scale_of_one, aggregation, layers=names, train=whole, **options)
+
+    return make
+
+
 def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
     """The largest weights."""
     return ls.FIARSE(ratios)
@@ -175,5 +200,13 @@ SETUPS: dict[str, Setup] = {
     "Federated Dropout": Setup(None, system=by_width(ls.RandomChannels())),
     "FIARSE": Setup(None, system=by_magnitude),
     "FedHM": Setup(None, system=by_matrices),
+    "PriSM, outputs cut": Setup(None, system=by_cut_outputs(1)),
+    "PriSM-O2": Setup(None, system=by_cut_outputs(2)),
+    "FedMUD": Setup(None, system=by_updates(ls.PaddedFactors(), merge_every=1)),
+    "FedMUD, exact average": Setup(None, system=by_updates(ls.StackedProducts())),
 }
 OTHER_SYSTEMS = tuple(name for name, setup in SETUPS.items() if setup.system is not None)
+LINEAR_ALONE = {
+    "FedMUD": ("MLP", "transformer"),
+    "FedMUD, exact average": ("MLP", "transformer"),
+}  # networks of a setup

@@ -47,6 +47,10 @@ def share_of_macs(net: str, setup: str) -> float:
     """Multiplications of one forward pass of a client's model, as a share of the whole model's."""
     module = NETWORKS[net]()
     algorithm: Any = SETUPS[setup].algorithm(KEEP_RATIO, module)
+    if isinstance(algorithm, ls.LoRA):
+        options = {name: getattr(algorithm, name) for name in ("aggregation", "layers", "train")}
+        ranks = ls.lora_cost_table(module, [algorithm.max_rank], EXAMPLES, **options)
+        return ranks.share("macs", ranks.at[algorithm.max_rank])
     if isinstance(algorithm, ls.SpectralSharding):
         table = ls.cost_table(module, [KEEP_RATIO], EXAMPLES, algorithm.layers)
     else:

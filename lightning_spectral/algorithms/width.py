@@ -90,8 +90,8 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
         step_widths: Keep ratios among which each local step draws its own: all up to the client's, equally likely. It
             uses and trains the first of the client's channels. This is FjORD's ordered dropout; empty for steps as
-            wide as the client. Not for modules that compute activations again in the backward pass
-            (``torch.utils.checkpoint``), which would be at the client's own width.
+            wide as the client. Modules that compute activations again in the backward pass
+            (``torch.utils.checkpoint``), which would be at the client's own width, are refused in their first step.
         plan: What `width_plan` returned for the module, which then needs no ``example_input_array``; ``None`` to make
             it when training starts.
 

@@ -66,7 +66,8 @@ class WidthSide(DenseSide):
         def draw() -> None:
             steps.use(widths[int(torch.randint(len(widths), (), generator=generator))])
 
-        return StepActions(draw, after_forward=steps.restore)
+        steps.start_client()
+        return StepActions(draw, lambda _: steps.end_backward(), steps.restore)
 
 
 def _divide(keep_ratio: float, layer: nn.Module, inputs: Sequence[object], output: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.recomputed import RecomputationWatch
 from lightning_spectral.nn.width.sub_model import replacements, take
 
 # What torch's layers know of their own sizes: all that `cut_module` may set.
@@ -30,6 +31,11 @@ class Narrow:
 
     indices: Mapping[str, tuple[Tensor, ...]]
     sizes: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the layers that are cut."""
+        return {name.rpartition(".")[0] for name in self.indices}
 
 
 def narrow_to(client: nn.Module, narrower: nn.Module, plan: WidthPlan, widths: tuple[float, float]) -> Narrow:
@@ -63,6 +69,8 @@ class NarrowSteps:
     entries that are not used. Layers with buffers that are cut hold copies of these, so what a narrow step writes into
     BatchNorm's averages is forgotten.
 
+    The backward pass of each client's first narrow step is watched: layers that run again in it would be whole.
+
     Args:
         client: The sub-model.
         narrow: What is left at each smaller keep ratio.
@@ -71,10 +79,17 @@ class NarrowSteps:
     def __init__(self, client: nn.Module, narrow: Mapping[float, Narrow]) -> None:
         self._client, self._narrow = client, narrow
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._watch = RecomputationWatch(client, {layer for one in narrow.values() for layer in one.layers})
+        self._is_watch_due = False
+
+    def start_client(self) -> None:
+        """Watch the next narrow step."""
+        self._is_watch_due = True
 
     def use(self, keep_ratio: float) -> None:
         """Be as wide as a sub-model of this keep ratio, until `restore`; the client's own changes nothing."""
-        self.restore()
+        self.end_backward()
+        self._put_back()
         if (narrow := self._narrow.get(keep_ratio)) is not None:
             for own, new in replacements(self._client, self._parts(narrow)):
                 self._put(own, new)
@@ -82,7 +97,17 @@ class NarrowSteps:
                 self._put(vars(self._client.get_submodule(name)), sizes)
 
     def restore(self) -> None:
-        """Be as wide as the client is."""
+        """Be as wide as the client is; the backward pass follows."""
+        if self._before and self._is_watch_due:
+            self._watch.begin()
+            self._is_watch_due = False
+        self._put_back()
+
+    def end_backward(self) -> None:
+        """Note that the backward pass is over."""
+        self._watch.end()
+
+    def _put_back(self) -> None:
         for own, values in self._before:
             own.update(values)
         self._before.clear()

@@ -1,4 +1,4 @@
-"""Clients whose factors are small enough for an exact sum, and whose products are not: left out like any fault."""
+"""Clients whose own values are small enough for an exact sum, and what follows from them is not: left out."""
 
 import re
 import warnings
@@ -60,6 +60,35 @@ def test_a_client_whose_products_are_too_large_is_left_out_without_a_trace(algor
     assert same_state(fitted.state, dropped.state)
     assert [row["fl/left_out_not_finite"] for row in fitted.rows] == [1.0, 1.0]
     assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS - 1
+
+
+class LitFarInSmallSteps(LitFar):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "far", "largest"),
+    [
+        (ls.Scaffold(), 1e10, r"5e\+12"),  # divided by two steps and the learning rate
+        (ls.StaleUpdates(), 6e11, r"1e\+12"),  # the difference of two of them
+        (ls.StaleUpdates(num_terms=1), 6e11, r"1e\+12"),
+    ],
+    ids=repr,
+)
+def test_so_is_one_whose_control_or_stale_update_is_too_large(
+    algorithm: Any, far: float, largest: str, few: Any, fit: Fit
+) -> None:
+    drops = ls.ClientDropout([float(client == BAD) for client in range(NUM_CLIENTS)])
+    options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS, "max_epochs": 3}
+    dropped = fit(seeded(LitFarInSmallSteps, far), few, dropout=drops, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ls.SpectralWarning)
+        fitted = fit(seeded(LitFarInSmallSteps, far), few, **options)
+    told = rf"Round [012]: client {BAD} is left out .* \(what would be summed of it holds values up to {largest}\)"
+    assert len(said) == 3
+    assert all(re.match(told, str(warning.message)) for warning in said)
+    assert same_state(fitted.model.state_dict(), dropped.model.state_dict())
 
 
 @pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)

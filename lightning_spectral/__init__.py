@@ -103,6 +103,7 @@ from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
+from lightning_spectral.plugin.narrow_model import narrow_model
 from lightning_spectral.plugin.peft_adapter import save_peft_adapter
 from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
 from lightning_spectral.plugin.saved_modules import load_user_module
@@ -244,6 +245,7 @@ __all__ = [
     "latest_checkpoint",
     "load_user_module",
     "lora_cost_table",
+    "narrow_model",
     "rank_for",
     "replace_layers",
     "save_peft_adapter",

@@ -218,6 +218,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
         "rounds": 3,
     },
+    "averages of each width": {
+        "algorithm": ls.WidthSharding(
+            keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
+        ),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
+    },
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
@@ -271,6 +279,7 @@ ONLY_WITH_TWO = {
     "truncated stale updates, clients left out",
     "width",
     "width of each step",
+    "averages of each width",
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"
@@ -326,7 +335,7 @@ def run(
         **{**options, "callbacks": [history, ledger, saver, *watchers, *options.get("callbacks", [])]},
         **strategy,
     )
-    error, tested = None, None
+    error, tested, model = None, None, None
     try:
         data = uneven_data(held_out)
         if loader:
@@ -341,8 +350,10 @@ def run(
             tested = runner.test(model, data.val, verbose=False)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
+    state = getattr(model, "state", None)  # of the algorithm; several models have theirs in what `lit` then is
+    between_rounds = {} if state is None else {f"state: {name}": value for name, value in state.state_dict().items()}
     return {
-        "weights": {name: value.clone() for name, value in lit.state_dict().items()},
+        "weights": {name: value.clone() for name, value in {**lit.state_dict(), **between_rounds}.items()},
         "history": [{name: v for name, v in row.items() if "seconds" not in name} for row in history.rows],
         "ledger": [tuple(row) for row in ledger.rows],
         "metrics": {n: float(v) for n, v in runner.callback_metrics.items() if "seconds" not in n},

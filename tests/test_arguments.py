@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
@@ -31,6 +32,13 @@ class LitLine(pl.LightningModule):
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+
+
+def by_width() -> ls.FederatedModule:
+    lit = LitLine()
+    lit.forward, lit.example_input_array = lit.line.forward, torch.zeros(2, 3)
+    with warnings.catch_warnings(action="ignore", category=ls.SpectralWarning):  # it has no channel to cut
+        return ls.FederatedModule(lit, algorithm=ls.WidthSharding(), clients_per_round=1)
 
 
 EXAMPLE, TOY = torch.zeros(1, 8), TensorDataset(torch.zeros(12, 3))
@@ -67,6 +75,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
     "keep_ratio_for": lambda: {"module": net(), "example_input": EXAMPLE},
     "lora_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
+    "narrow_model": lambda: {"model": by_width()},
     "rank_for": lambda: {"module": net(), "example_input": EXAMPLE},
     "replace_layers": lambda: {"module": net(), "keep_ratio": 0.5},
     "sub_model_cost_table": lambda: {"module": net(), "algorithm": ls.FIARSE(), "example_input": EXAMPLE},

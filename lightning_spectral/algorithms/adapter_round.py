@@ -94,6 +94,15 @@ class AdapterRound(ABC):
             largest: Largest magnitude of each.
         """
 
+    def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
+        """Largest magnitude of what `add` would compute and sum, or a bound on it; by default 0, for factors alone.
+
+        Args:
+            parts: As for `add`.
+            largest: As for `add`.
+        """
+        return 0.0
+
     @abstractmethod
     def means(self) -> Sequence[RunningMean]:
         """Its running sums, for several processes; ``NotImplementedError`` if it has none."""

@@ -138,6 +138,14 @@ class Algorithm(ABC, Generic[RoundT]):
     def add(self, opened: RoundT, receipt: Receipt, upload: Upload) -> None:
         """Add one unit's update to the round's running sums."""
 
+    def largest_summand(self, opened: RoundT, receipt: Receipt, upload: Upload) -> float:
+        """Largest magnitude of what `add` computes from an update and sums exactly, or a bound on it; asked before it.
+
+        A client whose own values are small enough for an exact sum is left out all the same if this is not. By default
+        0, for algorithms that sum the uploaded values themselves.
+        """
+        return 0.0
+
     def expected_update(self, opened: RoundT, unit: WorkUnit) -> Mapping[str, Tensor]:
         """The change that the server reckons with before a unit trains, by name, e.g. its last one. By default none."""
         return {}

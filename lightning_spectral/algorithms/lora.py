@@ -265,10 +265,12 @@ class LoRA(Algorithm[LoRARound]):
         """Add a client's factors, and the change of what it trained whole."""
         opened.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
         for layer, adapter in opened.adapters.items():
-            sent = {part: name for part, name in layer.factors.items() if name in upload.tensors}
-            parts = {part: upload.tensors[name] for part, name in sent.items()}
-            largest = {part: upload.largest[name] for part, name in sent.items()}
-            adapter.add(receipt.unit, receipt.drawn[layer.name], parts, largest)
+            adapter.add(receipt.unit, receipt.drawn[layer.name], *_factors(upload, layer))
+
+    def largest_summand(self, opened: LoRARound, receipt: Receipt, upload: Upload) -> float:
+        """That of any layer: some aggregations sum products of factors, which may be large though these are not."""
+        found = (adapter.largest_summand(*_factors(upload, layer)) for layer, adapter in opened.adapters.items())
+        return max(found, default=0.0)
 
     def running_means(self, opened: LoRARound) -> Sequence[RunningMean]:
         """The sum over what is trained whole, and those of the adapters.
@@ -298,6 +300,13 @@ class LoRA(Algorithm[LoRARound]):
                 restart(adapter, server.get_parameter(layer.weight), rows)
         own.merge_is_due = False
         own.has_begun.fill_(True)
+
+
+def _factors(upload: Upload, layer: AdaptedLayer) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The factors of one layer that a client sent back, and the largest magnitude of each."""
+    sent = {part: name for part, name in layer.factors.items() if name in upload.tensors}
+    tensors = {part: upload.tensors[name] for part, name in sent.items()}
+    return tensors, {part: upload.largest[name] for part, name in sent.items()}
 
 
 def _sent_to_all(server: nn.Module, layers: Sequence[AdaptedLayer], state: nn.Module | None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from lightning_spectral.algorithms.cut_outputs import with_absent_rows
 from lightning_spectral.algorithms.term_aggregation import LayerMean, TermAggregation
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.statistics import MeanChange
 
 
@@ -27,6 +28,7 @@ class MeanOfMatrices(LayerMean):
         super().__init__(u, v, held_rows)
         of_terms, zero = v[:, 0], u.new_zeros(())
         matrix = zero.expand(len(u[:held_rows]), v.shape[1])
+        self._before = tuple(largest_magnitudes({"u": u, "v": v}).values())
         self._mean = sum_of({"holders": of_terms, "multiples": of_terms, "matrix": matrix}, cohort)
 
     @property
@@ -49,13 +51,29 @@ class MeanOfMatrices(LayerMean):
         magnitudes: tuple[float, float],
     ) -> None:
         """Multiply out what a client sent back."""
-        omega, v = multipliers().double(), self.v[terms].double()
-        u = self.u[: self.held_rows, terms].double()
-        u_after, v_after = (vectors.double() for vectors in trained)
-        holders, multiples = v.new_zeros(len(self.v)), v.new_full((len(self.v),), -1.0)
+        omega = multipliers().double()
+        matrix = self._matrix(terms, trained, omega)
+        holders, multiples = omega.new_zeros(len(self.v)), omega.new_full((len(self.v),), -1.0)
         holders[terms], multiples[terms] = 1.0, omega - 1.0
-        matrix = weight_change(u * omega, v, (u_after - u) * omega, v_after - v)
         self._mean.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
+
+    def _matrix(self, terms: Tensor, trained: tuple[Tensor, Tensor], omega: Tensor) -> Tensor:
+        """How far a client's training moved its own matrix."""
+        u, v = self.u[: self.held_rows, terms].double(), self.v[terms].double()
+        u_after, v_after = (vectors.double() for vectors in trained)
+        return weight_change(u * omega, v, (u_after - u) * omega, v_after - v)
+
+    def largest_summand(
+        self,
+        terms: Tensor,
+        trained: tuple[Tensor, Tensor],
+        multipliers: Callable[[], Tensor],
+        magnitudes: tuple[float, float],
+    ) -> float:
+        """A bound on the matrix, which is multiplied out only where the bound is too large."""
+        omega, (u, v), (u_after, v_after) = multipliers().double(), self._before, magnitudes
+        bound = len(terms) * float(omega.abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
+        return largest_within(bound, lambda: self._matrix(terms, trained, omega))
 
     def weight_change(self) -> Tensor:
         """Both parts together; rows that no client holds stay as they are."""

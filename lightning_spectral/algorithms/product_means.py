@@ -19,6 +19,7 @@ from lightning_spectral.algorithms.adapter_round import (
 from lightning_spectral.algorithms.client_sum import sum_of
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
+from lightning_spectral.protocol.magnitudes import largest_within
 from lightning_spectral.protocol.statistics import MeanTermChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -99,8 +100,15 @@ class StackedRound(AdapterRound):
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         """Add a client's product."""
-        product = self.opened.layer.scale * (parts["B"].double() @ parts["A"].double())
-        self.mean.add({"product": product}, unit.coefficient)
+        self.mean.add({"product": self._product(parts)}, unit.coefficient)
+
+    def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
+        """A bound on the product, which is multiplied out only where the bound is too large."""
+        bound = len(parts["A"]) * abs(self.opened.layer.scale) * largest["B"] * largest["A"]
+        return largest_within(bound, lambda: self._product(parts))
+
+    def _product(self, parts: Tensors) -> Tensor:
+        return self.opened.layer.scale * (parts["B"].double() @ parts["A"].double())
 
     def means(self) -> Sequence[RunningMean]:
         """The sum of the products."""

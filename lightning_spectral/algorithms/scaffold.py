@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.plain_sgd import check_plain_sgd
 from lightning_spectral.algorithms.scaffold_side import CORRECTION, LEARNING_RATE, ScaffoldSide, corrections
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -36,6 +38,22 @@ class ScaffoldRound(DenseRound):
         """The control of one client, float64; zeros if it has none yet."""
         store = self.cohort.store
         return {name: t.double() for name, t in store[unit].items()} if unit in store else dict(self.change.before)
+
+    def new_controls(self, receipt: Receipt, upload: Upload, distance: float) -> dict[str, Tensor]:
+        """The control of one client after its steps, whose number times learning rate is ``distance``, above 0."""
+        after = {}
+        for name, correction in corrections(receipt.drawn).items():
+            moved = upload.tensors[name].double() - self.tensors[name].double()
+            after[name] = (-moved / distance - correction).to(torch.promote_types(correction.dtype, torch.float32))
+        return after
+
+    @cached_property
+    def largest(self) -> dict[str, tuple[float, float]]:
+        """Largest magnitude of each trained parameter before the round, and of the server's control of it."""
+        names, pieces = self.change.names, self.control.pieces()
+        weights = largest_magnitudes({name: self.tensors[name] for name in names})
+        controls = largest_magnitudes({name: pieces[name] for name in names})
+        return {name: (weights[name], controls[name]) for name in names}
 
 
 @dataclass(frozen=True)
@@ -105,16 +123,25 @@ class Scaffold(FedAvg):
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change, and that of its control."""
         super().add(opened, receipt, upload)
-        own, unit = own_round(opened), receipt.unit
-        distance = upload.num_steps * float(upload.tensors[LEARNING_RATE])
+        own, unit, distance = own_round(opened), receipt.unit, _distance(upload)
         if distance == 0.0:
             return  # nothing to learn from: the control stays
-        before, after = own.controls(unit), {}
-        for name, correction in corrections(receipt.drawn).items():
-            moved = upload.tensors[name].double() - own.tensors[name].double()
-            after[name] = (-moved / distance - correction).to(torch.promote_types(correction.dtype, torch.float32))
+        before, after = own.controls(unit), own.new_controls(receipt, upload, distance)
         own.change.add({name: after[name].double() - before[name] for name in after}, own.cohort.shares[unit.key])
         own.cohort.store[unit] = after
+
+    def largest_summand(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> float:
+        r"""That of the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound on it."""
+        own, distance = own_round(opened), _distance(upload)
+        if distance == 0.0:
+            return 0.0
+        bounds = [(upload.largest[n] + weight) / distance + control for n, (weight, control) in own.largest.items()]
+
+        def change() -> Tensor:
+            before, after = own.controls(receipt.unit), own.new_controls(receipt, upload, distance)
+            return nn.utils.parameters_to_vector([after[name].double() - before[name] for name in after])
+
+        return largest_within(max(bounds, default=0.0), change)
 
     def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
         """The sum of the model's changes, and that of the control's."""
@@ -134,3 +161,8 @@ def own_round(opened: DenseRound) -> ScaffoldRound:
     """The round as `Scaffold` opened it."""
     assert isinstance(opened, ScaffoldRound)
     return opened
+
+
+def _distance(upload: Upload) -> float:
+    """Number of steps times learning rate."""
+    return upload.num_steps * float(upload.tensors[LEARNING_RATE])

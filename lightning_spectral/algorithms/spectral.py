@@ -276,9 +276,13 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         """Add the client's change: dense tensors whole, sharded layers by their terms."""
         opened.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
         for name, layer in opened.layers.items():
-            u, v = f"{name}.u", f"{name}.v"
-            trained, magnitudes = (upload.tensors[u], upload.tensors[v]), (upload.largest[u], upload.largest[v])
-            layer.add(opened.cohort, receipt.unit, receipt.drawn[name], trained, magnitudes)
+            layer.add(opened.cohort, receipt.unit, receipt.drawn[name], *_vectors(upload, name))
+
+    def largest_summand(self, opened: SpectralRound, receipt: Receipt, upload: Upload) -> float:
+        """That of any layer: some aggregations sum products of factors, which may be large though these are not."""
+        layers, (cohort, unit) = opened.layers.items(), (opened.cohort, receipt.unit)
+        found = (a.largest_summand(cohort, unit, receipt.drawn[name], *_vectors(upload, name)) for name, a in layers)
+        return max(found, default=0.0)
 
     def running_means(self, opened: SpectralRound) -> Sequence[RunningMean]:
         """One sum over the dense tensors, and one for each sharded matrix."""
@@ -324,6 +328,12 @@ def _cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerCho
             "LayerChoices(output_ratio=...), from which `validate` makes a plan."
         )
     return wanted
+
+
+def _vectors(upload: Upload, name: str) -> tuple[tuple[Tensor, Tensor], tuple[float, float]]:
+    """A client's vectors of one matrix, and the largest magnitude of each."""
+    u, v = f"{name}.u", f"{name}.v"
+    return (upload.tensors[u], upload.tensors[v]), (upload.largest[u], upload.largest[v])
 
 
 def _singular_terms(named_matrix: NamedMatrix) -> tuple[Tensor, ...]:

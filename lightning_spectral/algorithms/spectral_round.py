@@ -101,6 +101,18 @@ class LayerRound:
         plan = self.groups[cohort.keep_ratio_of(unit)]
         self.mean.add(terms, trained, lambda: self._multipliers(plan, terms.cpu()), unit.coefficient, magnitudes)
 
+    def largest_summand(
+        self,
+        cohort: Cohort,
+        unit: WorkUnit,
+        terms: Tensor,
+        trained: tuple[Tensor, Tensor],
+        magnitudes: tuple[float, float],
+    ) -> float:
+        """Largest magnitude of what `add` would compute and sum of the same, or a bound on it."""
+        plan = self.groups[cohort.keep_ratio_of(unit)]
+        return self.mean.largest_summand(terms, trained, lambda: self._multipliers(plan, terms.cpu()), magnitudes)
+
     def _multipliers(self, plan: GroupPlan, drawn: Tensor) -> Tensor:
         return self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn).to(self.mean.u)
 

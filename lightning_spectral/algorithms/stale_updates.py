@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from lightning_spectral.algorithms.stale_entry import compress, restore, update_
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
+from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.records import Receipt, Upload
 from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -62,6 +64,11 @@ class StaleRound(DenseRound):
         seen = float(pieces[SEEN])
         divisor = seen if self.unseen == "mean" and seen > 0.0 else 1.0
         return {name: pieces[name] / divisor for name in self.drawn.names}
+
+    @cached_property
+    def largest(self) -> Mapping[str, float]:
+        """Largest magnitude of each trainable parameter before the round."""
+        return largest_magnitudes(self.trained)
 
     def entry(self, unit: WorkUnit) -> Tensors:
         """What the table held of a client when the round opened, float64; zeros if nothing."""
@@ -180,6 +187,23 @@ class StaleUpdates(FedAvg):
         own.drawn.add(own.stale_update(unit), weight)
         own.table.add({**{name: new[name] - old[name] for name in new}, SEEN: is_new}, share)
         own.cohort.store[unit] = entry
+
+    def largest_summand(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> float:
+        """Twice that of the client's update, or a bound on it: the table changes by the difference of two updates.
+
+        An entry of the leading terms of an update is at most the norm of the update.
+        """
+        own = own_round(opened)
+        norms = [
+            math.sqrt(before.numel()) * (upload.largest[name] + own.largest[name])
+            for name, before in own.trained.items()
+        ]
+
+        def doubled() -> Tensor:
+            entry = compress(update_of(own.trained, upload.tensors), self.num_terms)
+            return 2 * nn.utils.parameters_to_vector(restore(entry, own.trained).values())
+
+        return largest_within(2 * max(norms, default=0.0), doubled)
 
     def expected_update(self, opened: DenseRound, unit: WorkUnit) -> Tensors:
         """The client's stale update times beta, as it was when the round opened, even if it has trained since."""

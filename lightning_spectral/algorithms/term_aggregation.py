@@ -55,6 +55,23 @@ class LayerMean(ABC):
             magnitudes: The largest magnitudes of the trained vectors.
         """
 
+    def largest_summand(
+        self,
+        terms: Tensor,
+        trained: tuple[Tensor, Tensor],
+        multipliers: Callable[[], Tensor],
+        magnitudes: tuple[float, float],
+    ) -> float:
+        """Largest magnitude of what `add` would compute of a client and sum, or a bound on it; 0 for its vectors alone.
+
+        Args:
+            terms: As for `add`.
+            trained: As for `add`.
+            multipliers: As for `add`.
+            magnitudes: As for `add`.
+        """
+        return 0.0
+
     @abstractmethod
     def weight_change(self) -> Tensor:
         """Change of the matrix, float64: exactly zero where nothing changed; rows that no client holds included."""

@@ -10,20 +10,30 @@ from functools import partial
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
-from lightning_spectral.algorithms.width_checks import check_step_widths, warn_of_scaled_averages
+from lightning_spectral.algorithms.width_averages import (
+    WidthAverages,
+    arrange,
+    averages_of,
+    by_width,
+    first_entries,
+    has_begun,
+    running_averages,
+)
+from lightning_spectral.algorithms.width_checks import check_narrow, check_step_widths, warn_of_scaled_averages
 from lightning_spectral.algorithms.width_side import WidthSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
-from lightning_spectral.nn.width.sub_model import cut_outputs, take
+from lightning_spectral.nn.width.sub_model import cut_copy, cut_outputs, take
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.entry_mean import MeanEntryChange, without_rows
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
     kept_buffers,
+    load_tensors,
     travelling_tensors,
 )
 from lightning_spectral.protocol.frozen_base import frozen_parameters
@@ -62,12 +72,16 @@ class WidthRound:
         plan: Which channels belong together.
         tensors: All tensors of the server's module, by name.
         mean: Running mean of the clients' changes.
+        averages: The running averages of each width that has its own at the server, by name.
+        names: Names of the averages of which each width has its own; those of others are the module's first entries.
     """
 
     cohort: Cohort
     plan: WidthPlan
     tensors: Mapping[str, Tensor]
     mean: MeanEntryChange
+    averages: Mapping[float, Mapping[str, Tensor]]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,8 +104,11 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
         step_widths: Keep ratios among which each local step draws its own: all up to the client's, equally likely. It
             uses and trains the first of the client's channels. This is FjORD's ordered dropout; empty for steps as
-            wide as the client. Not for modules that compute activations again in the backward pass
-            (``torch.utils.checkpoint``), which would be at the client's own width.
+            wide as the client. Modules that compute activations again in the backward pass
+            (``torch.utils.checkpoint``), which would be at the client's own width, are refused in their first step.
+        averages_per_width: Give each of ``step_widths`` running averages of its own in every BatchNorm, as published:
+            clients send back those of the widths they drew, and `narrow_model` puts them into the model of a width.
+            The server's module has those of the largest keep ratio. Otherwise narrower steps leave averages alone.
         plan: What `width_plan` returned for the module, which then needs no ``example_input_array``; ``None`` to make
             it when training starts.
 
@@ -99,7 +116,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         TypeError: If an argument is of another type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, patterns are not a sequence of strings, or
             ``step_widths`` lack a keep ratio of the clients, or are combined with other ``channels`` than the first
-            ones, or with ``scaler``.
+            ones, or with ``scaler``; or there are ``averages_per_width`` without ``step_widths``.
 
     Reference:
         Diao et al. (2021), HeteroFL; Alam et al. (2022), FedRolex; Caldas et al. (2018), Federated Dropout; Horvath et
@@ -116,6 +133,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
     exclude: Sequence[str] = ()
     keep_buffers: Sequence[str] = ()
     step_widths: Sequence[float] = ()
+    averages_per_width: bool = False
     plan: WidthPlan | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,10 +144,13 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             exclude=as_patterns,
             keep_buffers=as_patterns,
             step_widths=as_widths,
+            averages_per_width=flag,
         )
         check_is("channels", self.channels, ChannelChoice)
         if self.step_widths:
             check_step_widths(self.step_widths, self.channels, entries_of(self.keep_ratio), self.scaler)
+        elif self.averages_per_width:
+            raise ValueError("`averages_per_width` needs widths: give `step_widths`, or leave it out.")
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if no plan can be made, or a sub-model does not run; warn if nothing is cut."""
@@ -143,6 +164,12 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             )
         if self.scaler and {*entries_of(self.keep_ratio)} != {1.0}:
             warn_of_scaled_averages(server, self.keep_buffers)
+        if self.averages_per_width and not self._averages(server):
+            warnings.warn(
+                f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}.",
+                SpectralWarning,
+                stacklevel=3,
+            )
         if self.step_widths and not getattr(server, "automatic_optimization", True):
             raise ValueError(
                 "`step_widths` draws one width for each `training_step`, which with manual optimisation takes steps of "
@@ -170,7 +197,43 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         plan = self._plan(server)
         returned = tuple(averaged_tensors(server, keep_buffers=self.keep_buffers))
         scaled = cut_outputs(server, plan) if self.scaler else ()
-        return WidthSide(returned, plan, scaled, tuple(self.step_widths))
+        return WidthSide(returned, plan, scaled, tuple(self.step_widths), self._averages(server))
+
+    def _averages(self, server: nn.Module) -> tuple[str, ...]:
+        """Names of the running averages of which each width has its own."""
+        return running_averages(server, self.keep_buffers) if self.averages_per_width else ()
+
+    @property
+    def widest(self) -> float:
+        """The largest keep ratio of any client."""
+        return max(entries_of(self.keep_ratio))
+
+    def start(self, server: nn.Module, seed: int) -> WidthAverages | None:
+        """The running averages of narrower widths than the widest clients', if they have their own."""
+        names, widths = self._averages(server), [width for width in self.step_widths if width < self.widest]
+        return WidthAverages(server, self._plan(server), names, widths) if names and widths else None
+
+    def narrow(self, server: nn.Module, state: nn.Module | None, keep_ratio: float) -> nn.Module:
+        """A copy of the server's module with the first channels alone, and the averages of that width.
+
+        Raises:
+            ValueError: If clients do not train it; see `lightning_spectral.narrow_model`.
+        """
+        check_narrow(self.channels, self.scaler)
+        averages: Mapping[float, Mapping[str, Tensor]] = averages_of(state) if has_begun(state) else {}
+        if averages and keep_ratio < self.widest and keep_ratio not in averages:
+            raise ValueError(
+                f"`width={keep_ratio:g}` has no running averages: with `averages_per_width` only the widths of "
+                f"`step_widths={self.step_widths}` have some."
+            )
+        small: nn.Module = cut_copy(server, self._plan(server), keep_ratio)
+        load_tensors(small, averages.get(keep_ratio, {}))
+        return small
+
+    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
+        """Before the first round, let narrower widths begin with the averages that the module then has."""
+        if isinstance(state, WidthAverages):
+            state.begin(server)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Say how large the sub-models are."""
@@ -189,9 +252,13 @@ class WidthSharding(ByKeepRatio[WidthRound]):
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> WidthRound:
         """Collect the tensors that clients get parts of."""
         before = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        buffers = {name for name, _ in server.named_buffers()}
-        mean = MeanEntryChange(before, cohort.total, cohort.absolute, always_divided=buffers & before.keys())
-        return WidthRound(cohort, self._plan(server), travelling_tensors(server), mean)
+        averages = averages_of(state)
+        own = by_width(averages)
+        buffers = {name for name, _ in server.named_buffers() if name in before} | own.keys()
+        mean = MeanEntryChange({**before, **own}, cohort.total, cohort.absolute, always_divided=buffers)
+        return WidthRound(
+            cohort, self._plan(server), travelling_tensors(server), mean, averages, self._averages(server)
+        )
 
     def send(self, opened: WidthRound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Choose the unit's channels of each group, and send what is left of every tensor without the others."""
@@ -199,7 +266,15 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         kept = {group.name: self._kept(opened.cohort, unit, group, keep_ratio) for group in opened.plan.groups}
         indices = opened.plan.indices(kept)
         tensors = {name: take(tensor, indices.get(name, ())) for name, tensor in opened.tensors.items()}
+        tensors.update(opened.averages.get(keep_ratio, {}))
+        tensors.update(self._narrower(opened, keep_ratio))
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
+
+    def _narrower(self, opened: WidthRound, keep_ratio: float) -> dict[str, Tensor]:
+        """Each width's own averages, of those that a client uses besides its own."""
+        widths = [width for width in self.step_widths if width < keep_ratio] if opened.names else []
+        cut = partial(first_entries, opened.tensors, opened.plan, opened.names)
+        return by_width({w: opened.averages[w] if w in opened.averages else cut(w) for w in widths})
 
     def _kept(self, cohort: Cohort, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
         generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
@@ -207,9 +282,13 @@ class WidthSharding(ByKeepRatio[WidthRound]):
 
     def add(self, opened: WidthRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change to the entries that it held and trained, weighted by its coefficient."""
-        held = upload.tensors, opened.plan.positions(receipt.drawn)
-        tensors, positions = without_rows(*held, upload.untrained_rows) if upload.untrained_rows else held
-        opened.mean.add(tensors, positions, receipt.unit.coefficient, upload.largest)
+        tensors, positions, largest = upload.tensors, opened.plan.positions(receipt.drawn), upload.largest
+        if opened.averages:
+            held = arrange(upload, positions, opened.names, receipt.capacity, list(opened.averages))
+            tensors, positions, largest = held
+        if upload.untrained_rows:
+            tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
+        opened.mean.add(tensors, positions, receipt.unit.coefficient, largest)
 
     def running_means(self, opened: WidthRound) -> Sequence[RunningMean]:
         """The single sum over entries."""
@@ -217,7 +296,8 @@ class WidthSharding(ByKeepRatio[WidthRound]):
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: WidthRound) -> None:
         """Set the pseudo-gradients, which are minus the mean changes."""
-        apply_mean_change(server, opened.mean.finish())
+        changes = opened.mean.finish()
+        apply_mean_change(server, state.add(changes) if isinstance(state, WidthAverages) else changes)
 
     def diagnostics(self, opened: WidthRound) -> Mapping[str, float]:
         """The share of all entries that at least one client of the round held."""

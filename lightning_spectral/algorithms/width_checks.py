@@ -35,6 +35,14 @@ def check_step_widths(
         )
 
 
+def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
+    """Raise ``ValueError`` if the first channels alone are no model that clients train."""
+    if not isinstance(channels, PrefixChannels):
+        raise ValueError(f"Narrow models are those of the first channels, which {channels!r} does not train alone.")
+    if scaler:
+        raise ValueError("With `scaler` clients train outputs that are divided; a narrow model has none of that.")
+
+
 def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:
     """Warn about layers whose averages come from clients, where outputs are scaled as they are in training alone."""
     layers = [

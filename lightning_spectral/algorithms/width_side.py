@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.algorithms.width_averages import STEP_COUNTS, by_width
 from lightning_spectral.client.side import StepActions
 from lightning_spectral.nn.width.narrow_steps import NarrowSteps, narrow_to
 from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.sub_model import cut_module
-from lightning_spectral.protocol.exchange import copy_module
-from lightning_spectral.protocol.records import Download
+from lightning_spectral.nn.width.sub_model import cut_copy
+from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.rng import derived_generator
 
 NARROW_STEPS = "_narrow_steps"  # of a sub-model, in its `__dict__`
+COUNTER = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,53 @@ class WidthSide(DenseSide):
         plan: Which channels belong together.
         scaled: Names of the layers whose outputs are divided by the keep ratio while training.
         step_widths: The keep ratios that local steps have, up to the client's own; empty for always its own.
+        averages: Names of the running averages of which each of these has its own; empty if they share them.
     """
 
     plan: WidthPlan
     scaled: tuple[str, ...] = ()
     step_widths: tuple[float, ...] = ()
+    averages: tuple[str, ...] = ()
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
         """A copy of ``module`` with the first channels; all clients of a keep ratio have as many."""
-        client = self._cut(module, capacity)
+        client: nn.Module = cut_copy(module, self.plan, capacity)
         for name in self.scaled if capacity < 1 else ():
             client.get_submodule(name).register_forward_hook(partial(_divide, capacity))
         if not self.step_widths:
             return client
-        narrower = {width: self._cut(module, width) for width in self.step_widths if width < capacity}
-        narrow = {width: narrow_to(client, small, self.plan, (capacity, width)) for width, small in narrower.items()}
+        narrower = {width: cut_copy(module, self.plan, width) for width in self.step_widths if width < capacity}
+        own = {*self.averages, *(f"{name.rpartition('.')[0]}.{COUNTER}".lstrip(".") for name in self.averages)}
+        narrow = {w: narrow_to(client, small, self.plan, (capacity, w), own) for w, small in narrower.items()}
         vars(client)[NARROW_STEPS] = NarrowSteps(client, narrow)
         return client
 
-    def _cut(self, module: nn.Module, keep_ratio: float) -> nn.Module:
-        indices = self.plan.indices(self.plan.first(keep_ratio))
-        # What is about to be cut is not copied first.
-        parameters = dict(module.named_parameters())
-        client: nn.Module = copy_module(module, [parameters[name] for name in indices if name in parameters])
-        cut_module(client, indices)
-        return client
+    @torch.no_grad()
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Copy the server's values, and those of each smaller width's own buffers."""
+        averages = self._averages(client)
+        rest = {name: tensor for name, tensor in download.tensors.items() if name not in averages}
+        super().load(client, replace(download, tensors=rest))
+        for name, tensor in averages.items():
+            tensor.copy_(download.tensors[name])
+        for buffers in _buffers(client).values():
+            for name in buffers.keys() - {*self.averages}:  # counters, which do not travel back
+                buffers[name].copy_(client.get_buffer(name))
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        """The trained values, and the averages of smaller widths with the number of steps at each."""
+        upload = super().collect(client, download)
+        if not (averages := self._averages(client)):
+            return upload
+        counts = vars(client)[NARROW_STEPS].counts
+        steps = torch.tensor([counts[width] for width in (*_buffers(client), download.capacity)])
+        device = next(iter(averages.values())).device
+        return replace(upload, tensors={**upload.tensors, **averages, STEP_COUNTS: steps.to(device)})
+
+    def _averages(self, client: nn.Module) -> dict[str, Tensor]:
+        """Those of smaller widths, under the names under which they travel."""
+        found = {width: {name: own[name] for name in self.averages} for width, own in _buffers(client).items()}
+        return by_width(found)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
         """Draw a width before each step, all up to the client's own equally likely."""
@@ -66,7 +89,14 @@ class WidthSide(DenseSide):
         def draw() -> None:
             steps.use(widths[int(torch.randint(len(widths), (), generator=generator))])
 
-        return StepActions(draw, after_forward=steps.restore)
+        steps.start_client()
+        return StepActions(draw, lambda _: steps.end_backward(), steps.restore)
+
+
+def _buffers(client: nn.Module) -> dict[float, Mapping[str, Tensor]]:
+    """The buffers that smaller widths of a sub-model have for themselves; no widths, if it draws none."""
+    steps: NarrowSteps | None = vars(client).get(NARROW_STEPS)
+    return {} if steps is None else steps.buffers
 
 
 def _divide(keep_ratio: float, layer: nn.Module, inputs: Sequence[object], output: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class MeanEntryChange:
         return held / max(1, sum(map(len, self.held.values())))
 
 
-def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[Tensors, Tensors]:
+def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A client's tensors and positions for `MeanEntryChange.add`, without some rows of some tensors.
 
     Args:

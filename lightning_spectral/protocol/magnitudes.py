@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -36,6 +36,17 @@ def can_be_summed(magnitude: float) -> bool:
         [True, True, False, False]
     """
     return magnitude <= LARGEST
+
+
+def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
+    """A bound on magnitudes; their largest instead, once computed, if it is too large to be sure of an exact sum.
+
+    Example:
+        >>> largest_within(2.0, lambda: torch.ones(1)), largest_within(1e15, lambda: torch.ones(1))
+        (2.0, 1.0)
+    """
+    sure = can_be_summed(2 * bound)  # twice, for what rounding adds
+    return bound if sure else largest_magnitudes({"values": values()})["values"]
 
 
 def _exact(end: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
+from lightning_spectral.protocol.magnitudes import can_be_summed
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights
@@ -97,15 +98,22 @@ class Turn:
             message = self.upload.failure.message
         if left_out is None:
             with self.round.clock.measure("aggregate"), address(self.round_idx, self.unit, "aggregation"):
-                if self.upload.can_be_averaged():
-                    self.round.run.algorithm.add(self.round.opened, self._receipt, self.upload)
-                else:
-                    left_out, message = "not_finite", _too_large(self.upload)
+                left_out, message = self._add(self.upload)
         if left_out is not None:
             self._leave_out(left_out, message)
         outcome = self._outcome(self.upload, left_out)
         self.round.outcomes.append(outcome)
         return outcome
+
+    def _add(self, upload: Upload) -> tuple[ExclusionReason | None, str]:
+        """Add an upload, or say why it cannot be summed; then nothing of it has been added."""
+        if not upload.can_be_averaged():
+            return "not_finite", _too_large(upload)
+        algorithm, opened = self.round.run.algorithm, self.round.opened
+        if not can_be_summed(largest := algorithm.largest_summand(opened, self._receipt, upload)):
+            return "not_finite", f"what would be summed of it holds values up to {largest:.0e}"
+        algorithm.add(opened, self._receipt, upload)
+        return None, ""
 
     def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
         return ClientOutcome(

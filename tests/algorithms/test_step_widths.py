@@ -8,6 +8,7 @@ import torch
 from conftest import LitSmall
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width_side import NARROW_STEPS
@@ -113,6 +114,86 @@ def test_widths_are_drawn_evenly_up_to_the_clients_own() -> None:
         again.before_forward()
         repeated.append(client.net[0].out_features)
     assert repeated == sizes[:60]
+
+
+class LitCheckpointed(LitSmall):
+    """Computes the activations of some layers again in the backward pass."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[0](x)
+        if self.training:
+            return checkpoint(self.net[1:], x, use_reentrant=self.reentrant)
+        return self.net[1:](x)
+
+
+class LitCurious(LitSmall):
+    """Runs its layers, and their backward pass, wherever Lightning asks."""
+
+    def look(self, *, again: bool = False) -> None:
+        self.eval()
+        hidden = self.net[0](torch.ones(2, 6))
+        out = checkpoint(self.net[1:], hidden, use_reentrant=False) if again else self.net[1:](hidden)
+        torch.autograd.grad(out.sum(), self.net[0].weight)
+        self.train()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.look(again=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.look()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.look()
+
+    def on_after_backward(self) -> None:
+        self.look()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look(again=True)
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_run_again_in_the_backward_pass_are_refused(
+    reentrant: bool, engine: Any, data: Any, fit: Fit
+) -> None:
+    lit = seeded(LitCheckpointed)
+    lit.reentrant = reentrant
+    algorithm = ls.WidthSharding(keep_ratio=0.75, step_widths=WIDTHS)
+    with pytest.raises(ls.ClientError, match=r"local training: RuntimeError: A \w+ runs again in the backward pass"):
+        fit(lit, data, algorithm=algorithm, client_engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+def test_a_client_without_narrow_steps_may_compute_activations_again(engine: Any, data: Any, fit: Fit) -> None:
+    algorithm = ls.WidthSharding(keep_ratio=0.5, step_widths=[0.5, 0.75])
+    assert fit(seeded(LitCheckpointed), data, algorithm=algorithm, client_engine=engine).rows
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+def test_the_users_own_passes_are_not_refused(engine: Any, data: Any, fit: Fit) -> None:
+    algorithm = ls.WidthSharding(keep_ratio=0.75, step_widths=WIDTHS)
+    fitted = fit(seeded(LitCurious), data, algorithm=algorithm, client_engine=engine)
+    assert same_state(fitted.state, fit(seeded(LitSmall), data, algorithm=algorithm, client_engine=engine).state)
+
+
+def test_only_the_first_narrow_step_of_a_client_is_watched_and_no_hook_is_left() -> None:
+    side, client, _ = client_of(seeded(LitSmall), 0.75)
+    hooks = []
+    for _ in range(2):
+        actions = side.start(client, Download(WorkUnit(0, coefficient=1.0), 0.75, {}))
+        for _ in range(30):
+            actions.before_forward()
+            is_narrow = client.net[0].out_features < 9
+            actions.after_forward()
+            hooks.append((is_narrow, sum(len(part._forward_pre_hooks) for part in client.modules())))
+            actions.before_step(None)
+            assert not any(part._forward_pre_hooks for part in client.modules())
+    watched = [count for _, count in hooks if count]
+    assert watched == [4, 4]  # three linear layers and a norm, for each client
+    assert all(is_narrow for is_narrow, count in hooks if count)
 
 
 @pytest.mark.parametrize("engine", ["loop", "trainer"])

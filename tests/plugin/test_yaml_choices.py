@@ -61,6 +61,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, scaler=True, exclude=["a"])),
         ("{class_path: WidthSharding, init_args: {keep_ratio: 0.5, step_widths: [0.25, 0.5]}}",
          ls.WidthSharding(keep_ratio=0.5, step_widths=(0.25, 0.5))),
+        ("{class_path: WidthSharding, init_args: {keep_ratio: 0.5, step_widths: [0.5], averages_per_width: true}}",
+         ls.WidthSharding(keep_ratio=0.5, step_widths=(0.5,), averages_per_width=True)),
         ("{class_path: WidthSharding, init_args: {channels: {class_path: RollingChannels, init_args: {step: 2}}}}",
          ls.WidthSharding(ls.RollingChannels(step=2))),
         *[(f"{{class_path: WidthSharding, init_args: {{channels: {name}}}}}", ls.WidthSharding(getattr(ls, name)()))

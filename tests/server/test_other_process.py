@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import LitMLP
+from conftest import LitMLP, LitSmall
 from federation import Fit, Fitted, same_state, seeded
 from other_process import (
     LitFails,
@@ -45,6 +45,9 @@ ALGORITHMS = {
     "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
     "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
     "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
+    "averages of each width": ls.WidthSharding(
+        keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
+    ),
     "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
 }
 
@@ -104,7 +107,7 @@ def fit_as(fit: Fit, worker: Worker) -> FitAs:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_device_in_another_process_gives_the_same_bits(name: str, fit_as: FitAs) -> None:
-    lit = LitPlain if name == "SCAFFOLD" else LitMLP
+    lit = {"SCAFFOLD": LitPlain, "averages of each width": LitSmall}.get(name, LitMLP)
     ours = fit_as(Elsewhere, ALGORITHMS[name], lit)
     theirs = fit_as(ls.FederatedModule, ALGORITHMS[name], lit)
     assert same_state(ours.model.state_dict(), theirs.model.state_dict())

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.recomputed import RecomputationWatch
 from lightning_spectral.nn.width.sub_model import replacements, take
-
-# What torch's layers know of their own sizes: all that `cut_module` may set.
-SIZES = (
-    *("in_features", "out_features", "in_channels", "out_channels", "groups", "num_groups", "num_channels"),
-    *("num_features", "normalized_shape", "embedding_dim", "embed_dim", "kdim", "vdim", "head_dim", "nf"),
-)
 
 
 @dataclass(frozen=True)
@@ -26,13 +22,22 @@ class Narrow:
     Attributes:
         indices: For each tensor that is cut, what stays along each dimension of the sub-model's.
         sizes: For each layer that changes, the sizes that it then knows.
+        buffers: Buffers that the width has for itself, by name; steps change them, and they stay.
     """
 
     indices: Mapping[str, tuple[Tensor, ...]]
     sizes: Mapping[str, Mapping[str, Any]]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the layers that are cut."""
+        return {name.rpartition(".")[0] for name in self.indices}
 
 
-def narrow_to(client: nn.Module, narrower: nn.Module, plan: WidthPlan, widths: tuple[float, float]) -> Narrow:
+def narrow_to(
+    client: nn.Module, narrower: nn.Module, plan: WidthPlan, widths: tuple[float, float], own: Collection[str] = ()
+) -> Narrow:
     """Compare a sub-model with a narrower one, whose channels are the first of its own.
 
     Args:
@@ -40,20 +45,27 @@ def narrow_to(client: nn.Module, narrower: nn.Module, plan: WidthPlan, widths: t
         narrower: The whole module cut to the smaller width.
         plan: The plan of the whole module.
         widths: The keep ratios of both.
+        own: Names of buffers that the smaller width has for itself.
     """
-    own, left = (plan.indices(plan.first(keep_ratio)) for keep_ratio in widths)
-    indices = {name: tuple(map(torch.searchsorted, own[name], left[name])) for name in own}
+    buffers = {name: buffer for name, buffer in narrower.named_buffers() if name in own}
+    whole, left = (plan.indices(plan.first(keep_ratio)) for keep_ratio in widths)
+    indices = {name: tuple(map(torch.searchsorted, whole[name], left[name])) for name in whole}
     before, after = _sizes(client), _sizes(narrower)
     changed = {name: dict(after[name].items() - before[name].items()) for name in after}
-    return Narrow(indices, {name: sizes for name, sizes in changed.items() if sizes})
+    return Narrow(indices, {name: sizes for name, sizes in changed.items() if sizes}, buffers)
 
 
 def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of each layer; a user's module may have lists and the like under these names, which are not compared."""
+    """All whole numbers that each layer knows: those in which two cuts of one module differ are sizes."""
     return {
-        name: {size: value for size, value in vars(layer).items() if size in SIZES and isinstance(value, int | tuple)}
+        name: {attribute: value for attribute, value in vars(layer).items() if _is_size(value)}
         for name, layer in module.named_modules()
     }
+
+
+def _is_size(value: object) -> bool:
+    """Whether it is a whole number, or a tuple of these."""
+    return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value))
 
 
 class NarrowSteps:
@@ -61,20 +73,40 @@ class NarrowSteps:
 
     While it is narrow, its layers hold parts of its parameters, through which gradients reach these: zero in the
     entries that are not used. Layers with buffers that are cut hold copies of these, so what a narrow step writes into
-    BatchNorm's averages is forgotten.
+    BatchNorm's averages is forgotten, unless each width has its own.
+
+    The backward pass of each client's first narrow step is watched: layers that run again in it would be whole.
 
     Args:
         client: The sub-model.
         narrow: What is left at each smaller keep ratio.
+
+    Attributes:
+        counts: Number of steps of the client so far at each keep ratio.
     """
 
     def __init__(self, client: nn.Module, narrow: Mapping[float, Narrow]) -> None:
         self._client, self._narrow = client, narrow
+        self.counts: Counter[float] = Counter()
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._watch = RecomputationWatch(client, {layer for one in narrow.values() for layer in one.layers})
+        self._is_watch_due = False
+
+    @property
+    def buffers(self) -> dict[float, Mapping[str, Tensor]]:
+        """The buffers that smaller keep ratios have for themselves."""
+        return {keep_ratio: narrow.buffers for keep_ratio, narrow in self._narrow.items()}
+
+    def start_client(self) -> None:
+        """Count from zero, and watch the next narrow step."""
+        self.counts.clear()
+        self._is_watch_due = True
 
     def use(self, keep_ratio: float) -> None:
         """Be as wide as a sub-model of this keep ratio, until `restore`; the client's own changes nothing."""
-        self.restore()
+        self.end_backward()
+        self._put_back()
+        self.counts[keep_ratio] += 1
         if (narrow := self._narrow.get(keep_ratio)) is not None:
             for own, new in replacements(self._client, self._parts(narrow)):
                 self._put(own, new)
@@ -82,7 +114,17 @@ class NarrowSteps:
                 self._put(vars(self._client.get_submodule(name)), sizes)
 
     def restore(self) -> None:
-        """Be as wide as the client is."""
+        """Be as wide as the client is; the backward pass follows."""
+        if self._before and self._is_watch_due:
+            self._watch.begin()
+            self._is_watch_due = False
+        self._put_back()
+
+    def end_backward(self) -> None:
+        """Note that the backward pass is over."""
+        self._watch.end()
+
+    def _put_back(self) -> None:
         for own, values in self._before:
             own.update(values)
         self._before.clear()
@@ -97,4 +139,5 @@ class NarrowSteps:
         parts = {id(p): take(p, indices[name]) for name, p in parameters.items() if name in indices}
         cut = {name.rpartition(".")[0] for name in indices.keys() - parameters.keys()}
         buffers = {n: b for n, b in self._client.named_buffers() if n.rpartition(".")[0] in cut}
-        return parts | {id(b): take(b, indices.get(name, ())).clone() for name, b in buffers.items()}
+        copies = {id(b): take(b, indices.get(name, ())).clone() for name, b in buffers.items()}
+        return parts | copies | {id(self._client.get_buffer(name)): own for name, own in narrow.buffers.items()}

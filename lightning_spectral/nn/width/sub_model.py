@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from lightning_spectral.nn.width.layer_rules import is_depthwise, loses_groups
 from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.protocol.exchange import copy_module
 
 
 @torch.no_grad()
@@ -26,6 +27,22 @@ def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> No
         own.update(new)
     for layer, counts in before.items():  # an attention reads the weight of another
         _resize(layer, counts)
+
+
+def cut_copy(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> Any:
+    """A copy of a module with the first channels of each group.
+
+    Args:
+        module: The whole module; it is only read.
+        plan: Its plan.
+        keep_ratio: Share of the channels that stay.
+    """
+    indices = plan.indices(plan.first(keep_ratio))
+    # What is about to be cut is not copied first.
+    parameters = dict(module.named_parameters())
+    small = copy_module(module, [parameters[name] for name in indices if name in parameters])
+    cut_module(small, indices)
+    return small
 
 
 def replacements(module: nn.Module, small: Mapping[int, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:

@@ -1,0 +1,167 @@
+"""BatchNorm's running averages for each width of ordered dropout: where the server has them, and how they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.sub_model import take
+from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.records import Upload
+
+Tensors = Mapping[str, Tensor]
+STEP_COUNTS = "steps@widths"  # of a client, which goes back because averages are those of clients that took steps
+
+
+def at_width(name: str, width: float) -> str:
+    """The name under which a width's own version of a tensor travels.
+
+    Example:
+        >>> at_width("net.1.running_mean", 0.5)
+        'net.1.running_mean@0.5'
+    """
+    return f"{name}@{width}"
+
+
+def running_averages(server: nn.Module, keep_buffers: Sequence[str]) -> tuple[str, ...]:
+    """Names of the running averages of all normalisation layers that have some.
+
+    Raises:
+        ValueError: If one of them keeps the server's value.
+    """
+    buffers = {name for name, _ in server.named_buffers()}
+    norms = [name for name, layer in server.named_modules() if isinstance(layer, _NormBase)]
+    found = [f"{layer}.{part}" if layer else part for layer in norms for part in ("running_mean", "running_var")]
+    names = [name for name in found if name in buffers]
+    if kept := names - averaged_tensors(server, keep_buffers=keep_buffers).keys():
+        raise ValueError(
+            f"`averages_per_width` needs averages that clients send back, but {', '.join(sorted(kept))} keep the "
+            "server's value: `keep_buffers` matches them, or they are not finite. Leave either out."
+        )
+    return tuple(names)
+
+
+class WidthAverages(nn.Module):
+    """The server's running averages at each width below that of the widest clients, whose own are in its module.
+
+    Args:
+        server: The server's module, of whose averages the first entries are those of each width, to begin with.
+        plan: Which channels belong together.
+        names: Names of the averages.
+        widths: The widths.
+
+    Attributes:
+        has_begun: Whether they are the run's own, and no longer the module's as it was built.
+    """
+
+    has_begun: Tensor
+
+    def __init__(self, server: nn.Module, plan: WidthPlan, names: Sequence[str], widths: Sequence[float]) -> None:
+        super().__init__()
+        self._plan, self._names, self._widths = plan, tuple(names), tuple(widths)
+        self.register_buffer("has_begun", torch.tensor(False))
+        for width in widths:
+            for name, tensor in first_entries(travelling_tensors(server), plan, names, width).items():
+                self.register_buffer(_key(name, width), tensor.clone())
+
+    @property
+    def widths(self) -> dict[float, dict[str, Tensor]]:
+        """The averages of each width, by their names in the server's module."""
+        return {width: {name: self._buffer(name, width) for name in self._names} for width in self._widths}
+
+    def _buffer(self, name: str, width: float) -> Tensor:
+        return self.get_buffer(_key(name, width))
+
+    @torch.no_grad()
+    def begin(self, server: nn.Module) -> None:
+        """Before the first round, take the first entries of what the module then has."""
+        if not self.has_begun:
+            tensors = travelling_tensors(server)
+            for width, own in self.widths.items():
+                for name, tensor in first_entries(tensors, self._plan, self._names, width).items():
+                    own[name].copy_(tensor)
+            self.has_begun.fill_(True)
+
+    @torch.no_grad()
+    def add(self, changes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Add those changes that are of a width's own averages, and pass on the others."""
+        own = by_width(self.widths)
+        for name, change in changes:
+            if name in own:
+                own[name].add_(change.to(own[name].dtype))
+            else:
+                yield name, change
+
+
+def averages_of(state: nn.Module | None) -> dict[float, dict[str, Tensor]]:
+    """The averages of each width in the state of sub-models by width; none, if these share them."""
+    return state.widths if isinstance(state, WidthAverages) else {}
+
+
+def has_begun(state: nn.Module | None) -> bool:
+    """Whether the averages of each width are those of a run."""
+    return isinstance(state, WidthAverages) and bool(state.has_begun)
+
+
+def by_width(averages: Mapping[float, Tensors]) -> dict[str, Tensor]:
+    """All averages of some widths, under the names under which they travel."""
+    return {at_width(name, width): tensor for width, own in averages.items() for name, tensor in own.items()}
+
+
+def first_entries(tensors: Tensors, plan: WidthPlan, names: Iterable[str], width: float) -> dict[str, Tensor]:
+    """What is left of some of a module's tensors at a width."""
+    indices = plan.indices(plan.first(width))
+    return {name: take(tensors[name], indices.get(name, ())) for name in names}
+
+
+def arrange(
+    upload: Upload, positions: Tensors, names: Iterable[str], capacity: float, widths: Sequence[float]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    """Put each width's averages in their place; a client holds no entry of those of a width at which it took no step.
+
+    Args:
+        upload: What the client sends back.
+        positions: Where the entries of what is cut are.
+        names: Names of the averages.
+        capacity: The client's own width.
+        widths: The widths that have averages of their own at the server; those of wider clients are in its module.
+
+    Returns:
+        Tensors, positions and largest magnitudes for `MeanEntryChange.add`.
+    """
+    tensors, places, largest = dict(upload.tensors), dict(positions), dict(upload.largest)
+    for place, source in _sources(names, capacity, widths, _widths_used(upload.tensors, capacity, widths)):
+        if source is None:
+            tensors[place], largest[place] = torch.empty(0), 0.0
+            places[place] = torch.empty(0, dtype=torch.int64)
+        else:
+            tensors[place], largest[place] = upload.tensors[source], upload.largest[source]
+    return tensors, places, largest
+
+
+def _sources(
+    names: Iterable[str], capacity: float, widths: Sequence[float], used: Collection[float]
+) -> Iterator[tuple[str, str | None]]:
+    """For each of the server's averages which of the client's are added to it, if any."""
+    for name in names:
+        for width in widths:
+            key = at_width(name, width)
+            yield key, (name if width == capacity else key) if width in used else None
+        yield name, name if capacity in used and capacity not in widths else None
+
+
+def _widths_used(tensors: Tensors, capacity: float, widths: Sequence[float]) -> set[float]:
+    """The widths at which a client took steps: without narrower ones, its own."""
+    if STEP_COUNTS not in tensors:
+        return {capacity}
+    own = [*(width for width in widths if width < capacity), capacity]
+    return {width for width, count in zip(own, tensors[STEP_COUNTS].tolist(), strict=True) if count}
+
+
+def _key(name: str, width: float) -> str:
+    """A name that a buffer may have."""
+    return at_width(name, width).replace(".", ":")

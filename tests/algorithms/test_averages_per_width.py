@@ -1,0 +1,408 @@
+"""BatchNorm's running averages for each width of ordered dropout: against clients that train really cut copies."""
+
+import copy
+import io
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import LitSmall
+from federation import Fit, check_resumes, same_state, seeded
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.width_averages import STEP_COUNTS, WidthAverages
+from lightning_spectral.nn.width.sub_model import cut_module
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Upload
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+MIXED, WIDTHS = {0.25: 0.3, 0.75: 0.4, 1.0: 0.3}, (0.25, 0.5, 0.75, 1.0)
+LR, MOMENTUM, SEED = 0.1, 0.9, 4
+
+
+class LitNorms(LitSmall):
+    """A norm that is never cut, one whose average is the mean of all batches, and a convolution's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.conv = nn.BatchNorm1d(6), nn.Conv1d(1, 8, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm1d(8, momentum=None), nn.Linear(48, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(self.before(x)[:, None])).relu()
+        return super().forward(self.head(hidden.flatten(1)))
+
+
+AVERAGES = [f"{layer}.running_{part}" for layer in ("net.1", "before", "norm") for part in ("mean", "var")]
+
+
+def ours(keep_ratio: Any = MIXED, step_widths: Any = WIDTHS, **options: Any) -> ls.WidthSharding:
+    return ls.WidthSharding(keep_ratio=keep_ratio, step_widths=step_widths, **{"averages_per_width": True, **options})
+
+
+def randomised(lit: Any, seed: int) -> Any:
+    """Weights and averages that are no initial ones, so that nothing is the same by accident."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in lit.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
+    return lit
+
+
+def cut(lit: Any, plan: ls.WidthPlan, width: float) -> Any:
+    small = copy.deepcopy(lit)
+    cut_module(small, plan.indices(plan.first(width)))
+    return small
+
+
+class Round:
+    """One round without Lightning, of clients that are played one by one."""
+
+    def __init__(self, server: Any, capacities: list[float], algorithm: Any = None) -> None:
+        self.server = server
+        self.algorithm = (algorithm or ours()).prepare(server)
+        self.state: Any = self.algorithm.start(server, SEED)
+        self.algorithm.settle(server, self.state)
+        for number, tensor in enumerate(self.state.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(number + 1.0)
+        self.before = {width: {n: t.clone() for n, t in own.items()} for width, own in self.state.widths.items()}
+        self.units = [WorkUnit(c, coefficient=c + 1.0) for c in range(len(capacities))]
+        groups = {r: tuple(u for u, own in zip(self.units, capacities, strict=True) if own == r) for r in capacities}
+        self.opened = self.algorithm.open(server, self.state, Cohort(SEED, 2, groups))
+        self.sent = [self.algorithm.send(self.opened, unit) for unit in self.units]
+
+    def close(self) -> None:
+        self.algorithm.close(self.server, self.state, self.opened)
+
+
+def batches_of(client: int, num_steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(client)
+    return [torch.randn(5, 6, generator=generator) for _ in range(num_steps)]
+
+
+def played(round: Round, client: int, num_steps: int) -> Upload:
+    """Train a client as a device does."""
+    download = replace(round.sent[client][0], round_idx=2, seed=SEED)
+    side = round.algorithm.client_side(round.server)
+    module: Any = side.build(round.server, download.capacity)
+    side.load(module, download)
+    actions = side.start(module, download)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+    for x in batches_of(client, num_steps):
+        actions.before_forward()
+        loss = module(x).square().mean()
+        actions.after_forward()
+        optimizer.zero_grad()
+        loss.backward()
+        actions.before_step(optimizer)
+        optimizer.step()
+    return side.collect(module, download)
+
+
+class SlowClient:
+    """A client that trains a really cut copy in each step, and carries weights and averages over by hand."""
+
+    def __init__(self, round: Round, client: int, capacity: float, num_steps: int) -> None:
+        plan = round.algorithm.plan
+        widths = [width for width in WIDTHS if width <= capacity]
+        self.module = cut(round.server, plan, capacity)
+        self.averages = {
+            width: round.before[width] if width < 1.0 else dict(round.server.named_buffers()) for width in widths
+        }
+        self.averages = {w: {n: own[n].clone() for n in AVERAGES} for w, own in self.averages.items()}
+        self.counters = {w: {n: torch.tensor(0) for n in ("net.1", "before", "norm")} for w in widths}
+        self.counts: Counter[float] = Counter()
+        momenta = {name: torch.zeros_like(p) for name, p in self.module.named_parameters()}
+        generator = derived_generator(SEED, "step widths", 2, client)
+        for step, x in enumerate(batches_of(client, num_steps)):
+            width = widths[int(torch.randint(len(widths), (), generator=generator))]
+            self.counts[width] += 1
+            gradients = self.gradients(round.server, plan, capacity, width, x)
+            for name, parameter in self.module.named_parameters():
+                momenta[name] = gradients[name] if step == 0 else MOMENTUM * momenta[name] + gradients[name]
+                parameter.data.sub_(momenta[name], alpha=LR)
+
+    def gradients(self, server: Any, plan: ls.WidthPlan, capacity: float, width: float, x: Tensor) -> dict[str, Tensor]:
+        small = cut(server, plan, width)
+        own, left = plan.indices(plan.first(capacity)), plan.indices(plan.first(width))
+        where = {n: tuple(torch.searchsorted(a, b) for a, b in zip(own[n], left[n], strict=True)) for n in own}
+        for name, parameter in small.named_parameters():
+            values = self.module.get_parameter(name).data
+            parameter.data.copy_(values[torch.meshgrid(*where[name], indexing="ij")] if name in where else values)
+        for name, average in self.averages[width].items():
+            small.get_buffer(name).copy_(average)
+        for layer, counter in self.counters[width].items():
+            small.get_submodule(layer).num_batches_tracked.copy_(counter)
+        small(x).square().mean().backward()
+        self.averages[width] = {name: small.get_buffer(name).clone() for name in AVERAGES}
+        self.counters[width] = {n: small.get_submodule(n).num_batches_tracked.clone() for n in self.counters[width]}
+        gradients = {}
+        for name, parameter in small.named_parameters():
+            whole = torch.zeros_like(self.module.get_parameter(name))
+            whole[torch.meshgrid(*where[name], indexing="ij") if name in where else ...] = parameter.grad
+            gradients[name] = whole
+        return gradients
+
+
+CAPACITIES, STEPS = [0.25, 1.0, 0.75, 1.0, 0.5, 0.75], [3, 12, 9, 1, 2, 1]
+
+
+@pytest.mark.parametrize("client", range(len(CAPACITIES)))
+def test_a_client_trains_as_one_that_cuts_copies_by_hand(client: int) -> None:
+    """Bit for bit: weights, the averages of each width, and the number of steps at each."""
+    capacity, num_steps = CAPACITIES[client], STEPS[client]
+    opened = Round(randomised(LitNorms(), 0), CAPACITIES)
+    upload = played(opened, client, num_steps)
+    slow = SlowClient(opened, client, capacity, num_steps)
+    for name, parameter in slow.module.named_parameters():
+        assert torch.equal(upload.tensors[name], parameter)
+    for width, averages in slow.averages.items():
+        for name, average in averages.items():
+            assert torch.equal(upload.tensors[name if width == capacity else f"{name}@{width}"], average)
+    narrower = [width for width in WIDTHS if width < capacity]
+    assert upload.tensors.keys() == {
+        *dict(slow.module.named_parameters()),
+        *AVERAGES,
+        *(f"{name}@{width}" for width in narrower for name in AVERAGES),
+        *([STEP_COUNTS] if narrower else []),
+    }
+    if narrower:
+        assert upload.tensors[STEP_COUNTS].tolist() == [slow.counts[width] for width in (*narrower, capacity)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_each_width_averages_over_the_clients_that_took_steps_at_it(backwards: bool) -> None:
+    """Weighted by examples, in float64; what nobody drew stays as it is, to the last bit."""
+    server = randomised(LitNorms(), 0)
+    opened = Round(server, CAPACITIES, ours(keep_ratio=[*CAPACITIES]))
+    whole = {name: buffer.clone() for name, buffer in server.named_buffers()}
+    uploads = [played(opened, client, STEPS[client]) for client in range(len(CAPACITIES))]
+    for client in reversed(range(len(uploads))) if backwards else range(len(uploads)):
+        opened.algorithm.add(opened.opened, opened.sent[client][1], uploads[client])
+    slow = [SlowClient(opened, client, *each) for client, each in enumerate(zip(CAPACITIES, STEPS, strict=True))]
+    opened.close()
+    holders = {width: [c for c, one in enumerate(slow) if one.counts[width]] for width in WIDTHS}
+    assert 1 < len(holders[0.25]) < sum(capacity >= 0.25 for capacity in CAPACITIES)
+    for width, found in {**opened.state.widths, 1.0: dict(server.named_buffers())}.items():
+        for name in AVERAGES:
+            start = whole[name] if width == 1.0 else opened.before[width][name]
+            total = sum(c + 1 for c in holders[width])
+            moved = {c: slow[c].averages[width][name] - start for c in holders[width]}
+            change = sum((c + 1) / total * moved[c].double() for c in holders[width])
+            error = (found[name].double() - (start.double() + change)).abs()  # the change and the sum are rounded
+            assert bool((error <= 2**-24 * (2 * change.abs() + start.abs())).all())
+            if not holders[width]:
+                assert torch.equal(found[name], start)
+    nobody = Round(randomised(LitNorms(), 0), [1.0])
+    upload = played(nobody, 0, 1)
+    nobody.algorithm.add(nobody.opened, nobody.sent[0][1], upload)
+    nobody.close()
+    drawn = [w for w, count in zip(WIDTHS, upload.tensors[STEP_COUNTS].tolist(), strict=True) if count]
+    for width, own in nobody.state.widths.items():
+        assert same_state(own, nobody.before[width]) == (width not in drawn)
+
+
+def test_the_order_of_clients_makes_no_difference_by_one_bit() -> None:
+    states = []
+    for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 3, 1, 4]):
+        opened = Round(randomised(LitNorms(), 0), CAPACITIES)
+        uploads = [played(opened, client, STEPS[client]) for client in range(len(CAPACITIES))]
+        for client in order:
+            opened.algorithm.add(opened.opened, opened.sent[client][1], uploads[client])
+        opened.close()
+        states.append({**opened.state.state_dict(), **dict(opened.server.named_buffers())})
+    assert same_state(*states)
+
+
+def test_without_training_nothing_changes(data: Any, fit: Fit) -> None:
+    lit = randomised(LitNorms(), 0)
+    before = copy.deepcopy(lit)
+    fitted = fit(lit, data, algorithm=ours(), local_epochs=0, clients_per_round=6, max_epochs=2)
+    assert same_state(fitted.state, before.state_dict())
+    plan = ls.width_plan(before)
+    assert [*fitted.model.state.widths] == [0.25, 0.5, 0.75]
+    for width, own in fitted.model.state.widths.items():
+        small = cut(before, plan, width)
+        assert all(torch.equal(tensor, small.get_buffer(name)) for name, tensor in own.items())
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+@pytest.mark.parametrize(("keep_ratio", "widths"), [(0.5, [0.5]), (1.0, [1.0]), (0.5, [0.5, 0.75])])
+def test_clients_whose_only_width_is_their_own_train_as_without(
+    keep_ratio: float, widths: Any, engine: Any, data: Any, fit: Fit
+) -> None:
+    on, off = (
+        fit(
+            seeded(LitNorms),
+            data,
+            algorithm=ours(keep_ratio, widths, averages_per_width=flag),
+            client_engine=engine,
+            max_epochs=2,
+        )
+        for flag in (True, False)
+    )
+    assert same_state(on.model.state_dict(), off.model.state_dict())
+    assert on.ledger.rows == off.ledger.rows
+    assert on.rows == off.rows
+
+
+def test_both_engines_give_the_same_averages(data: Any, fit: Fit) -> None:
+    loop, trainer = (
+        fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2, client_engine=engine)
+        for engine in ("loop", "trainer")
+    )
+    assert same_state(loop.model.state_dict(), trainer.model.state_dict())
+
+
+def test_weights_are_those_of_shared_averages(data: Any, fit: Fit) -> None:
+    """A training step reads no average, so only these differ."""
+    on, off = (
+        fit(seeded(LitNorms), data, algorithm=ours(averages_per_width=flag), clients_per_round=6, max_epochs=2)
+        for flag in (True, False)
+    )
+    for name, parameter in on.module.named_parameters():
+        assert torch.equal(parameter, off.state[name])
+    assert not any(torch.equal(on.state[name], off.state[name]) for name in AVERAGES)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
+    check_resumes(fit, LitNorms, data, tmp_path, algorithm=ours(), clients_per_round=5)
+
+
+def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
+    """By hand: the averages of each narrower width, and eight bytes for each count of steps."""
+    table, without = (
+        ls.sub_model_cost_table(seeded(LitNorms), ours(averages_per_width=flag), MIXED, torch.zeros(2, 6))
+        for flag in (True, False)
+    )
+    rows = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=12, max_epochs=2).ledger.rows
+    assert {row.keep_ratio for row in rows} == {*MIXED}
+    for row in rows:
+        cost = table.at[row.keep_ratio]
+        assert (row.downlink_bytes, row.uplink_bytes) == (cost.downlink_bytes, cost.uplink_bytes)
+    values = {0.25: 2 * (3 + 6 + 2), 0.5: 2 * (6 + 6 + 4), 0.75: 2 * (9 + 6 + 6)}
+    for capacity, cost in table.at.items():
+        narrower = [width for width in values if width < capacity]
+        extra = 4 * sum(values[width] for width in narrower)
+        assert cost.downlink_bytes - without.at[capacity].downlink_bytes == extra
+        assert cost.uplink_bytes - without.at[capacity].uplink_bytes == extra + 8 * (len(narrower) + 1) * bool(narrower)
+
+
+def test_a_cost_table_goes_beyond_the_widest_client() -> None:
+    table = ls.sub_model_cost_table(seeded(LitNorms), ours(0.5, [0.25, 0.5]), [0.4, 0.5, 0.8], torch.zeros(2, 6))
+    assert table.at[0.4].uplink_bytes < table.at[0.5].uplink_bytes < table.at[0.8].uplink_bytes
+
+
+def narrow_by_hand(fitted: Any, width: float) -> Any:
+    """The whole module, cut, with the averages that the state has for the width."""
+    small = cut(fitted.module, ls.width_plan(fitted.module), width)
+    small.load_state_dict(fitted.model.state.widths.get(width, {}), strict=False)
+    return small
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_narrow_model_has_the_averages_of_its_width(width: float, data: Any, fit: Fit, quiet: Any) -> None:
+    fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2)
+    before = copy.deepcopy(fitted.model.state_dict())
+    small = ls.narrow_model(fitted.model, width)
+    assert type(small) is LitNorms
+    assert small.net[0].out_features == small.net[1].num_features == 12 * width
+    assert same_state(small.state_dict(), narrow_by_hand(fitted, width).state_dict())
+    loader = data.val_dataloader()
+    (metrics,) = pl.Trainer(**quiet).validate(small, loader, verbose=False)
+    by_hand = narrow_by_hand(fitted, width).eval()
+    x, y = map(torch.cat, zip(*loader, strict=True))
+    assert metrics["val_acc"] == pytest.approx(float((by_hand(x).argmax(1) == y).float().mean()))
+    with torch.no_grad():
+        small.net[0].weight.zero_()
+    small.net[1].running_mean.zero_()
+    assert same_state(fitted.model.state_dict(), before)
+
+
+def test_without_averages_of_its_own_a_narrow_model_has_the_first_of_the_whole(data: Any, fit: Fit) -> None:
+    for algorithm in (ls.WidthSharding(keep_ratio=0.5), ours(averages_per_width=False)):
+        fitted = fit(seeded(LitNorms), data, algorithm=algorithm, clients_per_round=6)
+        expected = cut(fitted.module, ls.width_plan(fitted.module), 0.3)
+        assert same_state(ls.narrow_model(fitted.model, 0.3).state_dict(), expected.state_dict())
+
+
+def test_a_narrow_model_can_be_saved_and_is_the_same_from_a_checkpoint(data: Any, fit: Fit, tmp_path: Path) -> None:
+    fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6)
+    fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = ls.FederatedModule(LitNorms(), algorithm=ours(), clients_per_round=6)
+    again.load_state_dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
+    small, loaded = (ls.narrow_model(model, 0.5) for model in (fitted.model, again))
+    assert same_state(small.state_dict(), loaded.state_dict())
+    buffer = io.BytesIO()
+    torch.save(small, buffer)
+    buffer.seek(0)
+    unpickled = torch.load(buffer, weights_only=False)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(unpickled.eval()(x), small.eval()(x))
+
+
+def test_before_the_first_fit_averages_are_the_modules_own() -> None:
+    model = ls.FederatedModule(seeded(LitNorms), algorithm=ours(), clients_per_round=2)
+    model.module.load_state_dict(randomised(LitNorms(), 3).state_dict())
+    expected = cut(model.module, ls.width_plan(model.module), 0.5)
+    assert same_state(ls.narrow_model(model, 0.5).state_dict(), expected.state_dict())
+
+
+def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -> None:
+    """Of weights that stay as they are, the averages come near the truth; those of the whole module do not."""
+    lit = seeded(LitNorms)
+    lit.hparams.lr = 0.0
+    fitted = fit(lit, data, algorithm=ours({1.0: 1.0}), clients_per_round=12, max_epochs=20, local_epochs=3)
+    own, shared = ls.narrow_model(fitted.model, 0.25), cut(fitted.module, ls.width_plan(fitted.module), 0.25)
+    true = copy.deepcopy(own)
+    true.net[1].momentum = 1.0
+    true.train()(torch.cat([x for x, _ in data.val_dataloader()]))
+    errors = [float((small.net[1].running_mean - true.net[1].running_mean).square().sum()) for small in (own, shared)]
+    assert errors[0] < 0.1 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "width", "message"),
+    [
+        (ls.FedAvg(), 0.5, "are what WidthSharding trains, and this federation has FedAvg"),
+        (ls.WidthSharding(ls.RandomChannels()), 0.5, "which RandomChannels\\(\\) does not train alone"),
+        (ls.WidthSharding(scaler=True, keep_ratio=1.0), 0.5, "With `scaler` clients train outputs that are divided"),
+        (ls.WidthSharding(), 1.5, r"`width` must be in \(0, 1\], got 1.5"),
+    ],
+    ids=repr,
+)
+def test_what_has_no_narrow_models_is_refused(algorithm: Any, width: float, message: str) -> None:
+    model = ls.FederatedModule(seeded(LitNorms), algorithm=algorithm, clients_per_round=1)
+    with pytest.raises(ValueError, match=message):
+        ls.narrow_model(model, width)
+
+
+def test_a_width_without_averages_is_refused(data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitNorms), data, algorithm=ours())
+    with pytest.raises(ValueError, match=r"`width=0.3` has no running averages: .*`step_widths=\(0.25, 0.5, 0.75"):
+        ls.narrow_model(fitted.model, 0.3)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="`averages_per_width` needs widths: give `step_widths`"):
+        ls.WidthSharding(averages_per_width=True)
+    with pytest.raises(ValueError, match=r"but net.1.running_mean keep the server's value"):
+        ours(keep_buffers=["net.1.running_mean"]).check(seeded(LitNorms))
+    lit = seeded(LitSmall)
+    lit.net[1] = nn.LayerNorm(12)
+    with pytest.warns(ls.SpectralWarning, match="finds no BatchNorm with running averages in LitSmall"):
+        ours().check(lit)
+
+
+def test_state_is_moved_and_cast_with_the_module() -> None:
+    state = ours().start(seeded(LitNorms), 0)
+    assert isinstance(state, WidthAverages)
+    half = copy.deepcopy(state).half()
+    assert {t.dtype for own in half.widths.values() for t in own.values()} == {torch.float16}

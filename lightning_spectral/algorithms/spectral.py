@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
 from lightning_spectral.algorithms.cut_outputs import leading_entries, of_whole_tensors
@@ -21,6 +20,13 @@ from lightning_spectral.algorithms.decomposition import (
     sharded_matrices,
 )
 from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.algorithms.spectral_checks import (
+    check_by_round,
+    cutting,
+    excluding,
+    warn_of_optimizer,
+    warn_of_whole_layers,
+)
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
@@ -29,7 +35,7 @@ from lightning_spectral.algorithms.term_aggregation import TermAggregation, Term
 from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.factors import KEEP_RATIO, singular_terms
 from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
@@ -44,7 +50,7 @@ from lightning_spectral.protocol.per_client import (
     entries_of,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.schedule import Schedule, value_at, values_of
+from lightning_spectral.protocol.schedule import Schedule, value_at
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
@@ -124,23 +130,16 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
             weigh_clients=flag,
             clip_weight_lr=WEIGHT_LR,
         )
-        for name, setting in {"strategy": self.strategy, "design": self.design}.items():
-            if isinstance(setting, Mapping):
-                raise TypeError(f"`{name}` by round is a Schedule, got {setting!r}; write Schedule({setting!r}).")
-        for strategy in values_of(self.strategy):
-            check_is("strategy", strategy, ShardingStrategy)
-        for design in values_of(self.design):
-            if design is not None:
-                check_is("design", design, Design)
+        check_by_round(self.strategy, self.design)
         if self.spectral_start is not None:
             check_is("spectral_start", self.spectral_start, SpectralStart)
         check_is("aggregation", self.aggregation, TermAggregation)
         check_layers(self.layers)
         if self.exclude:
-            object.__setattr__(self, "layers", _excluding(self.exclude, self.layers))
+            object.__setattr__(self, "layers", excluding(self.exclude, self.layers))
             object.__setattr__(self, "exclude", ())
         if self.output_ratio is not None:
-            object.__setattr__(self, "layers", _cutting(self.output_ratio, self.layers))
+            object.__setattr__(self, "layers", cutting(self.output_ratio, self.layers))
             object.__setattr__(self, "output_ratio", None)
 
     @classmethod
@@ -177,22 +176,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
 
         Warns about layers of which every client would hold all terms, and if no layer is sharded at all.
         """
-        plan = self.plan(server)
-        if not plan.sharded:
-            warnings.warn(
-                f"SpectralSharding shards no layer of {type(server).__name__}: what is not frozen stays whole, for the "
-                "reasons that `validate` gives. Clients train as with FedAvg().",
-                SpectralWarning,
-                stacklevel=3,
-            )
-        if plan.whole:
-            listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
-            warnings.warn(
-                f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, which every "
-                "client holds whatever its keep ratio; lower it to shard them, or name them in `exclude`.",
-                SpectralWarning,
-                stacklevel=3,
-            )
+        warn_of_whole_layers(server, self.plan(server))
 
     def prepare(self, server: nn.Module) -> SpectralSharding:
         """Make the plan of ``server`` the algorithm's ``layers``, once for all rounds."""
@@ -210,24 +194,8 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
-        if not self.plan(server).sharded:
-            return
-        if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
-            warnings.warn(
-                f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr "
-                f"does, which is exact for SGD, with or without momentum; {type(template).__name__} rescales gradients "
-                "by their own history, which undoes it. Use SGD, or clip_tau=float('inf') to do without.",
-                SpectralWarning,
-                stacklevel=2,
-            )
-        if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
-            listed = ", ".join(f"{decay:g}" for decay in decays)
-            warnings.warn(
-                f"weight_decay={listed} of {type(template).__name__} does not act on the factors of sharded layers; "
-                f"it is added to their Frobenius decay of {self.frobenius_decay:g}.",
-                SpectralWarning,
-                stacklevel=2,
-            )
+        if self.plan(server).sharded:
+            warn_of_optimizer(template, self.clip_tau, self.frobenius_decay)
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: sub-models, and optimizers that decay and clip their factors."""
@@ -304,30 +272,6 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
     def diagnostics(self, opened: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""
         return opened.diagnostics()
-
-
-def _excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
-    choices = LayerChoices(exclude=exclude)
-    if layers != LayerChoices():
-        raise ValueError(
-            f"`exclude={choices.exclude}` is short for `layers=LayerChoices(exclude={choices.exclude})`, but `layers` "
-            "is given too. Put the patterns into its LayerChoices; for a plan, into those that `validate` gets."
-        )
-    return choices
-
-
-def _cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoices | ModulePlan:
-    """The same layers, of which clients compute a share of the outputs."""
-    choices = layers if isinstance(layers, LayerChoices) else layers.choices
-    wanted = replace(choices, output_ratio=output_ratio)
-    if wanted == choices:
-        return layers
-    if isinstance(layers, ModulePlan) or choices.output_ratio != 1.0:
-        raise ValueError(
-            f"`output_ratio={output_ratio:g}`, but `layers` has {choices.output_ratio:g}; give it in one place, "
-            "LayerChoices(output_ratio=...), from which `validate` makes a plan."
-        )
-    return wanted
 
 
 def _vectors(upload: Upload, name: str) -> tuple[tuple[Tensor, Tensor], tuple[float, float]]:

@@ -45,7 +45,7 @@ class MaskedLogits(LocalHook):
             itself, where ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
             and along dimension 1 otherwise, as in `torch.nn.functional.cross_entropy`.
         absent: The constant, below infinity. With minus infinity a loss must not use absent logits in another way, as
-            label smoothing does.
+            label smoothing does, and a client of a single class learns nothing: its loss is 0.
 
     Raises:
         TypeError: If an argument is of another type.

@@ -1,0 +1,102 @@
+"""Checks of the arguments of spectral sharding, and warnings about modules and optimizers that it fits badly."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.optim import ASGD, SGD, Optimizer
+
+from lightning_spectral.designs import Design
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.protocol.schedule import values_of
+from lightning_spectral.sharding import ShardingStrategy
+
+
+def check_by_round(strategy: object, design: object) -> None:
+    """Raise ``TypeError`` unless both are what they should be, in every round if they are schedules."""
+    for name, setting in {"strategy": strategy, "design": design}.items():
+        if isinstance(setting, Mapping):
+            raise TypeError(f"`{name}` by round is a Schedule, got {setting!r}; write Schedule({setting!r}).")
+    for one in values_of(strategy):
+        check_is("strategy", one, ShardingStrategy)
+    for one in values_of(design):
+        if one is not None:
+            check_is("design", one, Design)
+
+
+def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
+    """The layers but for some.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    choices = LayerChoices(exclude=exclude)
+    if layers != LayerChoices():
+        raise ValueError(
+            f"`exclude={choices.exclude}` is short for `layers=LayerChoices(exclude={choices.exclude})`, but `layers` "
+            "is given too. Put the patterns into its LayerChoices; for a plan, into those that `validate` gets."
+        )
+    return choices
+
+
+def cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoices | ModulePlan:
+    """The same layers, of which clients compute a share of the outputs.
+
+    Raises:
+        ValueError: If they compute another share already, or are a plan.
+    """
+    choices = layers if isinstance(layers, LayerChoices) else layers.choices
+    wanted = replace(choices, output_ratio=output_ratio)
+    if wanted == choices:
+        return layers
+    if isinstance(layers, ModulePlan) or choices.output_ratio != 1.0:
+        raise ValueError(
+            f"`output_ratio={output_ratio:g}`, but `layers` has {choices.output_ratio:g}; give it in one place, "
+            "LayerChoices(output_ratio=...), from which `validate` makes a plan."
+        )
+    return wanted
+
+
+def warn_of_whole_layers(server: nn.Module, plan: ModulePlan) -> None:
+    """Warn if no layer is sharded, and about layers of which every client would hold all terms."""
+    if not plan.sharded:
+        warnings.warn(
+            f"SpectralSharding shards no layer of {type(server).__name__}: what is not frozen stays whole, for the "
+            "reasons that `validate` gives. Clients train as with FedAvg().",
+            SpectralWarning,
+            stacklevel=4,
+        )
+    if plan.whole:
+        listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
+        warnings.warn(
+            f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, which every "
+            "client holds whatever its keep ratio; lower it to shard them, or name them in `exclude`.",
+            SpectralWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_optimizer(template: Optimizer, clip_tau: float, frobenius_decay: float) -> None:
+    """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
+    if math.isfinite(clip_tau) and not isinstance(template, SGD | ASGD):
+        warnings.warn(
+            f"clip_tau={clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr does, "
+            f"which is exact for SGD, with or without momentum; {type(template).__name__} rescales gradients by their "
+            "own history, which undoes it. Use SGD, or clip_tau=float('inf') to do without.",
+            SpectralWarning,
+            stacklevel=3,
+        )
+    if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
+        listed = ", ".join(f"{decay:g}" for decay in decays)
+        warnings.warn(
+            f"weight_decay={listed} of {type(template).__name__} does not act on the factors of sharded layers; it is "
+            f"added to their Frobenius decay of {frobenius_decay:g}.",
+            SpectralWarning,
+            stacklevel=3,
+        )

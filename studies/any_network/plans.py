@@ -112,6 +112,12 @@ def momentum(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
+def averages(best: BestRates) -> Iterator[Spec]:
+    """BatchNorm's averages estimated on all data, instead of averaged over clients; three seeds."""
+    for seed, keep_ratio, setup in product(range(3), (0.1, 0.2), ("start, Collective, estimated", "FedAvg, estimated")):
+        yield chosen(best, "MNIST", NEAR_IID, "plain, BatchNorm", setup, keep_ratio, seed)
+
+
 def ratios(best: BestRates) -> Iterator[Spec]:
     """Keep ratio 0.05 and mixed ones."""
     for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS):
@@ -126,7 +132,7 @@ def long(best: BestRates) -> Iterator[Spec]:
 
 PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
     plan.__name__: plan
-    for plan in (rates, half, skew, fashion, seeds, others, matrices, momentum, ratios, long, systems)
+    for plan in (rates, half, skew, fashion, seeds, others, matrices, momentum, averages, ratios, long, systems)
 }
 
 

@@ -48,7 +48,8 @@ def train(spec: Spec) -> dict[str, Any]:
                 seed=spec.seed + first_round,  # or a second fit would draw the clients of the first
             )
             watched.append((ls.RoundHistory(), ls.CommunicationLedger()))
-            trainer(end - first_round, watched[-1]).fit(model, data)
+            estimation = [ls.BatchNormEstimation(EVERY)] if SETUPS[spec.setup].estimated else []
+            trainer(end - first_round, [*watched[-1], *estimation]).fit(model, data)
     except (ls.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     rows = [row for history, _ in watched for row in history.rows]

@@ -31,6 +31,7 @@ class Setup:
         momentum: Of the server optimizer.
         fading: Share that terms lose in a round in which nobody held them.
         dense_rounds: First rounds in which clients train the whole model, a multiple of the rounds between evaluations.
+        estimated: Whether BatchNorm's averages are estimated on all training data before each evaluation.
         system: Another system, from keep ratios and the module.
     """
 
@@ -40,6 +41,7 @@ class Setup:
     momentum: float = 0.0
     fading: float = 0.0
     dense_rounds: int = 0
+    estimated: bool = False
     system: Callable[[Ratios, nn.Module], ls.Algorithm[Any]] | None = None
 
     def algorithm(self, keep_ratio: KeepRatio, module: nn.Module) -> ls.Algorithm[Any]:
@@ -188,6 +190,8 @@ SETUPS: dict[str, Setup] = {
     "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
     "start, Collective, matrices": Setup(ls.Collective(), options(aggregation=ls.MatrixMeans()), START),
     "start, TopN, matrices": Setup(ls.TopN(), options(aggregation=ls.MatrixMeans()), START),
+    "start, Collective, estimated": Setup(ls.Collective(), start=START, estimated=True),
+    "FedAvg, estimated": Setup(None, estimated=True),
     "start, Collective, fading 1 %": Setup(ls.Collective(), start=START, fading=0.01),
     "start, Collective, fading 10 %": Setup(ls.Collective(), start=START, fading=0.1),
     # other systems

@@ -359,7 +359,7 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
     """Of weights that stay as they are, the averages come near the truth; those of the whole module do not."""
     lit = seeded(LitNorms)
     lit.hparams.lr = 0.0
-    fitted = fit(lit, data, algorithm=ours({1.0: 1.0}), clients_per_round=12, max_epochs=20, local_epochs=3)
+    fitted = fit(lit, data, algorithm=ours({1.0: 1.0}), clients_per_round=12, max_epochs=8, local_epochs=3)
     own, shared = ls.narrow_model(fitted.model, 0.25), cut(fitted.module, ls.width_plan(fitted.module), 0.25)
     true = copy.deepcopy(own)
     true.net[1].momentum = 1.0

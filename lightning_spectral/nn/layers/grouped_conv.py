@@ -30,7 +30,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         super().__init__()
         if len(set(num_terms)) != 1:
             raise ValueError(f"Every group of a convolution holds as many terms as the others, got {num_terms}.")
-        self.groups = dense.groups
+        self.in_channels, self.out_channels, self.groups = dense.in_channels, dense.out_channels, dense.groups
         self.weight_shape = tuple(dense.weight.shape)
         self.stride, self.padding, self.dilation = dense.stride, dense.padding, dense.dilation
         self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode

@@ -37,6 +37,7 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
         self.weight_shape = tuple(dense.weight.shape)
         self.stride, self.padding, self.dilation = dense.stride, dense.padding, dense.dilation
         self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode
+        self.in_channels, self.out_channels, self.groups = dense.in_channels, dense.out_channels, dense.groups
         self.register_parameter("bias", None if dense.bias is None else nn.Parameter(torch.zeros_like(dense.bias)))
 
     @classmethod

@@ -265,6 +265,35 @@ def test_weight_has_the_dense_shape(dense: Any) -> None:
     torch.testing.assert_close(layer_type.from_dense(dense, full).weight, dense.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layer_type", "dense"),
+    [
+        (snn.SpectralShardedSpatialConv2d, nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 0), 2, bias=False)),
+        *(
+            (None, dense)
+            for dense in (
+                nn.Linear(4, 6),
+                nn.Conv1d(4, 6, 3, stride=2, padding="valid"),
+                nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+                nn.Conv3d(4, 6, 2, dilation=2),
+                nn.Conv2d(4, 6, 3, groups=2),
+                nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True),
+                nn.GRU(4, 6, bias=False),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_user_code_finds_the_options_of_the_dense_layer(layer_type: Any, dense: Any) -> None:
+    layer_type = layer_type or sharded_type(dense)
+    blocks = layer_type.blocks_of(dense)
+    sharded = layer_type.like(dense, [1] * len(blocks) if len(blocks) > 1 else 1)
+    of_transposed = {"output_padding"}  # which torch gives all convolutions
+    names = [name for name in {*type(dense).__constants__} - of_transposed if hasattr(dense, name)]
+    assert len(names) > 1
+    assert {name: getattr(sharded, name) for name in names} == {name: getattr(dense, name) for name in names}
+
+
 @pytest.mark.parametrize("num_terms", [0, 4])
 def test_number_of_terms_out_of_range_is_refused(num_terms: int) -> None:
     with pytest.raises(ValueError, match=rf"`num_terms` must be in \[1, 3\], got {num_terms}"):

@@ -134,9 +134,10 @@ def arrange(
         Tensors, positions and largest magnitudes for `MeanEntryChange.add`.
     """
     tensors, places, largest = dict(upload.tensors), dict(positions), dict(upload.largest)
+    like = next(iter(upload.tensors.values()))
     for place, source in _sources(names, capacity, widths, _widths_used(upload.tensors, capacity, widths)):
         if source is None:
-            tensors[place], largest[place] = torch.empty(0), 0.0
+            tensors[place], largest[place] = like.new_empty(0), 0.0  # on the device of the sums
             places[place] = torch.empty(0, dtype=torch.int64)
         else:
             tensors[place], largest[place] = upload.tensors[source], upload.largest[source]

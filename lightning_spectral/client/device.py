@@ -118,7 +118,8 @@ class Device:
         with GradientWatch(watched) as watch, clock.measure("train"), _during("local training"):
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             task = self._start(sub_model, download)
-            with within_hooks(self.settings.local_hooks, sub_model.module, task.data):
+            hooks = self.settings.local_hooks if download.local_epochs > 0 else ()
+            with within_hooks(hooks, sub_model.module, task.data):
                 result = sub_model.train(task)
         if result.num_steps > 0 and not self._server_is_checked:
             check_untouched(self.module)

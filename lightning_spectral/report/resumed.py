@@ -40,8 +40,8 @@ def join_resumed(runs: Sequence[Run]) -> list[Run]:
     has; or if its first round is that of the run, down to the seconds that were measured, because a history is part of
     the checkpoint, or because two loggers wrote of one run. Parts with the same id of wandb, or in the same folder of
     TensorBoard, need only the same seeds. From its first round on, a part replaces the rounds before it, which a crash
-    has undone. Of several runs that it might belong to, it is the one that loses the fewest rounds by it; if there are
-    several, the last before it in the order of names.
+    has undone. Of several runs that it might belong to, it is the one of its own id; then the one that loses the fewest
+    rounds by it; if there are several, the last before it in the order of names.
 
     Args:
         runs: As they were read.
@@ -81,10 +81,12 @@ def _belongs(part: Part, chain: Sequence[Part]) -> bool:
     return follows or _same_round(run.rows[0], part.run.rows[0])
 
 
-def _likelihood(chain: Sequence[Part], part: Part) -> tuple[int, bool, list[str | int]]:
+def _likelihood(chain: Sequence[Part], part: Part) -> tuple[bool, int, bool, list[str | int]]:
     """Of runs to which a part may belong it is that with the largest."""
-    undone = sum(row[ROUND] >= part.since for row in _joined(chain).rows)
-    return -undone, chain[-1].place < part.place, chain[-1].place
+    run = _joined(chain)
+    undone = sum(row[ROUND] >= part.since for row in run.rows)
+    is_named = part.run.identity != "" and part.run.identity == run.identity
+    return is_named, -undone, chain[-1].place < part.place, chain[-1].place
 
 
 def _seeds(part: Part) -> dict[str, str]:

@@ -15,7 +15,7 @@ from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width_averages import STEP_COUNTS, WidthAverages
+from lightning_spectral.algorithms.width_averages import STEP_COUNTS, WidthAverages, arrange
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Upload
@@ -219,6 +219,17 @@ def test_the_order_of_clients_makes_no_difference_by_one_bit() -> None:
         opened.close()
         states.append({**opened.state.state_dict(), **dict(opened.server.named_buffers())})
     assert same_state(*states)
+
+
+def test_averages_that_a_client_lacks_are_where_its_others_are() -> None:
+    """The server sums on its own device, which refuses even empty tensors of another; none is needed to see it."""
+    own = {name: torch.zeros(2, device="meta") for name in ("norm.running_mean", "norm.running_mean@0.25")}
+    upload = Upload(WorkUnit(0), {**own, STEP_COUNTS: torch.tensor([0, 3])})
+    vars(upload)["largest"] = dict.fromkeys(upload.tensors, 0.0)
+    tensors, positions, _ = arrange(upload, {}, ["norm.running_mean"], 0.5, [0.25, 0.5])
+    lacking = [name for name, where in positions.items() if not len(where)]
+    assert lacking == ["norm.running_mean@0.25", "norm.running_mean"]
+    assert {tensors[name].device.type for name in lacking} == {"meta"}
 
 
 def test_without_training_nothing_changes(data: Any, fit: Fit) -> None:

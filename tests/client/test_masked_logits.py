@@ -420,6 +420,13 @@ def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
         fit(seeded(LitIdle), clients(), local_hooks=[ls.MaskedLogits("idle")])
 
 
+def test_clients_that_take_no_steps_call_no_layer(fit: Fit) -> None:
+    lit = seeded(LitHead)
+    before = {name: value.clone() for name, value in lit.state_dict().items()}
+    fitted = fit(lit, clients(), local_epochs=0, local_hooks=[ls.MaskedLogits()])  # a warning is an error
+    assert same_state(fitted.state, before)
+
+
 def test_a_layer_inside_of_a_compiled_part_is_refused() -> None:
     lit = LitHead()
     lit.net, lit.head = (torch.compile(part, backend="eager") for part in (lit.net, lit.head))

@@ -92,6 +92,22 @@ class TestEveryAlgorithm:
         assert history.column("fl/loss") == pytest.approx(full.column("fl/loss"), rel=eps)
 
 
+@pytest.mark.parametrize("algorithm", [ls.SpectralSharding(), ls.WidthSharding()], ids=["spectral", "width"])
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_an_example_input_is_cast_as_batches_are(
+    precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    """Plans are those of the module in single precision, in which the example is."""
+    lit = seeded(lit_mlp)
+    lit.example_input_array = torch.zeros(2, 6)
+    plain = algorithm.prepare(lit)
+    fitted = fit(lit, data, algorithm=algorithm, max_epochs=1, trainer={"precision": precision})
+    assert {weight.dtype for weight in fitted.module.parameters()} == {
+        torch.bfloat16 if precision == "bf16-true" else torch.float64
+    }
+    assert str(algorithm.prepare(fitted.module)) == str(plain)
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: dict[str, set[torch.dtype]] = {"forward": set(), "hook": set(), "callback": set()}

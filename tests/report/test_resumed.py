@@ -98,6 +98,12 @@ def test_a_part_belongs_to_the_last_run_before_it() -> None:
     assert [values(run) for run in joined] == [[0.1, 0.1, 0.2, 0.2], [0.3, 0.3, 0.4, 0.4]]
 
 
+def test_a_part_with_the_id_of_a_run_belongs_to_it_whatever_a_crash_undid() -> None:
+    one, other = part("a", 0, 4, 0.1, identity="one"), part("b", 0, 2, 0.2, identity="other")
+    joined = join_resumed([one, other, part("c", 3, 5, 0.3, identity="one")])
+    assert [values(run) for run in joined] == [[0.1, 0.1, 0.1, 0.3, 0.3, 0.3], [0.2, 0.2, 0.2]]
+
+
 def test_of_repetitions_that_were_all_resumed_no_part_is_dropped() -> None:
     """Without a seed nobody knows which is whose; that a crash undid the rounds of another part is less likely."""
     names = [("version_0", 0, 2, 0.1), ("version_1", 0, 2, 0.2), ("version_2", 3, 4, 0.3), ("version_3", 3, 4, 0.4)]

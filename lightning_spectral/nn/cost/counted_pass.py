@@ -19,7 +19,7 @@ from lightning_spectral.nn.layers.blocks import BlockCall
 from lightning_spectral.nn.layers.recurrent import sequence_values
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.terms import SingularTerms
-from lightning_spectral.nn.plan.trace import Example, run_example
+from lightning_spectral.nn.plan.trace import Example, as_input, run_example
 
 Storages = dict[int, torch.UntypedStorage]
 
@@ -76,6 +76,7 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
         >>> counted.macs, counted.kept_values
         (1920, 160)
     """
+    example_input = as_input(module, example_input)
     kept = _Kept([*module.parameters(), *module.buffers(), *_inputs(example_input)])
     record = _Record(kept, FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH)))
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lightning_spectral.nn.layers.blocks import join
 from lightning_spectral.protocol.exchange import copy_module
@@ -17,6 +18,26 @@ Example = Any
 def example_of(module: nn.Module) -> Example:
     """Lightning's ``example_input_array`` of a module, or ``None``."""
     return getattr(module, "example_input_array", None)
+
+
+def as_input(module: nn.Module, example_input: Example) -> Example:
+    """An example whose floating-point tensors have the type of a module's parameters, if these have but one.
+
+    A Trainer with ``precision="64-true"`` casts the module and its batches, but not the ``example_input_array``.
+
+    Example:
+        >>> as_input(nn.Linear(2, 3).double(), (torch.zeros(1, 2), torch.tensor(1)))
+        (tensor([[0., 0.]], dtype=torch.float64), tensor(1))
+    """
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if len(dtypes) != 1:
+        return example_input
+    (dtype,) = dtypes
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, example_input)
 
 
 def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...]:
@@ -38,7 +59,7 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
     called: dict[str, None] = {}
     for name, layer in traced.named_modules():
         layer.register_forward_pre_hook(lambda _, __, name=name: called.setdefault(name))
-    run_example(traced, example_input)
+    run_example(traced, as_input(traced, example_input))
     attentions = {name for name, layer in traced.named_modules() if isinstance(layer, nn.MultiheadAttention)}
     return tuple(
         entry for name in called for entry in ((name, join(name, "out_proj")) if name in attentions else (name,))

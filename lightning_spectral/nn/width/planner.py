@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lightning_spectral.arguments import matches_any
-from lightning_spectral.nn.plan.trace import Example, example_of
+from lightning_spectral.nn.plan.trace import Example, as_input, example_of
 from lightning_spectral.nn.width.labelling import fixed
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.reshaping import Key
@@ -55,7 +55,7 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
             f"To find which channels of {type(module).__name__} belong together, a forward pass is traced: set its "
             "`example_input_array`, e.g. to a batch of two examples."
         )
-    planner = _Planner(copy_module(module).cpu().eval(), _on_cpu(example), _excluded(module, exclude))
+    planner = _Planner(copy_module(module).cpu().eval(), _on_cpu(as_input(module, example)), _excluded(module, exclude))
     return planner.plan()
 
 
@@ -63,7 +63,8 @@ def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
     """Raise ``ValueError`` if the sub-models of a keep ratio do not work; without an example nothing is tried."""
     if (example := example_of(module)) is None:
         return
-    if problem := problem_of(copy_module(module).cpu().eval(), _on_cpu(example), plan, plan.first(keep_ratio)):
+    example = _on_cpu(as_input(module, example))
+    if problem := problem_of(copy_module(module).cpu().eval(), example, plan, plan.first(keep_ratio)):
         raise ValueError(
             f"A sub-model of {type(module).__name__} with `keep_ratio={keep_ratio:g}` does not work: {problem}. Leave "
             "layers out of the cut with `exclude`, or choose another keep ratio."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import update_bn
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.recorder import Recorder, isolate_metrics
@@ -49,10 +48,11 @@ class BatchNormEstimation(RoundCallback):
     """Sets BatchNorm's averages of the server's model to those of its own activations on all training data.
 
     It acts when the server has made its step, before anything else sees the round: validation, `ClientEvaluation`
-    and checkpoints have the new averages. A copy of your module in train mode runs ``training_step`` without
-    gradients on the training examples of all clients, shuffled anew in every round, in batches as equal as possible of
-    at most ``FederatedDataModule(eval_batch_size=...)``. What the step logs is dropped. Each layer gets the mean over
-    batches of a batch's mean, and of its unbiased variance, as `torch.optim.swa_utils.update_bn` makes them.
+    and checkpoints have the new averages. A copy of your module runs ``training_step`` without gradients on the
+    training examples of all clients, shuffled anew in every round, in batches as equal as possible of at most
+    ``FederatedDataModule(eval_batch_size=...)``. What the step logs is dropped. Each layer gets the mean over batches
+    of a batch's mean, and of its unbiased variance, as `torch.optim.swa_utils.update_bn` makes them. Layers in eval
+    mode, whose averages clients do not learn either, and those that ``training_step`` does not call keep theirs.
 
     So the clients' averages are not needed: with ``keep_buffers=["*.running_*"]`` of the algorithm they do not travel
     up. What travels down is not used, since training goes by the statistics of the batch.
@@ -134,9 +134,18 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
 
 def averages(module: nn.Module) -> list[str]:
     """Names of the averages of a module's BatchNorm layers."""
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
-    tracked = [(f"{name}." if name else "", layer) for name, layer in layers if layer.running_mean is not None]
-    return [f"{prefix}{buffer}" for prefix, _ in tracked for buffer in BUFFERS]
+    return _buffers(_tracked(module))
+
+
+def _tracked(module: nn.Module) -> dict[str, _BatchNorm]:
+    """BatchNorm layers with averages, by name."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+    return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+
+
+def _buffers(layers: Collection[str]) -> list[str]:
+    """Names of the buffers of some BatchNorm layers."""
+    return [f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in BUFFERS]
 
 
 def estimated(
@@ -158,34 +167,26 @@ def estimated(
     copied.log, copied.log_dict = recorder.log, recorder.log_dict
     isolate_metrics(copied)
     copied.trainer = trainer
+    layers = {name: layer for name, layer in _tracked(copied).items() if layer.training}
+    for layer in layers.values():
+        layer.reset_running_stats()
+        layer.momentum = None  # the mean over all batches
     batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
     seed = derived_seed(model.seed, PURPOSE, round_idx)
     try:
         with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw
-            update_bn(((batch,) for batch in batches), _Steps(copied, trainer))
+            _run_steps(copied, trainer, batches)
     except Exception as error:
         raise RoundError(f"Round {round_idx}, BatchNorm estimation: {type(error).__name__}: {error}") from error
-    return select_tensors(copied, averages(copied))
+    learned = [name for name, layer in layers.items() if layer.num_batches_tracked]
+    names = averages(model.module)
+    return {**select_tensors(model.module, names), **select_tensors(copied, _buffers(learned))}
 
 
-class _Steps(nn.Module):
-    """A module whose forward pass is the ``training_step`` of another, with one batch after another.
-
-    Args:
-        module: A copy of the user's module.
-        trainer: Says where and in which precision it runs.
-    """
-
-    def __init__(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
-        super().__init__()
-        self.module = module
-        self._trainer = trainer
-        self._user = UserStep(module, defines)
-        self._num_batches = 0
-
-    def forward(self, batch: Any) -> None:
-        """Run one step; nothing comes back."""
-        batch = as_in_a_step(batch, self.module, self._trainer)
-        with self._trainer.precision_plugin.train_step_context(), torch.no_grad():
-            self._user.training_step(batch, self._num_batches)
-        self._num_batches += 1
+def _run_steps(module: pl.LightningModule, trainer: pl.Trainer, batches: Iterable[Any]) -> None:
+    """Run ``training_step`` on one batch after another, where and in the precision in which the Trainer runs."""
+    user = UserStep(module, defines)
+    for batch_idx, batch in enumerate(batches):
+        batch = as_in_a_step(batch, module, trainer)
+        with trainer.precision_plugin.train_step_context(), torch.no_grad():
+            user.training_step(batch, batch_idx)

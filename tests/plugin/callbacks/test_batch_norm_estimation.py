@@ -78,6 +78,34 @@ def test_one_batch_of_all_examples_gives_their_mean_and_variance(toy: TensorData
         assert_close(fit(seeded(LitTwo), clients(toy)).state, written_out(fitted.module, [toy.tensors[0]]))
 
 
+class LitTeacher(LitTwo):
+    """Takes part of its input from a frozen network in eval mode, and has a layer that steps do not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)).requires_grad_(False).eval()
+        self.teacher[0].running_mean.fill_(2.0)
+        self.aside = nn.BatchNorm1d(3).requires_grad_(False)
+        self.aside.running_var.fill_(4.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((self.teacher(x), y), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fit: Fit) -> None:
+    lit = seeded(LitTeacher)
+    before = {name: value.clone() for name, value in lit.state_dict().items()}
+    fitted = fit(lit, clients(toy), callbacks=[ls.BatchNormEstimation()])
+    frozen = [name for name, _ in lit.named_buffers() if name.startswith(("teacher", "aside"))]
+    assert len(frozen) == 6
+    assert all(torch.equal(fitted.state[name], before[name]) for name in frozen)
+    with torch.no_grad():
+        seen = lit.teacher(toy.tensors[0])
+    assert_close(fitted.state, written_out(fitted.module, [seen]))
+
+
 @pytest.mark.parametrize("max_batches", [None, 3])
 def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy: TensorDataset, fit: Fit) -> None:
     data = clients(toy, eval_batch_size=17, client_val_fraction=0.25)

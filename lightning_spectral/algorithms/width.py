@@ -107,7 +107,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             wide as the client. Modules that compute activations again in the backward pass
             (``torch.utils.checkpoint``), which would be at the client's own width, are refused in their first step.
         averages_per_width: Give each of ``step_widths`` running averages of its own in every BatchNorm, as published:
-            clients send back those of the widths they drew, and `narrow_model` puts them into the model of a width.
+            clients send back those of all widths they may draw, and `narrow_model` puts them into the model of a width.
             The server's module has those of the largest keep ratio. Otherwise narrower steps leave averages alone.
         plan: What `width_plan` returned for the module, which then needs no ``example_input_array``; ``None`` to make
             it when training starts.

@@ -108,6 +108,7 @@ class ClientData:
         self.ids = ids
         self.num_examples = examples_per_epoch(len(indices), batch_size, drop_last)
         self._labels = labels
+        self._classes: Tensor | None = None
 
     @property
     def num_batches(self) -> int:
@@ -122,8 +123,9 @@ class ClientData:
         """
         if self._labels is None:
             raise ValueError("The classes of this client's examples are not known; give ClientData(..., labels=...).")
-        classes: Tensor = torch.unique(self._labels()[self.indices])
-        return classes
+        if self._classes is None:
+            self._classes = torch.unique(self._labels()[self.indices])
+        return self._classes
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
         """One shuffled pass over the client's examples: pairs of (batch, number of examples in it).

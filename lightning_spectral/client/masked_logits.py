@@ -137,7 +137,10 @@ class _Masking:
         dim = -1 if hasattr(layer, "out_features") else 1
         if self.absent is None:
             self.absent = self._find(output, dim)
-        return output.index_fill(dim, self.absent, self.hook.absent) if len(self.absent) else None
+        if not len(self.absent):
+            return None
+        masked: Tensor = output.index_fill(dim, self.absent, _representable(self.hook.absent, output.dtype))
+        return masked
 
     def _find(self, output: Any, dim: int) -> Tensor:
         """The absent classes, on the device of the output."""
@@ -152,6 +155,12 @@ class _Masking:
         if largest >= output.shape[dim]:
             raise ValueError(_too_few(name, output.shape[dim], largest))
         return _absent(self.classes, output.shape[dim]).to(output.device)
+
+
+def _representable(constant: float, dtype: torch.dtype) -> float:
+    """The nearest number that a type has, since half precision lacks -1e9; minus infinity stays."""
+    largest: float = torch.finfo(dtype).max
+    return constant if math.isinf(constant) else max(-largest, min(constant, largest))
 
 
 def _absent(classes: Tensor, num_classes: int) -> Tensor:

@@ -263,6 +263,14 @@ def test_a_run_with_masked_logits_resumes(fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitHead, clients(), tmp_path, **options)
 
 
+@pytest.mark.parametrize(("absent", "expected"), [(-1e9, -65504.0), (1e9, 65504.0), (0.5, 0.5), (-INF, -INF)])
+def test_a_constant_that_half_precision_lacks_is_its_largest_number(absent: float, expected: float) -> None:
+    head, labels = nn.Linear(2, 3).half(), torch.tensor([0, 2])
+    data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(2), 2, seed=0, ids=(), labels=lambda: labels)
+    with ls.MaskedLogits(layer="", absent=absent).while_training(head, data):
+        assert head(torch.ones(1, 2).half())[0, 1] == expected
+
+
 class TestHeteroFL:
     """`WidthSharding` averages a row of the head over the clients that have its class."""
 

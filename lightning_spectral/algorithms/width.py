@@ -166,7 +166,8 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             warn_of_scaled_averages(server, self.keep_buffers)
         if self.averages_per_width and not self._averages(server):
             warnings.warn(
-                f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}.",
+                f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}; "
+                "leave it out.",
                 SpectralWarning,
                 stacklevel=3,
             )

@@ -38,9 +38,15 @@ def check_step_widths(
 def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
     """Raise ``ValueError`` if the first channels alone are no model that clients train."""
     if not isinstance(channels, PrefixChannels):
-        raise ValueError(f"Narrow models are those of the first channels, which {channels!r} does not train alone.")
+        raise ValueError(
+            f"Narrow models are those of the first channels, which {channels!r} does not train alone; train with "
+            "PrefixChannels(), or take the whole model: `model.module`."
+        )
     if scaler:
-        raise ValueError("With `scaler` clients train outputs that are divided; a narrow model has none of that.")
+        raise ValueError(
+            "With `scaler` clients train outputs that are divided, and a narrow model has none of that; train with "
+            "scaler=False, or take the whole model: `model.module`."
+        )
 
 
 def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:

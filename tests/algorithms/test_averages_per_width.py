@@ -371,9 +371,21 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
 @pytest.mark.parametrize(
     ("algorithm", "width", "message"),
     [
-        (ls.FedAvg(), 0.5, "are what WidthSharding trains, and this federation has FedAvg"),
-        (ls.WidthSharding(ls.RandomChannels()), 0.5, "which RandomChannels\\(\\) does not train alone"),
-        (ls.WidthSharding(scaler=True, keep_ratio=1.0), 0.5, "With `scaler` clients train outputs that are divided"),
+        (
+            ls.FedAvg(),
+            0.5,
+            "are what WidthSharding trains, and this federation has FedAvg; train with algorithm=WidthSharding",
+        ),
+        (
+            ls.WidthSharding(ls.RandomChannels()),
+            0.5,
+            "which RandomChannels\\(\\) does not train alone; train with PrefixChannels",
+        ),
+        (
+            ls.WidthSharding(scaler=True, keep_ratio=1.0),
+            0.5,
+            "With `scaler` clients train outputs that are divided, .*; train with scaler=False",
+        ),
         (ls.WidthSharding(), 1.5, r"`width` must be in \(0, 1\], got 1.5"),
     ],
     ids=repr,

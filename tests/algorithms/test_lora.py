@@ -281,6 +281,7 @@ class Odd(pl.LightningModule):
         ({"layers": ["computed"]}, r"'computed' (is a Parametrized|has a computed)"),
         ({"layers": ["whole"]}, r"'whole' has a weight of type torch.int8"),
         ({"layers": ["head"]}, r"`layers`: 'head' matches no linear layer that can have an adapter. Give"),
+        ({"layers": ["plain"], "train": ["plain"]}, r"`layers`: 'plain' .*: 'plain' is trained whole, by `train`\."),
         ({"train": ["plain"]}, r"`layers`: '\*' matches no linear layer that can have an adapter: "),
         ({"train": ["head"]}, r"`train`: 'head' matches no trainable parameter of Odd"),
     ],

@@ -35,6 +35,17 @@ def check_step_widths(
         )
 
 
+def warn_of_untrained_channels(keep_ratio: float, widest: float) -> None:
+    """Warn about the channels of a narrow model that no client holds."""
+    if keep_ratio > widest:
+        warnings.warn(
+            f"No client trains the channels of width {keep_ratio:g} above {widest:g}, the largest `keep_ratio`; this "
+            f"model has them as they were. Take width={widest:g} or less.",
+            SpectralWarning,
+            stacklevel=4,
+        )
+
+
 def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
     """Raise ``ValueError`` if the first channels alone are no model that clients train."""
     if not isinstance(channels, PrefixChannels):

@@ -35,7 +35,8 @@ class MaskedLogits(LocalHook):
     loss and its metrics. Evaluation is not masked, and a client that has all classes trains as without the hook.
 
     A client's classes are those of the examples that it trains on, ``FederatedDataModule.labels``. They are positions
-    among the logits, counted from 0; negative ones, which losses ignore, are no classes.
+    among the logits, counted from 0; negative ones, which losses ignore, are no classes. Names are numbered in sorted
+    order: if that of your logits is another one, the wrong logits are masked, and nothing says so. Give numbers then.
 
     `WidthSharding` averages the rows of the layer that belong to absent classes over the clients that have the class,
     as it averages every entry over those who hold it. Other algorithms average the unchanged rows with the others.

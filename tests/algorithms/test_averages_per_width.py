@@ -418,3 +418,12 @@ def test_state_is_moved_and_cast_with_the_module() -> None:
     assert isinstance(state, WidthAverages)
     half = copy.deepcopy(state).half()
     assert {t.dtype for own in half.widths.values() for t in own.values()} == {torch.float16}
+
+
+def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    algorithm = ours(keep_ratio={0.25: 0.5, 0.5: 0.5})
+    fitted = fit(seeded(LitNorms), data, algorithm=algorithm, max_epochs=1)
+    assert "No client trains the channels above keep ratio 0.5" in caplog.text
+    with pytest.warns(ls.SpectralWarning, match=r"No client trains the channels of width 0\.75 above 0\.5, "):
+        ls.narrow_model(fitted.model, 0.75)
+    ls.narrow_model(fitted.model, 0.5)

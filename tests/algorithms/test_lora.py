@@ -134,6 +134,7 @@ class LitNormed(LitMLP):
         self.net.insert(1, nn.BatchNorm1d(12))
 
 
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) -> None:
     options = {"layers": ["net.0"], "train": ["net.1", "net.6.bias"]}
     lit = seeded(LitNormed)

@@ -427,3 +427,14 @@ def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pyt
     with pytest.warns(ls.SpectralWarning, match=r"No client trains the channels of width 0\.75 above 0\.5, "):
         ls.narrow_model(fitted.model, 0.75)
     ls.narrow_model(fitted.model, 0.5)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_of_the_other_averages_says_what_to_pass(own: bool, data: Any, fit: Fit, tmp_path: Path) -> None:
+    fitted = fit(seeded(LitNorms), data, algorithm=ours(averages_per_width=own), max_epochs=1)
+    fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    other = {"module": LitNorms(), "algorithm": ours(averages_per_width=not own), "clients_per_round": 1}
+    with pytest.raises(
+        RuntimeError, match=r"state of another algorithm, .*algorithm=\.\.\.\), or load your own module"
+    ):
+        ls.FederatedModule.load_from_checkpoint(tmp_path / "last.ckpt", **other, weights_only=True)

@@ -31,7 +31,7 @@ def check_is(argument: str, value: object, expected: type) -> None:
     """
     if isinstance(value, expected):
         return
-    got = repr(value)
+    got = repr(value) if "\n" not in repr(value) else f"a {type(value).__name__}"  # a message is one line
     if isinstance(value, type):
         got = f"the class {value.__name__}; write {value.__name__}(...)"
     elif isinstance(value, str):

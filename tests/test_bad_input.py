@@ -64,6 +64,11 @@ class TestConstructor:
                 {"local_hooks": ls.GradientClip(1.0)},
                 r"got one hook; write local_hooks=\[GradientClip\(",
             ),
+            (
+                {"local_hooks": [ls.BatchNormEstimation()]},
+                r"BatchNormEstimation is a callback; write Trainer\(callbacks=\[BatchNormEstimation\(",
+            ),
+            ({"algorithm": nn.Sequential(nn.Linear(2, 2))}, r"must be an instance of Algorithm, got a Sequential\.$"),
             ({"local_epochs": torch.eye(2)}, r"`local_epochs` must be a whole number, got a Tensor\.$"),
             ({"server_optimizer": ls.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),
             ({"clients_per_round": True}, "`clients_per_round` must be a whole number, or None, got True; write 1"),

@@ -19,7 +19,12 @@ from lightning_spectral.algorithms.width_averages import (
     has_begun,
     running_averages,
 )
-from lightning_spectral.algorithms.width_checks import check_narrow, check_step_widths, warn_of_scaled_averages
+from lightning_spectral.algorithms.width_checks import (
+    check_narrow,
+    check_step_widths,
+    warn_of_scaled_averages,
+    warn_of_untrained_channels,
+)
 from lightning_spectral.algorithms.width_side import WidthSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
@@ -166,7 +171,8 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             warn_of_scaled_averages(server, self.keep_buffers)
         if self.averages_per_width and not self._averages(server):
             warnings.warn(
-                f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}.",
+                f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}; "
+                "leave it out.",
                 SpectralWarning,
                 stacklevel=3,
             )
@@ -226,6 +232,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
                 f"`width={keep_ratio:g}` has no running averages: with `averages_per_width` only the widths of "
                 f"`step_widths={self.step_widths}` have some."
             )
+        warn_of_untrained_channels(keep_ratio, self.widest)
         small: nn.Module = cut_copy(server, self._plan(server), keep_ratio)
         load_tensors(small, averages.get(keep_ratio, {}))
         return small
@@ -241,7 +248,9 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         sizes = {ratio: plan.num_parameters(server, ratio) for ratio in sorted(set(entries_of(self.keep_ratio)))}
         listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
         total = sum(parameter.numel() for parameter in server.parameters())
-        notes = "".join(f"\n{note}" for note in plan.notes)
+        untrained = isinstance(self.channels, PrefixChannels) and self.widest < 1 and plan.groups
+        alone = f"No client trains the channels above keep ratio {self.widest:g}, which the server's module has, too."
+        notes = "".join(f"\n{note}" for note in [*[alone] * bool(untrained), *plan.notes])
         return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:

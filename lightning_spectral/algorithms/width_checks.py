@@ -35,12 +35,29 @@ def check_step_widths(
         )
 
 
+def warn_of_untrained_channels(keep_ratio: float, widest: float) -> None:
+    """Warn about the channels of a narrow model that no client holds."""
+    if keep_ratio > widest:
+        warnings.warn(
+            f"No client trains the channels of width {keep_ratio:g} above {widest:g}, the largest `keep_ratio`; this "
+            f"model has them as they were. Take width={widest:g} or less.",
+            SpectralWarning,
+            stacklevel=4,
+        )
+
+
 def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
     """Raise ``ValueError`` if the first channels alone are no model that clients train."""
     if not isinstance(channels, PrefixChannels):
-        raise ValueError(f"Narrow models are those of the first channels, which {channels!r} does not train alone.")
+        raise ValueError(
+            f"Narrow models are those of the first channels, which {channels!r} does not train alone; train with "
+            "PrefixChannels(), or take the whole model: `model.module`."
+        )
     if scaler:
-        raise ValueError("With `scaler` clients train outputs that are divided; a narrow model has none of that.")
+        raise ValueError(
+            "With `scaler` clients train outputs that are divided, and a narrow model has none of that; train with "
+            "scaler=False, or take the whole model: `model.module`."
+        )
 
 
 def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:

@@ -35,7 +35,8 @@ class MaskedLogits(LocalHook):
     loss and its metrics. Evaluation is not masked, and a client that has all classes trains as without the hook.
 
     A client's classes are those of the examples that it trains on, ``FederatedDataModule.labels``. They are positions
-    among the logits, counted from 0; negative ones, which losses ignore, are no classes.
+    among the logits, counted from 0; negative ones, which losses ignore, are no classes. Names are numbered in sorted
+    order: if that of your logits is another one, the wrong logits are masked, and nothing says so. Give numbers then.
 
     `WidthSharding` averages the rows of the layer that belong to absent classes over the clients that have the class,
     as it averages every entry over those who hold it. Other algorithms average the unchanged rows with the others.
@@ -80,7 +81,8 @@ class MaskedLogits(LocalHook):
             num_classes = 1 + int(labels().max())
         except ValueError as error:
             raise ValueError(
-                f"MaskedLogits needs the class of every training example, FederatedDataModule(..., labels=...). {error}"
+                "MaskedLogits needs the class of every training example, FederatedDataModule(..., labels=...). "
+                f"{error} Leave the hook out where an example has several classes, or none."
             ) from error
         num_outputs = next(
             (getattr(layer, name) for name in ("out_features", "out_channels") if hasattr(layer, name)), None
@@ -169,6 +171,11 @@ def _absent(classes: Tensor, num_classes: int) -> Tensor:
 
 
 def _too_few(layer: str, num_outputs: int, largest: int) -> str:
+    if num_outputs == 1:
+        return (
+            f"MaskedLogits: the layer {layer!r} has one output, and there are examples of class {largest}; a single "
+            "logit cannot be masked by class: leave the hook out, or train one output per class with cross-entropy."
+        )
     return (
         f"MaskedLogits: the layer {layer!r} has {num_outputs} outputs, and there are examples of class {largest}; "
         "name the layer that makes the logits, or number classes from 0: FederatedDataModule(..., labels=...)."

@@ -12,10 +12,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms import Algorithm, WidthSharding
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_optimizer import check_optimizer, trainable_parameters
 from lightning_spectral.plugin.build_engine import build_engine, sequential_executor
+from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Seat, Trained
@@ -163,11 +164,17 @@ class Member(ServerHooks, Trained):
             self._frozen_base = FrozenBase()
             self._initialize(algorithm)
         unreached = self._unreached if resumed else None
-        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached)
+        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._may_rest())
         self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
         self._store.to(self.device)
         kept = self._store, self._frozen_base
         self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, *kept)
+
+    def _may_rest(self) -> bool:
+        """Whether running averages may rest in a round: a callback sets them, or narrower steps leave them alone."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        is_narrow = isinstance(self.algorithm, WidthSharding) and bool(self.algorithm.step_widths)
+        return is_narrow or any(isinstance(callback, BatchNormEstimation) for callback in callbacks)
 
     def _initialize(self, algorithm: Algorithm[Any]) -> None:
         with suspecting_weights(self.module, 0):

@@ -57,6 +57,11 @@ def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) 
         raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
     check_is("local_hooks", local_hooks, Sequence)
     for hook in local_hooks:
+        if isinstance(hook, pl.Callback):
+            name = type(hook).__name__
+            raise TypeError(
+                f"`local_hooks` act on devices, and {name} is a callback; write Trainer(callbacks=[{name}(...)])."
+            )
         check_is("local_hooks", hook, LocalHook)
 
 

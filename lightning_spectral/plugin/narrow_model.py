@@ -43,6 +43,7 @@ def narrow_model(model: FederatedModule, width: float) -> Any:
     algorithm = model.algorithm
     if not isinstance(algorithm, WidthSharding):
         raise ValueError(
-            f"Models by width are what WidthSharding trains, and this federation has {type(algorithm).__name__}."
+            f"Models by width are what WidthSharding trains, and this federation has {type(algorithm).__name__}; train "
+            "with algorithm=WidthSharding(...), or take the whole model: `model.module`."
         )
     return algorithm.narrow(model.module, model.state, KEEP_RATIO("width", width))

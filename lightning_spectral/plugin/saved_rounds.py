@@ -47,10 +47,19 @@ class SavedRounds(RoundHooks):
         Raises:
             TypeError: If an argument is missing.
             ValueError: If the file is empty or not whole.
+            RuntimeError: If the weights do not fit, or are those of another algorithm.
         """
         try:
             with naming_damage(checkpoint_path):
                 return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except RuntimeError as error:
+            if ' key(s) in state_dict: "state.' not in str(error):
+                raise
+            raise RuntimeError(
+                "The checkpoint has state of another algorithm, or lacks that of this one: pass the one of the run, "
+                f"{cls.__name__}.load_from_checkpoint(path, algorithm=...), or load your own module alone: "
+                f"load_user_module(path, YourModule). {error}"
+            ) from error
         except TypeError as error:
             missing = str(error).partition(f"{cls.__name__}.__init__() missing ")[2]
             if not missing:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
@@ -33,10 +34,14 @@ class FirstRounds:
         speaks: Whether this process warns; one of several is enough, because all of them see the same.
         unreached: Layers that no client had given a gradient before the checkpoint that a run is resumed from; ``None``
             if it is not, or nobody had trained.
+        averages_may_rest: Whether BatchNorm's running averages may be as before after a round in which clients trained.
     """
 
-    def __init__(self, speaks: bool = True, unreached: Collection[str] | None = None) -> None:
+    def __init__(
+        self, speaks: bool = True, unreached: Collection[str] | None = None, averages_may_rest: bool = False
+    ) -> None:
         self._speaks = speaks
+        self._averages_are_watched = speaks and not averages_may_rest
         self._first: tuple[int, float] | None = None
         self._update_is_watched = speaks
         self._loss_is_watched = speaks
@@ -66,6 +71,10 @@ class FirstRounds:
             self._look_at_update(server, summary.round_idx)
         if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
             self._look_at_loss(mean_loss(summary), summary.round_idx)
+        if self._averages_are_watched and any(client.num_steps for client in summary.averaged):
+            self._averages_are_watched = False
+            if summary.round_idx == 0 and (layers := untouched_averages(server)):
+                _warn(summary.round_idx, _no_averages(layers))
         if summary.round_idx < WATCHED_ROUNDS:
             self._unreached.note(summary.clients)
             self._last_watched = summary.round_idx
@@ -130,6 +139,32 @@ def relative_updates(server: nn.Module) -> Iterator[tuple[float, str]]:
         for name, weight, size, change in zip(names, weights, *norms.tolist(), strict=True):
             if size > LEAST_ENTRY * math.sqrt(weight.numel()):
                 yield change / size, name
+
+
+def untouched_averages(server: nn.Module) -> list[str]:
+    """Names of the normalisation layers whose running averages are as they were built, 0 and 1.
+
+    Example:
+        >>> untouched_averages(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)))
+        ['0']
+    """
+    return [
+        name
+        for name, layer in server.named_modules()
+        if isinstance(layer, _NormBase)
+        and layer.running_mean is not None
+        and layer.running_var is not None
+        and not bool(layer.running_mean.any())
+        and bool((layer.running_var == 1).all())
+    ]
+
+
+def _no_averages(layers: list[str]) -> str:
+    return (
+        f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
+        "them. Let the callback BatchNormEstimation estimate them, or clients' be averaged: take them out of "
+        "`keep_buffers`, or with LoRA name their layers in `train`."
+    )
 
 
 def _huge_update(ratio: float, name: str) -> str:

@@ -108,7 +108,9 @@ def write(spec: Spec, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs of the study that are not yet done.")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), help="which runs (all)")
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="only some setups (all)")
+    parser.add_argument(
+        "--setups", nargs="+", choices=SETUPS, default=list(SETUPS), metavar="SETUP", help="only some setups (all)"
+    )
     parser.add_argument("--list", action="store_true", help="only say what is left")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -382,9 +382,21 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
 @pytest.mark.parametrize(
     ("algorithm", "width", "message"),
     [
-        (ls.FedAvg(), 0.5, "are what WidthSharding trains, and this federation has FedAvg"),
-        (ls.WidthSharding(ls.RandomChannels()), 0.5, "which RandomChannels\\(\\) does not train alone"),
-        (ls.WidthSharding(scaler=True, keep_ratio=1.0), 0.5, "With `scaler` clients train outputs that are divided"),
+        (
+            ls.FedAvg(),
+            0.5,
+            "are what WidthSharding trains, and this federation has FedAvg; train with algorithm=WidthSharding",
+        ),
+        (
+            ls.WidthSharding(ls.RandomChannels()),
+            0.5,
+            "which RandomChannels\\(\\) does not train alone; train with PrefixChannels",
+        ),
+        (
+            ls.WidthSharding(scaler=True, keep_ratio=1.0),
+            0.5,
+            "With `scaler` clients train outputs that are divided, .*; train with scaler=False",
+        ),
         (ls.WidthSharding(), 1.5, r"`width` must be in \(0, 1\], got 1.5"),
     ],
     ids=repr,
@@ -417,3 +429,23 @@ def test_state_is_moved_and_cast_with_the_module() -> None:
     assert isinstance(state, WidthAverages)
     half = copy.deepcopy(state).half()
     assert {t.dtype for own in half.widths.values() for t in own.values()} == {torch.float16}
+
+
+def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    algorithm = ours(keep_ratio={0.25: 0.5, 0.5: 0.5})
+    fitted = fit(seeded(LitNorms), data, algorithm=algorithm, max_epochs=1)
+    assert "No client trains the channels above keep ratio 0.5" in caplog.text
+    with pytest.warns(ls.SpectralWarning, match=r"No client trains the channels of width 0\.75 above 0\.5, "):
+        ls.narrow_model(fitted.model, 0.75)
+    ls.narrow_model(fitted.model, 0.5)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_of_the_other_averages_says_what_to_pass(own: bool, data: Any, fit: Fit, tmp_path: Path) -> None:
+    fitted = fit(seeded(LitNorms), data, algorithm=ours(averages_per_width=own), max_epochs=1)
+    fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    other = {"module": LitNorms(), "algorithm": ours(averages_per_width=not own), "clients_per_round": 1}
+    with pytest.raises(
+        RuntimeError, match=r"state of another algorithm, .*algorithm=\.\.\.\), or load your own module"
+    ):
+        ls.FederatedModule.load_from_checkpoint(tmp_path / "last.ckpt", **other, weights_only=True)

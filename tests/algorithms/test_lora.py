@@ -134,6 +134,7 @@ class LitNormed(LitMLP):
         self.net.insert(1, nn.BatchNorm1d(12))
 
 
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) -> None:
     options = {"layers": ["net.0"], "train": ["net.1", "net.6.bias"]}
     lit = seeded(LitNormed)
@@ -281,6 +282,7 @@ class Odd(pl.LightningModule):
         ({"layers": ["computed"]}, r"'computed' (is a Parametrized|has a computed)"),
         ({"layers": ["whole"]}, r"'whole' has a weight of type torch.int8"),
         ({"layers": ["head"]}, r"`layers`: 'head' matches no linear layer that can have an adapter. Give"),
+        ({"layers": ["plain"], "train": ["plain"]}, r"`layers`: 'plain' .*: 'plain' is trained whole, by `train`\."),
         ({"train": ["plain"]}, r"`layers`: '\*' matches no linear layer that can have an adapter: "),
         ({"train": ["head"]}, r"`train`: 'head' matches no trainable parameter of Odd"),
     ],

@@ -33,6 +33,7 @@ def algorithms(keep_ratio: Any = 0.25) -> list[Any]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("place", range(4))
 def test_bytes_are_those_of_a_round(place: int, data: Any, fit: Fit) -> None:
     table = ls.sub_model_cost_table(LitFrozen(), algorithms()[place], RATIOS, EXAMPLE)

@@ -406,9 +406,24 @@ def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize(
+    "target", [torch.rand(12), torch.rand(12, 5), torch.ones(12, 5).long(), torch.ones(12, 2, 2).long()]
+)
+def test_targets_that_are_no_single_class_are_refused_before_training(target: Tensor, fit: Fit) -> None:
+    data = ls.FederatedDataModule(TensorDataset(torch.zeros(12, 7), target), ls.IIDPartitioner(4))
+    with pytest.raises(
+        ValueError, match=r"must be one integer per example, .* where an example has several classes, or"
+    ):
+        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
+
+
+@pytest.mark.parametrize(
     ("layer", "message"),
     [
         (nn.Sequential(nn.Linear(2, 3)), r"the layer '' has 3 outputs, and there are examples of class 4"),
+        (
+            nn.Linear(2, 1),
+            r"'' has one output, .* of class 4; a single logit cannot be masked by class: leave the hook out",
+        ),
         (nn.LSTM(2, 5), r"the output of '' is tuple; name the layer that makes the logits"),
         (nn.Flatten(0), r"the output of '' is a tensor of shape \(4,\)"),
     ],

@@ -211,3 +211,43 @@ def test_a_default_fit_on_clients_that_differ_is_told_nothing(lit_mlp: Any, toy:
     for algorithm in (None, ls.SpectralSharding(), ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5})):
         run = partial(fit, seeded(lit_mlp), data, algorithm=algorithm, clients_per_round=4, max_epochs=8)
         assert said_during(lambda run=run: run()) == []
+
+
+class LitNorm(LitWide):
+    """With a BatchNorm, whose averages are there to be estimated."""
+
+    example_input_array = torch.zeros(2, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(self.norm(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [ls.FedAvg(keep_buffers=["*.running_*"]), ls.WidthSharding(keep_buffers=["*.running_*"]), ls.LoRA(2, None)],
+    ids=repr,
+)
+def test_averages_that_nobody_sets_are_named(algorithm: Any, data: Any, fit: Fit) -> None:
+    (said,) = said_during(lambda: fit(seeded(LitNorm), data, algorithm=algorithm, max_epochs=2))
+    assert said.startswith("Round 0: the running averages of norm are still 0 and 1")
+    estimation = ls.BatchNormEstimation(every_n_rounds=2)
+    assert (
+        said_during(lambda: fit(seeded(LitNorm), data, algorithm=algorithm, max_epochs=2, callbacks=[estimation])) == []
+    )
+    learned = seeded(LitNorm)
+    learned.norm.running_mean += 0.1
+    assert said_during(lambda: fit(learned, data, algorithm=algorithm, max_epochs=1)) == []
+
+
+def test_averages_of_clients_and_those_of_a_round_without_any_are_not_named(data: Any, fit: Fit) -> None:
+    assert said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2)) == []
+    kept = ls.FedAvg(keep_buffers=["*.running_*"])
+    assert said_during(lambda: fit(seeded(LitNorm), data, algorithm=kept, local_epochs=0, max_epochs=2)) == []

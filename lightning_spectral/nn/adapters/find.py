@@ -59,7 +59,8 @@ def _chosen(module: nn.Module, patterns: Sequence[str], trained: Sequence[str]) 
     able = [name for name, reason in free.items() if not reason]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in able):
-            reasons = [f"{name!r} {why}" for name, why in refused.items() if why and fnmatchcase(name, pattern)]
+            why_not = {name: why or "is trained whole, by `train`" for name, why in refused.items() if name not in able}
+            reasons = [f"{name!r} {why}" for name, why in why_not.items() if fnmatchcase(name, pattern)]
             found = f": {'; '.join(reasons[:5])}" if reasons else ""
             remedy = f" Give patterns of names such as {able[0]!r}." if able else ""
             raise ValueError(f"`layers`: {pattern!r} matches no linear layer that can have an adapter{found}.{remedy}")

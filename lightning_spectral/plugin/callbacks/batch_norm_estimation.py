@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_spectral.algorithms import Algorithm, WidthSharding
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.recorder import Recorder, isolate_metrics
 from lightning_spectral.client.user_step import UserStep
@@ -68,7 +69,8 @@ class BatchNormEstimation(RoundCallback):
     Raises:
         TypeError: If a number is of another type; when it is set up, if the module is not federated.
         ValueError: If a number is below 1; when it is set up, if no model has a BatchNorm layer with averages, or one
-            that has optimises manually, since its ``training_step`` cannot run without taking steps.
+            that has optimises manually, since its ``training_step`` cannot run without taking steps; or if with
+            ``averages_per_width`` no client has the whole width, whose averages are estimated.
 
     Note:
         The server of a real federation does not have this data: HeteroFL, which evaluates so, reads it all the same.
@@ -94,7 +96,10 @@ class BatchNormEstimation(RoundCallback):
                 f"BatchNormEstimation acts after rounds, and {type(pl_module).__name__} trains on batches; wrap it: "
                 "FederatedModule(module, clients_per_round=...)."
             )
-        check_estimated([member.module for member in pl_module.members.values()])  # type: ignore[attr-defined]
+        members: Mapping[str, Trained] = pl_module.members  # type: ignore[attr-defined]
+        check_estimated([member.module for member in members.values()])
+        for member in members.values():
+            check_averaged_width(member.algorithm)
 
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Estimated, summary: RoundSummary
@@ -129,6 +134,22 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
         raise ValueError(
             f"BatchNormEstimation runs `training_step` without gradients, and that of {', '.join(manual)} optimises "
             "manually; leave the callback out."
+        )
+
+
+def check_averaged_width(algorithm: Algorithm[Any]) -> None:
+    """Raise ``ValueError`` if the module's averages are those of a narrower model than the whole, which is estimated.
+
+    Example:
+        >>> check_averaged_width(WidthSharding(keep_ratio=0.5, step_widths=[0.25, 0.5], averages_per_width=True))
+        Traceback (most recent call last):
+        ValueError: BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the ...
+    """
+    if isinstance(algorithm, WidthSharding) and algorithm.averages_per_width and algorithm.widest < 1:
+        raise ValueError(
+            "BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the module has "
+            f"those of width {algorithm.widest:g}, the largest `keep_ratio`; leave the callback out, or set "
+            "averages_per_width=False."
         )
 
 

@@ -121,6 +121,7 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
     assert not torch.equal(other[0], batches[0])
 
 
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -236,6 +237,16 @@ def test_manual_optimisation_is_refused(data: Any, fit: Fit) -> None:
     lit.automatic_optimization = False
     with pytest.raises(ValueError, match="that of LitSmall optimises manually"):
         fit(lit, data, client_engine="trainer", callbacks=[ls.BatchNormEstimation()])
+
+
+def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy: TensorDataset, fit: Fit) -> None:
+    def run(keep_ratio: Any, widths: Any) -> None:
+        algorithm = ls.WidthSharding(keep_ratio=keep_ratio, step_widths=widths, averages_per_width=True)
+        fit(seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.BatchNormEstimation()], max_epochs=1)
+
+    run({0.5: 0.5, 1.0: 0.5}, (0.25, 0.5, 1.0))
+    with pytest.raises(ValueError, match=r"estimates averages of the whole model, .* those of width 0.5"):
+        run(0.5, (0.25, 0.5))
 
 
 def test_a_module_that_is_not_federated_is_refused(toy: TensorDataset, quiet: Any) -> None:

@@ -117,14 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{one.name:<16}{left:>4} runs left   {one.title}")
         return
     quiet_lightning()
-    for seed in () if args.report else args.seeds:
-        train(experiments, store, [seed], args.accelerator)
+    folder = args.report or args.output / args.scale
+    for seeds in [[]] if args.report else [[seed] for seed in args.seeds]:
+        train(experiments, store, seeds, args.accelerator)
         for one in experiments:
-            report(one, store, args.seeds, args.output / args.scale)
-    for one in experiments if args.report else ():
-        report(one, store, args.seeds, args.report)
+            report(one, store, args.seeds, folder)
     if args.report:
         keep(store.folder, args.report / kept)
+    print(f"tables and figures: {folder}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from plans import OUTPUT, PLANS, Spec, best_rates
+from plans import OUTPUT, PLANS, Spec, best_rates, results
 from records import restore, write_run
 from setups import SETUPS
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
@@ -118,12 +118,12 @@ def main() -> None:
     torch.set_num_threads(1)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     restore(OUTPUT)
-    for spec in todo(args.plans):
-        if spec.setup not in args.setups:
-            continue
-        if args.list:
-            print(spec)
-        elif claimed(spec):
+    left = (spec for spec in todo(args.plans) if spec.setup in args.setups)
+    if args.list:
+        print(*(listed := list(dict.fromkeys(left))), f"{len(listed)} runs left, {len(results())} done", sep="\n")
+        return
+    for spec in left:
+        if claimed(spec):
             try:
                 result = train(spec)
             except BaseException:

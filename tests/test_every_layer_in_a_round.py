@@ -305,6 +305,7 @@ def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
         ls.SpectralSharding(layers=plan, exclude=["b"])
 
 
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> None:
     def make() -> LitNet:
         return LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))

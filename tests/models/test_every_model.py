@@ -150,7 +150,7 @@ def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> N
         targets[:, 0] = 0
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    for _ in range(100):
+    for _ in range(200 if name == "gpt" else 100):  # whose loss jumps in the first hundred steps
         loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -314,6 +314,7 @@ def ledger_of(
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, fit: Fit) -> None:
     ratios, choices = (0.2, 0.55), ls.LayerChoices(**options)
     table = ls.cost_table(Federated(), ratios, layers=choices)

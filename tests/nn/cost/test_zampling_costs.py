@@ -62,6 +62,7 @@ def algorithm_of(compression: float, options: dict[str, Any]) -> ls.Zampling:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("compression", [1, 3.7, 20])
+@pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_bytes_are_those_of_a_round(compression: float, options: Any, toy: TensorDataset, fit: Fit) -> None:
     cost = ls.zampling_cost_table(Federated(), [compression], EXAMPLE, **options).at[compression]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))

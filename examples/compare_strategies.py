@@ -10,10 +10,10 @@ CPU cores. It prints test accuracy after the last round, and leaves `accuracy.cs
 deviation in per cent:
 
     keep ratio  0.1           0.2
-    TopN        91.7 ± 1.6    92.8 ± 1.0
-    PriSM       87.3 ± 1.0    90.9 ± 0.5
-    Unbiased    87.1 ± 1.3    90.7 ± 0.8
-    Collective  88.8 ± 0.9    91.4 ± 0.8
+    TopN        91.7 ± 1.6    92.8 ± 0.9
+    PriSM       87.3 ± 1.0    90.6 ± 0.6
+    Unbiased    87.7 ± 0.1    91.1 ± 0.7
+    Collective  89.1 ± 0.5    91.0 ± 1.0
     FedAvg      94.3 ± 0.3  (the whole model)
 """
 

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Collection, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_spectral.arguments import matches_any
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 
 
@@ -62,13 +62,7 @@ def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
 
 def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:
     """Warn about layers whose averages come from clients, where outputs are scaled as they are in training alone."""
-    layers = [
-        name
-        for name, layer in server.named_modules()
-        if isinstance(layer, _NormBase)
-        and layer.running_mean is not None
-        and not matches_any(f"{name}.running_mean", keep_buffers)
-    ]
+    layers = [name for name in layers_with_averages(server) if not matches_any(f"{name}.running_mean", keep_buffers)]
     if layers:
         warnings.warn(
             f"`scaler` divides outputs while clients train and not in evaluation, which reads the averages that "

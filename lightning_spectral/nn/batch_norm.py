@@ -1,4 +1,4 @@
-"""Batch normalisation without running statistics."""
+"""Normalisation over the batch: which layers have running averages, and how to do without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def layers_with_averages(module: nn.Module) -> dict[str, _NormBase]:
+    """The normalisation layers that have running averages, by name.
+
+    Example:
+        >>> norms = [nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.InstanceNorm1d(2)]
+        >>> list(layers_with_averages(nn.Sequential(*norms)))
+        ['0']
+    """
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _NormBase)}
+    return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
 
 
 def use_batch_statistics(module: ModuleT) -> ModuleT:

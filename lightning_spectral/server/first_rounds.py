@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 from lightning_spectral.server.unreached_layers import UnreachedLayers
@@ -150,9 +150,8 @@ def untouched_averages(server: nn.Module) -> list[str]:
     """
     return [
         name
-        for name, layer in server.named_modules()
-        if isinstance(layer, _NormBase)
-        and layer.running_mean is not None
+        for name, layer in layers_with_averages(server).items()
+        if layer.running_mean is not None
         and layer.running_var is not None
         and not bool(layer.running_mean.any())
         and bool((layer.running_var == 1).all())

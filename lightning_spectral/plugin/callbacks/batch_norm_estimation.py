@@ -15,6 +15,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.client.recorder import Recorder, isolate_metrics
 from lightning_spectral.client.user_step import UserStep
 from lightning_spectral.errors import RoundError
+from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
@@ -160,8 +161,7 @@ def averages(module: nn.Module) -> list[str]:
 
 def _tracked(module: nn.Module) -> dict[str, _BatchNorm]:
     """BatchNorm layers with averages, by name."""
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
-    return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+    return {name: layer for name, layer in layers_with_averages(module).items() if isinstance(layer, _BatchNorm)}
 
 
 def _buffers(layers: Collection[str]) -> list[str]:

@@ -87,6 +87,13 @@ def seeds(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", NEAR_IID, net, setup, keep_ratio, seed)
 
 
+def more_seeds(best: BestRates) -> Iterator[Spec]:
+    """Two more seeds of the default and of FedAvg where clients' labels differ, and of the other data set."""
+    settings = (("MNIST", SKEWED), ("MNIST", EXTREME), ("Fashion", NEAR_IID))
+    for seed, (data, split), setup, net in product((1, 2), settings, MAIN[:2], NETS):
+        yield chosen(best, data, split, net, setup, 0.1, seed)
+
+
 def others(best: BestRates) -> Iterator[Spec]:
     """All other setups, on the network that has the most trouble and on the one that has the least."""
     for net, setup in product(NETS[:2], [name for name in SETUPS if name not in OTHER_SYSTEMS]):
@@ -132,7 +139,21 @@ def long(best: BestRates) -> Iterator[Spec]:
 
 PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
     plan.__name__: plan
-    for plan in (rates, half, skew, fashion, seeds, others, matrices, momentum, averages, ratios, long, systems)
+    for plan in (
+        rates,
+        half,
+        skew,
+        fashion,
+        seeds,
+        more_seeds,
+        others,
+        matrices,
+        momentum,
+        averages,
+        ratios,
+        long,
+        systems,
+    )
 }
 
 

@@ -102,11 +102,15 @@ def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> list[str]:
 
 
 def figure4(runs: Sequence[Run], axes: Axes) -> None:
-    """Figure 4: test accuracy of the expected network against rounds, a band over seeds."""
+    """Figure 4: test accuracy of the expected network against rounds, a band over seeds.
+
+    Of some runs only the last accuracy is kept; they are not drawn.
+    """
+    whole = [run for run in runs if len(run["accuracy"]) == run["num_rounds"] // EVERY]
     for compression, own in LOOKS.items():
         setup, lr = ("published", 0.1) if compression else ("FedAvg", 0.001)
         wanted = {"setup": setup, "compression": compression, "lr": lr}
-        found = next(filter(None, (named(runs, num_rounds=n, **wanted) for n in reversed(ROUNDS))), [])
+        found = next(filter(None, (named(whole, num_rounds=n, **wanted) for n in reversed(ROUNDS))), [])
         curves = [[100 * value for value in run["accuracy"]] for run in found]
         rounds = [EVERY * (i + 1) for i in range(len(curves[0]))] if curves else []
         draw_seeds(axes, rounds, curves, own, f"Zampling, m/n = {compression}" if compression else "FedAvg")

@@ -1,4 +1,4 @@
-"""Masked logits against modules that mask by hand, and HeteroFL's average against a slow loop."""
+"""Masked logits against modules that mask by hand."""
 
 import math
 import warnings
@@ -11,13 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
+from masked_heads import OWN, LitHead, LitPresent, LitZeros, clients, masked, present
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
-from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.client.local_task import LocalSettings
@@ -25,64 +24,6 @@ from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 INF = math.inf
-# Class 4 is nobody's, client 3 has all others. Of each class three examples.
-OWN = ((0, 1), (1, 2), (3,), (0, 1, 2, 3))
-
-
-class LitHead(pl.LightningModule):
-    """Five logits of six features; a seventh says whose example it is, which only modules that mask by hand read."""
-
-    example_input_array = torch.zeros(2, 7)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh())
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.net(x[:, :6]))
-
-    def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
-        return F.cross_entropy(logits, y)
-
-    def training_step(self, batch: Any) -> Tensor:
-        x, y = batch
-        loss = self.loss(self(x), y, int(x[0, 6]))
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self(x), y))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
-
-
-class LitZeros(LitHead):
-    """Masks by hand, as HeteroFL's code does."""
-
-    def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
-        mask = torch.zeros(5)
-        mask[list(OWN[client_id])] = 1
-        return F.cross_entropy(torch.where(mask == 0, torch.zeros(()), logits), y)
-
-
-class LitPresent(LitHead):
-    """The cross-entropy of the present classes alone, which are numbered anew."""
-
-    def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
-        own = list(OWN[client_id])
-        return F.cross_entropy(logits[:, own], torch.tensor([own.index(int(label)) for label in y]))
-
-
-def clients(own: Any = OWN, **options: Any) -> ls.FederatedDataModule:
-    """Three examples for each client and class."""
-    keys = [client_id for client_id, classes in enumerate(own) for _ in range(3 * len(classes))]
-    y = torch.tensor([c for classes in own for c in classes for _ in range(3)])
-    x = torch.randn(len(y), 6, generator=torch.Generator().manual_seed(1)) + 0.3 * y[:, None]
-    train = TensorDataset(torch.cat([x, torch.tensor(keys)[:, None]], 1), y)
-    return ls.FederatedDataModule(train, ls.NaturalPartitioner(keys), val=train, batch_size=2, **options)
 
 
 @pytest.fixture
@@ -198,20 +139,10 @@ def test_losses_that_a_sampler_measures_are_masked(fit: Fit) -> None:
 
 
 def test_a_failure_leaves_no_mask() -> None:
-    head, labels = nn.Linear(2, 3), torch.tensor([0])
-    data = ClientData(BatchSource(TensorDataset(labels)), labels, 1, seed=0, ids=(), labels=lambda: labels)
-    with pytest.raises(KeyError), ls.MaskedLogits("").while_training(head, data):
+    head = nn.Linear(2, 3)
+    with pytest.raises(KeyError), ls.MaskedLogits("").while_training(head, present(0)):
         raise KeyError
     assert not head._forward_hooks
-
-
-def masked(layer: nn.Module, x: Tensor, *present: int) -> Tensor:
-    """The output of a layer while a client trains that has some classes."""
-    labels = torch.tensor(present)
-    data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(len(labels)), 1, 0, (), labels=lambda: labels)
-    with ls.MaskedLogits("", absent=7.0).while_training(layer, data):
-        out: Tensor = layer(x)
-    return out
 
 
 def test_classes_are_where_a_layer_has_its_outputs() -> None:
@@ -265,106 +196,9 @@ def test_a_run_with_masked_logits_resumes(fit: Fit, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("absent", "expected"), [(-1e9, -65504.0), (1e9, 65504.0), (0.5, 0.5), (-INF, -INF)])
 def test_a_constant_that_half_precision_lacks_is_its_largest_number(absent: float, expected: float) -> None:
-    head, labels = nn.Linear(2, 3).half(), torch.tensor([0, 2])
-    data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(2), 2, seed=0, ids=(), labels=lambda: labels)
-    with ls.MaskedLogits(layer="", absent=absent).while_training(head, data):
+    head = nn.Linear(2, 3).half()
+    with ls.MaskedLogits(layer="", absent=absent).while_training(head, present(0, 2)):
         assert head(torch.ones(1, 2).half())[0, 1] == expected
-
-
-class TestHeteroFL:
-    """`WidthSharding` averages a row of the head over the clients that have its class."""
-
-    algorithm = ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5})
-
-    @pytest.mark.parametrize(
-        ("step_widths", "per_width"), [((), False), ((0.5, 1.0), False), ((0.5, 1.0), True)], ids=str
-    )
-    def test_rows_of_the_head_average_over_those_who_have_the_class(
-        self, step_widths: Any, per_width: bool, fit: Fit
-    ) -> None:
-        """Against each client's own update, in a slow loop over entries."""
-        lit = seeded(LitHead)
-        if per_width:
-            lit.net[1] = nn.BatchNorm1d(12)
-        before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
-        turns: list[Any] = []
-
-        class Recording(ls.WidthSharding):
-            def add(self, opened: Any, receipt: Any, upload: Any) -> None:
-                super().add(opened, receipt, upload)
-                turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
-
-        ratios = self.algorithm.keep_ratio
-        algorithm = Recording(keep_ratio=ratios, step_widths=step_widths, averages_per_width=per_width)
-        data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and of two it has large gradients
-        hooks = [ls.MaskedLogits(), ls.GradientClip(1.0)]
-        fitted = fit(lit, data, algorithm=algorithm, local_hooks=hooks, max_epochs=1)
-        assert len(turns) == 4
-        for name, inputs in (("head.weight", True), ("head.bias", False)):
-            expected = before[name].double()
-            diluted = 0.0
-            for row in range(5):
-                for column in range(12) if inputs else [None]:
-                    at = row if column is None else (row, column)
-                    holders = [
-                        (r.unit.coefficient, float(t[name][at] - before[name][at]), row in OWN[r.unit.client_id])
-                        for r, t in turns
-                        if column is None or column < t[name].shape[1]
-                    ]
-                    own = [(weight, change) for weight, change, has_class in holders if has_class]
-                    if own:
-                        mean = sum(w * c for w, c in own) / sum(w for w, _ in own)
-                        diluted = max(
-                            diluted, abs(mean - sum(w * c for w, c, _ in holders) / sum(w for w, *_ in holders))
-                        )
-                        expected[at] += mean
-            # float32 weights of order one: an eighth of the rounding of sums
-            torch.testing.assert_close(fitted.state[name].double(), expected, rtol=0.0, atol=2.0**-23)
-            assert torch.equal(fitted.state[name][4], before[name][4])  # nobody's class
-            assert diluted > 1e-3
-
-    def test_decay_does_not_reach_rows_of_classes_that_nobody_has(self, fit: Fit) -> None:
-        class LitDecay(LitHead):
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.3, weight_decay=0.1)
-
-        options: dict[str, Any] = {"local_hooks": [ls.MaskedLogits()]}
-        lit = seeded(LitDecay)
-        kept = fit(lit, clients(), algorithm=ls.WidthSharding(keep_ratio=1.0), **options).state["head.weight"][4]
-        assert torch.equal(kept, seeded(LitDecay).head.weight[4])
-        assert not torch.equal(fit(seeded(LitDecay), clients(), **options).state["head.weight"][4], kept)
-
-    def test_fewer_entries_are_counted_as_held(self, fit: Fit) -> None:
-        entries = sum(parameter.numel() for parameter in LitHead().parameters())
-        (row,) = fit(
-            seeded(LitHead),
-            clients(),
-            algorithm=ls.WidthSharding(keep_ratio=1.0),
-            local_hooks=[ls.MaskedLogits()],
-            max_epochs=1,
-        ).rows
-        assert row["fl/entries_held"] == 1 - 13 / entries
-
-    def test_a_tied_weight_is_trained_elsewhere(self) -> None:
-        lit = LitHead()
-        lit.other = nn.Linear(12, 5)
-        lit.other.weight = lit.head.weight
-        labels = torch.tensor([0, 2])
-        data = ClientData(BatchSource(TensorDataset(labels)), torch.arange(2), 1, 0, (), labels=lambda: labels)
-        rows = ls.MaskedLogits().untrained_rows(lit, data)
-        assert {name: found.tolist() for name, found in rows.items()} == {"head.bias": [1, 3, 4]}
-
-
-def test_a_client_whose_labels_are_all_ignored_trains_no_row(fit: Fit) -> None:
-    data = clients([(0, 1), (-100,), (2,), (3, 4)])
-    options = {"algorithm": ls.WidthSharding(keep_ratio=1.0), "local_hooks": [ls.MaskedLogits()], "local_epochs": 1}
-
-    class LitIgnores(LitHead):
-        def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
-            return F.cross_entropy(logits, y, reduction="sum")
-
-    weights = fit(seeded(LitIgnores), data, max_epochs=1, **options).weights
-    assert torch.isfinite(weights).all()
 
 
 def test_each_of_several_models_masks_by_the_labels_of_its_own_data(quiet: Any) -> None:
@@ -377,98 +211,6 @@ def test_each_of_several_models_masks_by_the_labels_of_its_own_data(quiet: Any) 
         return models["one"].module.state_dict()
 
     assert same_state(fitted(LitHead, [ls.MaskedLogits()]), fitted(LitZeros, []))
-
-
-@pytest.mark.parametrize(
-    ("hook", "data", "message"),
-    [
-        (ls.MaskedLogits("haed"), clients, r"LitHead has no layer 'haed'; it has 'head'"),
-        (ls.MaskedLogits("net.0.weight"), clients, r"has no layer 'net\.0\.weight'; it has 'net\.0'"),
-        (
-            ls.MaskedLogits(),
-            lambda: clients([(0, 5), (5,), (1,), (2,)]),
-            r"the layer 'head' has 5 outputs, and there are examples of class 5; name the layer that makes the logits",
-        ),
-    ],
-)
-def test_what_cannot_be_masked_is_refused_before_training(hook: Any, data: Any, message: str, fit: Fit) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit(seeded(LitHead), data(), local_hooks=[hook])
-
-
-def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
-    examples = [{"x": torch.zeros(7), "y": 0} for _ in range(12)]
-    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(4))
-    with pytest.raises(
-        ValueError, match=r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be"
-    ):
-        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
-
-
-@pytest.mark.parametrize(
-    "target", [torch.rand(12), torch.rand(12, 5), torch.ones(12, 5).long(), torch.ones(12, 2, 2).long()]
-)
-def test_targets_that_are_no_single_class_are_refused_before_training(target: Tensor, fit: Fit) -> None:
-    data = ls.FederatedDataModule(TensorDataset(torch.zeros(12, 7), target), ls.IIDPartitioner(4))
-    with pytest.raises(
-        ValueError, match=r"must be one integer per example, .* where an example has several classes, or"
-    ):
-        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.Sequential(nn.Linear(2, 3)), r"the layer '' has 3 outputs, and there are examples of class 4"),
-        (
-            nn.Linear(2, 1),
-            r"'' has one output, .* of class 4; a single logit cannot be masked by class: leave the hook out",
-        ),
-        (nn.LSTM(2, 5), r"the output of '' is tuple; name the layer that makes the logits"),
-        (nn.Flatten(0), r"the output of '' is a tensor of shape \(4,\)"),
-    ],
-)
-def test_outputs_that_are_no_logits_are_refused(layer: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        masked(layer, torch.ones(2, 2), 0, 4)
-
-
-def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
-    class LitIdle(LitHead):
-        def __init__(self) -> None:
-            super().__init__()
-            self.idle = nn.Linear(12, 5)
-
-    with pytest.warns(ls.SpectralWarning, match="has masked nothing: .* nobody called the layer 'idle'"):
-        fit(seeded(LitIdle), clients(), local_hooks=[ls.MaskedLogits("idle")])
-
-
-def test_clients_that_take_no_steps_call_no_layer(fit: Fit) -> None:
-    lit = seeded(LitHead)
-    before = {name: value.clone() for name, value in lit.state_dict().items()}
-    fitted = fit(lit, clients(), local_epochs=0, local_hooks=[ls.MaskedLogits()])  # a warning is an error
-    assert same_state(fitted.state, before)
-
-
-def test_a_layer_inside_of_a_compiled_part_is_refused() -> None:
-    lit = LitHead()
-    lit.net, lit.head = (torch.compile(part, backend="eager") for part in (lit.net, lit.head))
-    hook = ls.MaskedLogits("net._orig_mod.2")
-    with pytest.raises(ValueError, match=r"inside of 'net', which is compiled"):
-        hook.check(lit, lambda: torch.zeros(1, dtype=torch.int64))
-    ls.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
-        (lambda: ls.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
-    ],
-)
-def test_a_constant_that_makes_no_loss_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_a_hook_of_a_users_own_may_have_start_client_alone(fit: Fit) -> None:

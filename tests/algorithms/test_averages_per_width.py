@@ -1,64 +1,26 @@
 """BatchNorm's running averages for each width of ordered dropout: against clients that train really cut copies."""
 
 import copy
-import io
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import LitSmall
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
+from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width_averages import STEP_COUNTS, WidthAverages, arrange
-from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 
-MIXED, WIDTHS = {0.25: 0.3, 0.75: 0.4, 1.0: 0.3}, (0.25, 0.5, 0.75, 1.0)
 LR, MOMENTUM, SEED = 0.1, 0.9, 4
-
-
-class LitNorms(LitSmall):
-    """A norm that is never cut, one whose average is the mean of all batches, and a convolution's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.conv = nn.BatchNorm1d(6), nn.Conv1d(1, 8, 3, padding=1)
-        self.norm, self.head = nn.BatchNorm1d(8, momentum=None), nn.Linear(48, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.conv(self.before(x)[:, None])).relu()
-        return super().forward(self.head(hidden.flatten(1)))
-
-
-AVERAGES = [f"{layer}.running_{part}" for layer in ("net.1", "before", "norm") for part in ("mean", "var")]
-
-
-def ours(keep_ratio: Any = MIXED, step_widths: Any = WIDTHS, **options: Any) -> ls.WidthSharding:
-    return ls.WidthSharding(keep_ratio=keep_ratio, step_widths=step_widths, **{"averages_per_width": True, **options})
-
-
-def randomised(lit: Any, seed: int) -> Any:
-    """Weights and averages that are no initial ones, so that nothing is the same by accident."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in lit.state_dict().values():
-        if tensor.is_floating_point():
-            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
-    return lit
-
-
-def cut(lit: Any, plan: ls.WidthPlan, width: float) -> Any:
-    small = copy.deepcopy(lit)
-    cut_module(small, plan.indices(plan.first(width)))
-    return small
 
 
 class Round:
@@ -311,108 +273,6 @@ def test_a_cost_table_goes_beyond_the_widest_client() -> None:
     assert table.at[0.4].uplink_bytes < table.at[0.5].uplink_bytes < table.at[0.8].uplink_bytes
 
 
-def narrow_by_hand(fitted: Any, width: float) -> Any:
-    """The whole module, cut, with the averages that the state has for the width."""
-    small = cut(fitted.module, ls.width_plan(fitted.module), width)
-    small.load_state_dict(fitted.model.state.widths.get(width, {}), strict=False)
-    return small
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_narrow_model_has_the_averages_of_its_width(width: float, data: Any, fit: Fit, quiet: Any) -> None:
-    fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2)
-    before = copy.deepcopy(fitted.model.state_dict())
-    small = ls.narrow_model(fitted.model, width)
-    assert type(small) is LitNorms
-    assert small.net[0].out_features == small.net[1].num_features == 12 * width
-    assert same_state(small.state_dict(), narrow_by_hand(fitted, width).state_dict())
-    loader = data.val_dataloader()
-    (metrics,) = pl.Trainer(**quiet).validate(small, loader, verbose=False)
-    by_hand = narrow_by_hand(fitted, width).eval()
-    x, y = map(torch.cat, zip(*loader, strict=True))
-    assert metrics["val_acc"] == pytest.approx(float((by_hand(x).argmax(1) == y).float().mean()))
-    with torch.no_grad():
-        small.net[0].weight.zero_()
-    small.net[1].running_mean.zero_()
-    assert same_state(fitted.model.state_dict(), before)
-
-
-def test_without_averages_of_its_own_a_narrow_model_has_the_first_of_the_whole(data: Any, fit: Fit) -> None:
-    for algorithm in (ls.WidthSharding(keep_ratio=0.5), ours(averages_per_width=False)):
-        fitted = fit(seeded(LitNorms), data, algorithm=algorithm, clients_per_round=6)
-        expected = cut(fitted.module, ls.width_plan(fitted.module), 0.3)
-        assert same_state(ls.narrow_model(fitted.model, 0.3).state_dict(), expected.state_dict())
-
-
-def test_a_narrow_model_can_be_saved_and_is_the_same_from_a_checkpoint(data: Any, fit: Fit, tmp_path: Path) -> None:
-    fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6)
-    fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = ls.FederatedModule(LitNorms(), algorithm=ours(), clients_per_round=6)
-    again.load_state_dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
-    small, loaded = (ls.narrow_model(model, 0.5) for model in (fitted.model, again))
-    assert same_state(small.state_dict(), loaded.state_dict())
-    buffer = io.BytesIO()
-    torch.save(small, buffer)
-    buffer.seek(0)
-    unpickled = torch.load(buffer, weights_only=False)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(unpickled.eval()(x), small.eval()(x))
-
-
-def test_before_the_first_fit_averages_are_the_modules_own() -> None:
-    model = ls.FederatedModule(seeded(LitNorms), algorithm=ours(), clients_per_round=2)
-    model.module.load_state_dict(randomised(LitNorms(), 3).state_dict())
-    expected = cut(model.module, ls.width_plan(model.module), 0.5)
-    assert same_state(ls.narrow_model(model, 0.5).state_dict(), expected.state_dict())
-
-
-def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -> None:
-    """Of weights that stay as they are, the averages come near the truth; those of the whole module do not."""
-    lit = seeded(LitNorms)
-    lit.hparams.lr = 0.0
-    fitted = fit(lit, data, algorithm=ours({1.0: 1.0}), clients_per_round=12, max_epochs=8, local_epochs=3)
-    own, shared = ls.narrow_model(fitted.model, 0.25), cut(fitted.module, ls.width_plan(fitted.module), 0.25)
-    true = copy.deepcopy(own)
-    true.net[1].momentum = 1.0
-    true.train()(torch.cat([x for x, _ in data.val_dataloader()]))
-    errors = [float((small.net[1].running_mean - true.net[1].running_mean).square().sum()) for small in (own, shared)]
-    assert errors[0] < 0.1 * errors[1]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "width", "message"),
-    [
-        (
-            ls.FedAvg(),
-            0.5,
-            "are what WidthSharding trains, and this federation has FedAvg; train with algorithm=WidthSharding",
-        ),
-        (
-            ls.WidthSharding(ls.RandomChannels()),
-            0.5,
-            "which RandomChannels\\(\\) does not train alone; train with PrefixChannels",
-        ),
-        (
-            ls.WidthSharding(scaler=True, keep_ratio=1.0),
-            0.5,
-            "With `scaler` clients train outputs that are divided, .*; train with scaler=False",
-        ),
-        (ls.WidthSharding(), 1.5, r"`width` must be in \(0, 1\], got 1.5"),
-    ],
-    ids=repr,
-)
-def test_what_has_no_narrow_models_is_refused(algorithm: Any, width: float, message: str) -> None:
-    model = ls.FederatedModule(seeded(LitNorms), algorithm=algorithm, clients_per_round=1)
-    with pytest.raises(ValueError, match=message):
-        ls.narrow_model(model, width)
-
-
-def test_a_width_without_averages_is_refused(data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitNorms), data, algorithm=ours())
-    with pytest.raises(ValueError, match=r"`width=0.3` has no running averages: .*`step_widths=\(0.25, 0.5, 0.75"):
-        ls.narrow_model(fitted.model, 0.3)
-
-
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="`averages_per_width` needs widths: give `step_widths`"):
         ls.WidthSharding(averages_per_width=True)
@@ -429,15 +289,6 @@ def test_state_is_moved_and_cast_with_the_module() -> None:
     assert isinstance(state, WidthAverages)
     half = copy.deepcopy(state).half()
     assert {t.dtype for own in half.widths.values() for t in own.values()} == {torch.float16}
-
-
-def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
-    algorithm = ours(keep_ratio={0.25: 0.5, 0.5: 0.5})
-    fitted = fit(seeded(LitNorms), data, algorithm=algorithm, max_epochs=1)
-    assert "No client trains the channels above keep ratio 0.5" in caplog.text
-    with pytest.warns(ls.SpectralWarning, match=r"No client trains the channels of width 0\.75 above 0\.5, "):
-        ls.narrow_model(fitted.model, 0.75)
-    ls.narrow_model(fitted.model, 0.5)
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -1,0 +1,111 @@
+"""Rounds are epochs of a real Trainer, with its hooks, stopping rules and schedules."""
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from federation import Fit
+from mixed_federation import MIXED
+
+import lightning_spectral as ls
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits with two keep ratios."""
+    return partial(fit, algorithm=MIXED)
+
+
+def test_an_epoch_is_a_round_and_a_batch_a_client(lit: Any, data: Any, fit: Fit) -> None:
+    calls: list[str] = []
+
+    class Spy(ls.RoundCallback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            calls.append(f"round {trainer.current_epoch}")
+
+        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+            calls.append("client")
+
+        def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+            calls.append(f"aggregated {summary.round_idx}")
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            calls.append(f"step {trainer.global_step}")
+
+        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            calls.append("validate")
+
+    fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=[Spy()])
+    assert calls == [
+        *("round 0", "client", "step 0", "client", "aggregated 0", "step 1", "validate"),
+        *("round 1", "client", "step 1", "client", "aggregated 1", "step 2", "validate"),
+    ]
+    assert fitted.trainer.global_step == 2
+
+
+def test_a_round_takes_each_client_once_and_rounds_differ(lit: Any, data: Any, fit: Fit) -> None:
+    ledger = fit(lit, data, clients_per_round=5, max_epochs=4).ledger
+    cohorts = [tuple(row.client_id for row in ledger.rows if row.round_idx == r) for r in range(4)]
+    assert all(len(set(cohort)) == 5 for cohort in cohorts)
+    assert len(set(cohorts)) == 4
+
+
+def test_the_model_learns(lit: Any, data: Any, fit: Fit) -> None:
+    history = fit(lit, data, clients_per_round=6, local_epochs=2, max_epochs=12).history
+    losses = history.column("val_loss")
+    assert losses[-1] < 0.7 * losses[0]
+    assert history.column("val_acc")[-1] > 0.75  # a third of the examples is in the largest class
+
+
+def test_own_boundary_callbacks_replace_ours(lit: Any, data: Any, fit: Fit) -> None:
+    class Counting(ls.SVDRefresh):
+        count = 0
+
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            Counting.count += 1
+            super().on_train_epoch_start(trainer, pl_module)
+
+    trainer = fit(lit, data, max_epochs=2, callbacks=[Counting(), ls.Aggregation()]).trainer
+    kinds = [type(callback) for callback in trainer.callbacks]
+    assert Counting.count == 2
+    assert ls.SVDRefresh not in kinds
+    assert kinds.count(ls.Aggregation) == kinds.count(ls.SubmodelSampling) == 1
+
+
+@pytest.mark.parametrize("place", [None, 0, 1, 2])
+def test_aggregation_acts_after_all_others_wherever_it_is_listed(
+    place: int | None, lit: Any, data: Any, fit: Fit
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Spy(ls.RoundCallback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+            calls.append(("client end", self.name, turn.unit.client_id, num_received(pl_module)))
+
+        def on_cohort_end(self, trainer: pl.Trainer, pl_module: Any, round_idx: int) -> None:
+            calls.append(("cohort end", self.name, round_idx, num_received(pl_module), trainer.global_step))
+
+        def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+            assert not pl_module.engine.round_is_open
+            calls.append(("round end", self.name, summary.round_idx, trainer.global_step))
+
+    def num_received(pl_module: Any) -> int:
+        return len(pl_module.engine.round.outcomes)
+
+    callbacks: list[pl.Callback] = [Spy("A"), Spy("B")]
+    if place is not None:
+        callbacks.insert(place, ls.Aggregation())
+    fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=callbacks)
+    assert sum(isinstance(callback, ls.Aggregation) for callback in fitted.trainer.callbacks) == 1
+    expected: list[tuple[Any, ...]] = []
+    for round_idx in (0, 1):
+        ids = [row.client_id for row in fitted.ledger.rows if row.round_idx == round_idx]
+        for received, client_id in enumerate(ids):
+            expected += [("client end", name, client_id, received) for name in "AB"]
+        expected += [("cohort end", name, round_idx, 2, round_idx) for name in "AB"]
+        expected += [("round end", name, round_idx, round_idx + 1) for name in "AB"]
+    assert calls == expected

@@ -1,0 +1,119 @@
+"""Options of the Trainer: honoured, or refused by name."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, same_state
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+from mixed_federation import MIXED, federate
+from torch import nn
+
+import lightning_spectral as ls
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits with two keep ratios."""
+    return partial(fit, algorithm=MIXED)
+
+
+def test_early_stopping_on_a_round_metric(lit: Any, data: Any, fit: Fit) -> None:
+    stop = EarlyStopping("fl/loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
+    assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
+
+
+def test_early_stopping_on_what_clients_log(lit: Any, data: Any, fit: Fit) -> None:
+    stop = EarlyStopping("train_loss", patience=0, min_delta=1e9, check_on_train_epoch_end=True)
+    assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true", "32-true"])
+def test_precision(precision: Any, lit: Any, data: Any, fit: Fit) -> None:
+    seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    lit.net[0].register_forward_hook(lambda module, args, output: seen[module.training].add(output.dtype))
+    fit(lit, data, max_epochs=2, trainer={"precision": precision})
+    expected = {"bf16": torch.bfloat16, "64": torch.float64, "32": torch.float32}
+    assert seen[True] == seen[False] == {expected[precision.split("-")[0]]}  # clients train, the server evaluates
+
+
+@pytest.mark.parametrize("fast", [True, 2])
+def test_fast_dev_run(fast: Any, lit: Any, data: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = pl.Trainer(fast_dev_run=fast, accelerator="cpu", enable_progress_bar=False)
+    trainer.fit(federate(lit), data)
+    assert trainer.current_epoch == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_limited_cohort_is_what_strategies_are_told(lit: Any, data: Any, fit: Fit) -> None:
+    sizes: list[float] = []
+
+    class Spy(ls.Collective):
+        def __call__(self, singular_values: Any, num_terms: int, cohort_size: float) -> Any:
+            sizes.append(cohort_size)
+            return super().__call__(singular_values, num_terms, cohort_size)
+
+    limits = {"limit_train_batches": 3, "limit_val_batches": 1}
+    fit(lit, data, algorithm=ls.SpectralSharding(Spy(), 0.3), clients_per_round=6, trainer=limits)
+    assert sizes[-1] == 3
+
+
+def test_pseudo_gradients_do_not_stay(lit: Any, data: Any, fit: Fit) -> None:
+    fit(lit, data)
+    assert all(parameter.grad is None for parameter in lit.parameters())
+
+
+def test_trainer_gets_its_settings_back(lit: Any, data: Any, quiet: Any) -> None:
+    data.val = None
+    trainer = pl.Trainer(max_epochs=1, **quiet)
+    before = trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches
+    trainer.fit(federate(lit), data)
+    assert (trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches) == before
+
+
+def test_trainer_gets_its_settings_back_after_an_error(lit: Any, data: Any, quiet: Any) -> None:
+    class Fails(ls.RoundCallback):
+        def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+            raise RuntimeError("enough")
+
+    trainer = pl.Trainer(max_epochs=1, callbacks=[fails := Fails()], **quiet)
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer.fit(federate(lit), data)
+    assert trainer.accumulate_grad_batches == 1
+    trainer.callbacks.remove(fails)
+    trainer.fit(federate(lit), data)
+    assert trainer.current_epoch == 1
+
+
+def test_timer_stops_between_whole_rounds(lit: Any, data: Any, fit: Fit) -> None:
+    before = copy.deepcopy(lit.state_dict())
+    algorithm = replace(MIXED, spectral_start=None)
+    none = fit(lit, data, algorithm=algorithm, max_epochs=-1, callbacks=[Timer({"seconds": 0}, interval="epoch")])
+    assert none.trainer.global_step == 0
+    assert same_state(none.state, before)
+    some = fit(lit, data, max_epochs=-1, callbacks=[Timer({"milliseconds": 30})])
+    assert some.trainer.global_step == len(some.rows) >= 1
+    assert {row["fl/clients"] for row in some.rows} == {4.0}
+
+
+def test_test_and_predict_run_the_aggregated_model(lit: Any, data: Any, toy: Any, fit: Fit) -> None:
+    fitted = fit(lit, data)
+    (scores,) = fitted.trainer.test(fitted.model, data, verbose=False)
+    x, y = toy.tensors
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(lit.eval()(x), y)
+    assert scores["test_loss"] == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(fitted.model(x), lit(x))
+
+
+def test_two_fits_of_one_module_go_on_from_its_weights(lit: Any, data: Any, fit: Fit) -> None:
+    model = federate(lit)
+    middle = copy.deepcopy(fit(model, data).state)
+    fit(model, data)
+    assert not torch.equal(middle["net.2.weight"], lit.net[2].weight)

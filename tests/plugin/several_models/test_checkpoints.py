@@ -1,0 +1,82 @@
+"""Runs of several models resume bit for bit, or say why not."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation import same_state, seeded, without_seconds
+from lightning.pytorch.callbacks import ModelCheckpoint
+from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two, two_lines
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+
+@pytest.mark.parametrize("measure", ["all", "last", 2])
+def test_resuming_changes_no_bit(measure: Any, toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path) -> None:
+    """Three algorithms with server optimizers of their own; the sampler remembers what it knew."""
+
+    def fresh() -> tuple[ls.MultiModelModule, ls.MultiModelDataModule]:
+        models = {
+            name: ls.FederatedModule(seeded(lit_mlp), algorithm=algorithm, server_optimizer=ls.FedAdam(lr=0.01))
+            for name, algorithm in ALGORITHMS.items()
+        }
+        sampler = ls.LossVarianceReduced(active=4, measure=measure)
+        data = {name: one_model(toy).modules["words"] for name in models}
+        return ls.MultiModelModule(models, participation=sampler, processors={2: 0.5, 1: 0.5}), ls.MultiModelDataModule(
+            data
+        )
+
+    whole, data = fresh()
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    _, history, ledger = run(whole, data, 4, callbacks=[saver], enable_checkpointing=True)
+    again, data = fresh()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ModelCheckpoint")  # the resumed run saves nothing
+        _, resumed, ledger_again = run(again, data, 4, tmp_path / "1.ckpt")
+
+    assert same_state(again.state_dict(), whole.state_dict())
+    assert list(map(without_seconds, resumed.rows)) == list(map(without_seconds, history.rows))
+    assert ledger_again.rows == ledger.rows
+
+
+def test_another_configuration_is_not_resumed(run: Any, tmp_path: Path) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    trainer, _, _ = run(model, data, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    other, data = two_lines(ls.Uniform(active=2))
+    with pytest.raises(ValueError, match=r"participation: 'Uniform\(active=3"):
+        run(other, data, 2, ckpt=tmp_path / "one.ckpt")
+
+
+def test_each_hook_of_a_user_sees_its_own_part_of_the_checkpoint(run: Any, tmp_path: Path) -> None:
+    class Noted(LitLine):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["width"] = next(iter(checkpoint["state_dict"].values())).numel()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen = checkpoint["width"]
+
+    def fresh() -> ls.MultiModelModule:
+        models = {name: ls.FederatedModule(seeded(Noted, width)) for name, width in WIDTHS.items()}
+        return ls.MultiModelModule(models, participation=ls.Uniform(active=3))
+
+    data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
+    trainer, _, _ = run(fresh(), data, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = fresh()
+    run(again, data, 2, ckpt=tmp_path / "one.ckpt")
+    assert {name: member.module.seen for name, member in again.members.items()} == WIDTHS
+
+
+def test_a_checkpoint_of_more_models_is_not_resumed(run: Any, tmp_path: Path) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    trainer, _, _ = run(model, data)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    words = {"words": two()["words"]}
+    part = ls.MultiModelModule(words, participation=ls.Uniform(active=3), processors=model.processors)
+    with pytest.raises(ValueError, match=r"images: algorithm: 'FedAvg\(.*in the checkpoint, None now"):
+        run(part, ls.MultiModelDataModule({"words": data.modules["words"]}), 2, ckpt=tmp_path / "two.ckpt")

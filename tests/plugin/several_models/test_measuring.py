@@ -1,0 +1,73 @@
+"""Losses and norms that are measured before a round, for the samplers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from linear_models import SIZES, WIDTHS, LitLine, lines, two_lines, update
+
+import lightning_spectral as ls
+
+
+def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
+    model, data = two_lines(ls.LossVarianceReduced(active=3))
+    before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
+    _, history, ledger = run(model, data)
+
+    assert model._sampled is not None
+    for index, (name, module) in enumerate(before.items()):
+        tensors: Any = data.modules[name].train
+        able = [client for client, size in enumerate(SIZES[name]) if size]
+        examples = {i: [tensor[data.modules[name].partition[i]] for tensor in tensors.tensors] for i in able}
+        measured = [row for row in ledger.rows if row.measured and row.model == name]
+        assert [row.client_id for row in measured] == able
+        assert {(row.downlink_bytes, row.uplink_bytes) for row in measured} == {(4 * (WIDTHS[name] + 1), 4)}
+        assert history.rows[0][f"{name}/fl/measured_examples"] == sum(SIZES[name])
+        trained = {unit.client_id for unit in model.cohort(0) if unit.model == name}
+        for client in set(able) - trained:  # whoever trained has reported a later loss
+            loss = float(module.training_step(examples[client], 0).detach())
+            assert float(model._sampled.figures[client, index]) == pytest.approx(loss, rel=1e-6)
+
+
+def test_norms_are_those_of_the_updates(run: Any) -> None:
+    model, data = two_lines(ls.UpdateVarianceReduced(active=3))
+    before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
+    run(model, data)
+    assert model._sampled is not None
+    for index, (name, module) in enumerate(before.items()):
+        for client, size in enumerate(SIZES[name]):
+            known = float(model._sampled.figures[client, index])
+            if size:
+                assert known == pytest.approx(float(update(module, data.modules[name], client).norm()), rel=1e-5)
+            else:
+                assert known != known  # NaN: nobody asks a client without data
+
+
+@pytest.mark.parametrize(("measure", "expected"), [("last", 0), (2, 2)])
+def test_fewer_may_be_measured(measure: Any, expected: int, run: Any) -> None:
+    model, data = two_lines(ls.LossVarianceReduced(active=3, measure=measure))
+    _, history, _ = run(model, data, 3)
+    assert [row.get("words/fl/measured_clients", 0) for row in history.rows] == [expected] * 3
+
+
+def test_losses_of_manual_optimisation_are_not_measured(run: Any) -> None:
+    class Manual(LitLine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    part = ls.FederatedModule(Manual(), client_engine="trainer")
+    model = ls.MultiModelModule({"words": part}, participation=ls.LossVarianceReduced(active=2))
+    with pytest.raises(ValueError, match=r"Manual \('words'\) trains, by manual optimisation"):
+        run(model, ls.MultiModelDataModule({"words": lines(3, (3, 4, 5))}))
+
+
+def test_norms_of_bits_are_refused(run: Any) -> None:
+    model = ls.MultiModelModule(
+        {"bits": ls.FederatedModule(LitLine(8), algorithm=ls.Zampling(1, degree=2))},
+        participation=ls.UpdateVarianceReduced(active=2),
+    )
+    with pytest.raises(ValueError, match="LossVarianceReduced"):
+        run(model, ls.MultiModelDataModule({"bits": lines(8, (3, 4, 5))}))

@@ -1,0 +1,101 @@
+"""What several models cannot do is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from linear_models import SIZES, WIDTHS, LitLine, lines, two, two_lines
+
+import lightning_spectral as ls
+
+
+def test_the_seed_is_an_integer() -> None:
+    models = {name: ls.FederatedModule(LitLine(width)) for name, width in WIDTHS.items()}
+    with pytest.raises(TypeError, match=r"`seed` must be a whole number, got 1\.5"):
+        ls.MultiModelModule(models, participation=ls.Uniform(active=1), seed=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.MultiModelModule({}, participation=ls.Uniform(active=1)), "`models` is empty"),
+        (lambda: ls.MultiModelModule({"a": LitLine()}, participation=ls.Uniform(active=1)), "FederatedModule"),
+        (lambda: ls.MultiModelModule(two(clients_per_round=3), participation=ls.Uniform(active=1)), "of its own"),
+        (lambda: ls.MultiModelModule({"a.b": two()["words"]}, participation=ls.Uniform(active=1)), "identifier"),
+        (lambda: ls.MultiModelModule(two(), participation=3), "participation"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors=0), "at least 1"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors={2: 0.5}), "1"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: ["c"]}), "unavailable"),
+        (lambda: ls.MultiModelModule({"keys": two()["words"]}, participation=ls.Uniform(active=1)), "named 'keys'"),
+        (lambda: ls.MultiModelModule({"training": two()["words"]}, participation=ls.Uniform(active=1)), "another name"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable=[0]), "unavailable"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={-1: ["a"]}), "least 0"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={"1": ["words"]}), "whole"),
+        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: "words"}), "lists"),
+        (lambda: ls.MultiModelDataModule({}), "is empty"),
+        (lambda: ls.MultiModelDataModule({"a": 3}), "FederatedDataModule"),
+        (lambda: ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1)), "both say"),
+    ],
+)
+def test_bad_arguments_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize("part", ["module", "layer"])
+def test_models_cannot_share_weights(part: str) -> None:
+    modules = {"words": LitLine(), "images": LitLine()}
+    modules["images"].line = modules["words"].line
+    if part == "module":
+        modules["images"] = modules["words"]
+    shared = {name: ls.FederatedModule(module) for name, module in modules.items()}
+    with pytest.raises(ValueError, match="'words' and 'images' share weights"):
+        ls.MultiModelModule(shared, participation=ls.Uniform(active=1))
+
+
+def test_predicting_asks_for_one_model(quiet: dict[str, Any]) -> None:
+    model, data = two_lines(ls.Uniform(active=3))
+    with pytest.raises(NotImplementedError, match=r"predict\(model.models\['words'\], loader\)"):
+        pl.Trainer(**quiet).predict(model, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "message"),
+    [
+        ({"participation": ls.Uniform(active=9)}, SIZES, "`active` must be at most 5"),
+        ({"participation": ls.Uniform(active=2), "processors": [1, 2]}, SIZES, "lists 2 values for 5 clients"),
+        (
+            {"participation": ls.Uniform(active=2)},
+            {"words": (4, 1), "images": (1, 2, 3)},
+            "different numbers of clients",
+        ),
+        ({"participation": ls.Uniform(active=2)}, {"words": (4, 1), "pictures": (1, 2)}, "under its own name"),
+        (
+            {"participation": ls.Uniform(active=1), "unavailable": {0: ["words"], 1: ["words"]}},
+            {"words": (4, 1), "images": (1, 2)},
+            "no client can train",
+        ),
+        ({"participation": ls.StaleUpdateVarianceReduced(active=2)}, SIZES, "StaleUpdates"),
+        ({"participation": ls.Uniform(active=2), "unavailable": {5: ["words"]}}, SIZES, r"clients \[5\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_round(
+    options: dict[str, Any], sizes: Mapping[str, Sequence[int]], message: str, run: Any
+) -> None:
+    model = ls.MultiModelModule(two(), **options)
+    data = ls.MultiModelDataModule({name: lines(3, of) for name, of in sizes.items()})
+    with pytest.raises(ValueError, match=message):
+        run(model, data)
+
+
+def test_data_of_one_model_is_not_enough(run: Any) -> None:
+    with pytest.raises(TypeError, match="MultiModelModule needs clients"):
+        run(ls.MultiModelModule(two(), participation=ls.Uniform(active=1)), lines(3, (4, 5)))
+
+
+def test_a_cohort_that_a_sampler_drew_is_not_cut(run: Any) -> None:
+    with pytest.raises(ValueError, match="lower its `active` instead"):
+        run(*two_lines(ls.Uniform(active=3)), limit_train_batches=2)

@@ -1,0 +1,103 @@
+"""Several models under Lightning's own Trainer: metrics, evaluation, estimates."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from federation import same_state, seeded
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from linear_models import LitLine, lines, one_model, two, two_lines
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.participation import FullParticipation
+
+
+def test_metrics_of_every_model_can_be_monitored(toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path) -> None:
+    both = ls.MultiModelDataModule({name: one_model(toy).modules["words"] for name in ("words", "images")})
+    both.modules["images"].val = [toy, toy]  # of several evaluation sets each has its own name
+    models = {name: ls.FederatedModule(seeded(lit_mlp)) for name in both.modules}
+    saver = ModelCheckpoint(tmp_path, "best", monitor="words/val_acc", mode="max")
+    stopper = EarlyStopping("images/val_loss/dataloader_idx_1", patience=10)
+    trainer, history, _ = run(
+        ls.MultiModelModule(models, participation=ls.FullParticipation()),
+        both,
+        2,
+        callbacks=[saver, stopper],
+        enable_checkpointing=True,
+    )
+    assert (tmp_path / "best.ckpt").exists()
+    names = {"words/val_acc", "words/train_loss", "words/fl/loss", "images/val_loss/dataloader_idx_0"}
+    assert names <= set(history.rows[-1])
+    assert "images/val_loss" not in history.rows[-1]
+    found = trainer.validate(ls.MultiModelModule(models, participation=ls.FullParticipation()), both, verbose=False)
+    assert found[0]["words/val_acc"] == pytest.approx(history.rows[-1]["words/val_acc"])
+
+
+def test_a_model_may_be_used_alone_and_in_another_federation(run: Any, quiet: dict[str, Any]) -> None:
+    """Whoever is fitted or evaluated has the models: names are its own, whichever federation was made last."""
+    model, data = two_lines(ls.Uniform(active=3))
+    words = model.models["words"]
+    other = ls.MultiModelModule({"other": words}, participation=ls.Uniform(active=2))
+    trainer, _, _ = run(model, data)
+    assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
+    alone = pl.Trainer(**quiet).validate(words, data.modules["words"], verbose=False)
+    assert [set(found) for found in alone] == [{"loss"}]
+    trainer, _, _ = run(other, ls.MultiModelDataModule({"other": data.modules["words"]}))
+    assert "other/loss" in trainer.callback_metrics
+    trainer, _, _ = run(model, data)
+    assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
+
+
+def test_rounds_of_another_fit_are_rows_of_their_own(quiet: dict[str, Any]) -> None:
+    history = ls.RoundHistory()
+    for _ in range(2):
+        pl.Trainer(**quiet, max_epochs=1, callbacks=[history]).fit(*two_lines(FullParticipation()))
+    assert [row["fl/round"] for row in history.rows] == [0, 0]
+
+
+def test_a_quick_try_trains_one_client(run: Any) -> None:
+    model, data = two_lines(ls.Uniform(active=5))
+    _, history, ledger = run(model, data, fast_dev_run=True)
+    (row,) = ledger.rows
+    assert history.rows[0][f"{row.model}/fl/clients"] == 1
+
+
+class OwnLoaders(ls.FederatedDataModule):
+    """Data that says how it is validated by a method, as LightningDataModules do."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.train, 100)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_a_data_module_may_have_loaders_of_its_own(run: Any) -> None:
+    """Each model is validated on its own data, also where the widths of the models would not tell them apart."""
+    data = {"words": OwnLoaders(lines(3, (4, 5)).train, ls.IIDPartitioner(2)), "images": lines(3, (4, 5), seed=1)}
+    model = ls.MultiModelModule(two(), participation=ls.Uniform(active=1))
+    trainer, _, _ = run(model, ls.MultiModelDataModule(data))
+    for name, member in model.members.items():
+        examples: Any = data[name].train
+        loss = float(member.module.training_step(examples.tensors, 0).detach())
+        assert float(trainer.callback_metrics[f"{name}/loss"]) == pytest.approx(loss, rel=1e-5)
+    trainer, _, _ = run(ls.FederatedModule(LitLine(), clients_per_round=1), data["words"])
+    assert "loss" in trainer.callback_metrics
+
+
+def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
+    model, data = two_lines(FullParticipation())
+    trainer = pl.Trainer(**quiet, max_epochs=2)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):  # before a fit, and after one
+        found = ls.estimate(trainer, model, data)
+        assert found.total_seconds > 0
+        assert found.num_rounds == found.num_validations == 2
+        assert same_state(model.state_dict(), before)
+        trainer.fit(model, data)
+        before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="MultiModelDataModule"):
+        ls.estimate(trainer, model, data.modules["words"])

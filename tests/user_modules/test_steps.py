@@ -1,0 +1,153 @@
+"""What a user's steps may take, return and log."""
+
+from collections import UserDict
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, seeded
+from torch import nn
+
+import lightning_spectral as ls
+
+
+@pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Fits of two rounds, each with three clients that hold half the terms."""
+    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
+
+
+def test_what_clients_log_is_weighted_by_their_examples(lit_mlp: Any, toy: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("size", float(len(batch[0])))
+            return super().training_step(batch, batch_idx)
+
+    data = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 90 + [1] * 30), batch_size=1000)
+    history = fit(Lit(), data, max_epochs=1, clients_per_round=2).history
+    assert history.column("size") == [pytest.approx((90 * 90 + 30 * 30) / 120)]
+
+
+def test_a_layer_that_the_first_batch_skips_still_takes_part(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        batch_of_all_layers = 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                return None
+            layers = self.net if batch_idx == self.batch_of_all_layers else nn.Sequential(self.net[0], self.net[5])
+            return nn.functional.cross_entropy(layers(batch[0]), batch[1])
+
+    class Never(Lit):
+        batch_of_all_layers = -1
+
+    ls.spectral_start(lit := Lit(), 0.5)  # now, so that only training changes the weights
+    before = lit.net[2].weight.detach().clone()
+    assert not torch.equal(fit(lit, data).module.net[2].weight, before)
+    with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient to these sharded layers: net\.2\."):
+        fit(Never(), data)
+
+
+def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx).reshape(1)
+            return [loss, UserDict(loss=loss, more=7), None][batch_idx]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
+
+    fit(Lit(), data, max_epochs=1, clients_per_round=1)  # batches of 4, 4 and 2
+    assert [sorted(outputs) for outputs in seen] == [["loss"], ["loss", "more"], []]
+    assert not any(outputs["loss"].requires_grad for outputs in seen[:2])
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [({"train_loss": 1.0}, r"mapping without 'loss' \(keys: train_loss\)"), (3.0, "must return a tensor.*got float")],
+)
+def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return output
+
+    with pytest.raises(ls.ClientError, match=message):
+        fit(Lit(), data)
+
+
+def test_a_step_that_reaches_the_servers_weights_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.apply_net = lambda x: self.net(x)  # copies keep calling the module it was made in
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.apply_net(batch[0]), batch[1])
+
+    with pytest.raises(ValueError, match=r"reaches the server's own weights \(net.0.weight"):
+        fit(Lit(), data, algorithm=ls.FedAvg())
+
+
+@pytest.mark.parametrize("form", ["args", "keyword only", "keywords"])
+def test_signatures_of_steps(form: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    kinds: dict[str, Any] = {
+        "args": lambda self, *args: step(self, args[0]),
+        "keyword only": lambda self, batch, *, extra=None: step(self, batch),
+        "keywords": lambda self, batch, **more: step(self, batch),
+    }
+    lit = type("Lit", (lit_mlp,), {"training_step": kinds[form], "validation_step": kinds[form]})
+    assert fit(lit(), data, max_epochs=1).history.column("fl/loss")[0] > 0
+
+
+@pytest.mark.parametrize("output", ["dict", "none"])
+def test_what_a_training_step_may_return(output: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            return {"loss": loss, "more": 1} if output == "dict" or len(batch[0]) == 4 else None
+
+    data.batch_size = 4  # ten examples a client: batches of 4, 4 and 2
+    assert fit(Lit(), data).history.column("fl/loss")[0] > 0
+
+
+def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: Any) -> None:
+    class Plain:
+        def __len__(self) -> int:
+            return len(toy)
+
+        def __getitem__(self, index: int) -> Any:
+            return toy[index]
+
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    kind = type("Lit", (lit_mlp,), {"validation_step": validation_step})
+    scores = []
+    for val in (toy, Plain(), torch.utils.data.DataLoader(toy, batch_size=64), [toy, Plain()]):
+        data.val = val
+        model = ls.FederatedModule(seeded(kind), clients_per_round=2)
+        (*_, last) = pl.Trainer(**quiet).validate(model, data, verbose=False)
+        scores.append(next(value for name, value in last.items() if name.startswith("val_loss")))
+    assert scores == pytest.approx([scores[0]] * 4, rel=1e-5)
+
+
+def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    seen: list[bool] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_acc.distributed_available_fn = lambda: True
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.train_acc.distributed_available_fn())
+
+    fit(Lit(), data, max_epochs=1)
+    assert seen == [False] * 3

@@ -1,1 +1,1 @@
-"""Scripts, and configs with the data that they name."""
+"""Example scripts, and configs with the data that they use."""

@@ -5,9 +5,9 @@ The recipe is that of the papers, `SpectralSharding.published`.
     python examples/compare_strategies.py
 
 trains the model of `quickstart.py` 27 times, two runs at a time, each for half as many rounds: about 8 minutes on two
-CPU cores. It prints test accuracy after the last round, and leaves `accuracy.csv` (every run and round) and
-`accuracy.png` in `outputs/compare/`. With three seeds, which also change the split between clients, mean and standard
-deviation in per cent:
+CPU cores. It prints test accuracy after the last round, and writes `accuracy.csv` (every run and round) and
+`accuracy.png` to `outputs/compare/`. Mean and standard deviation in per cent over three seeds, which also change the
+split between clients:
 
     keep ratio  0.1           0.2
     TopN        91.7 ± 1.6    92.8 ± 0.9
@@ -40,9 +40,9 @@ from lightning_spectral.report.printed import draw_seeds, legend_above, printed,
 from lightning_spectral.report.style import BASELINE, look
 
 STRATEGIES = {"TopN": ls.TopN(), "PriSM": ls.PriSM(), "Unbiased": ls.Unbiased(), "Collective": ls.Collective()}
-KEEP_RATIOS = (0.1, 0.2)  # share of singular terms each client holds, the homogeneous setups of the 2024 paper
+KEEP_RATIOS = (0.1, 0.2)  # share of singular terms each client holds, as in the homogeneous setups of the 2024 paper
 NUM_ROUNDS = 50  # communication rounds of each run
-SEEDS = (0, 1, 2)  # of the initial weights, the split, participation and terms
+SEEDS = (0, 1, 2)  # for the initial weights, the split, participation and terms
 NUM_PROCESSES = 2  # runs at a time, one thread each
 DENSE = ("FedAvg", 1.0)
 LOOKS = {DENSE[0]: BASELINE} | {name: look(index) for index, name in enumerate(STRATEGIES)}
@@ -52,16 +52,16 @@ Results = Mapping[Setup, Mapping[int, Sequence[float]]]  # for each setup and se
 
 
 def setups() -> dict[Setup, ls.Algorithm[Any]]:
-    """Every strategy at every keep ratio, and FedAvg, which has none."""
+    """Return every strategy at every keep ratio, and FedAvg, which has none."""
     pairs = product(KEEP_RATIOS, STRATEGIES)
     sharded = {(name, r): ls.SpectralSharding.published(STRATEGIES[name], r) for r, name in pairs}
     return {**sharded, DENSE: ls.FedAvg()}
 
 
 def train(algorithm: ls.Algorithm[Any], seed: int, num_rounds: int) -> list[float]:
-    """Test accuracy after each round of one run."""
+    """Train one run and return its test accuracy after each round."""
     quiet_lightning()
-    # random weights without a spectral start: what the sub-models of the papers' recipe are is the subject here
+    # random weights without a spectral start: this example studies the sub-models of the papers' recipe
     warnings.filterwarnings("ignore", "Round 0: sub-models of keep ratio", ls.SpectralWarning)
     torch.set_num_threads(1)
     history = ls.RoundHistory()
@@ -80,7 +80,7 @@ def train(algorithm: ls.Algorithm[Any], seed: int, num_rounds: int) -> list[floa
 
 
 def train_all(seeds: Sequence[int], num_rounds: int) -> Results:
-    """Train every setup with every seed, and print a line when each run is done."""
+    """Train every setup with every seed, and print a line as each run finishes."""
     results: dict[Setup, dict[int, Sequence[float]]] = defaultdict(dict)
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
         pairs = product(seeds, setups().items())
@@ -94,13 +94,13 @@ def train_all(seeds: Sequence[int], num_rounds: int) -> Results:
 
 
 def cell(accuracies: Sequence[float]) -> str:
-    """Mean and standard deviation over seeds, in per cent."""
+    """Format the mean and standard deviation over seeds, in per cent."""
     spread = f" ± {stdev(accuracies):.1%}" if len(accuracies) > 1 else ""
     return f"{mean(accuracies):.1%}{spread}".replace("%", "")
 
 
 def print_table(results: Results) -> None:
-    """Accuracy after the last round."""
+    """Print the accuracy after the last round."""
     final = {setup: cell([accuracy[-1] for accuracy in runs.values()]) for setup, runs in results.items()}
     print("\ntest accuracy in %, mean ± standard deviation over seeds\n")
     print(f"{'keep ratio':<12}" + "".join(f"{r:<14}" for r in KEEP_RATIOS))
@@ -110,7 +110,7 @@ def print_table(results: Results) -> None:
 
 
 def write_csv(results: Results, path: Path) -> None:
-    """One line per run and round."""
+    """Write one line per run and round."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["strategy", "keep_ratio", "seed", "round", "accuracy"])
@@ -120,7 +120,7 @@ def write_csv(results: Results, path: Path) -> None:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Accuracy per round, mean and range over seeds, one panel per keep ratio."""
+    """Draw accuracy per round, mean and range over seeds, in one panel per keep ratio."""
     with printed(path, 9.0, 3.8) as figure:
         panels = figure.subplots(1, len(KEEP_RATIOS), sharey=True)
         for axes, r in zip(panels, KEEP_RATIOS, strict=True):

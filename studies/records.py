@@ -1,7 +1,8 @@
-"""Runs of the studies, one JSON file each, and those that the repository keeps.
+"""Runs of the studies as JSON files, and the copies kept in the repository.
 
-The files are in a folder of ``outputs/``, which is not in the repository. A report also keeps all runs of a folder in
-``docs/runs``, a line each. From there `restore` gives a fresh clone the files it lacks: nothing is trained twice.
+The files, one per run, are in a folder of ``outputs/``, which is not in the repository. A report also keeps all runs of
+a folder in ``docs/runs``, one line each. From there, `restore` writes the files that a fresh clone lacks, so nothing is
+trained twice.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ KEPT = Path("docs/runs")
 
 
 def read_runs(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """The runs of a folder whose file names match, in the order of these."""
+    """Return the runs of a folder whose file names match, sorted by file name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{pattern}.json"))]
 
 
 def write_run(path: Path, result: dict[str, Any]) -> None:
-    """Write the file of a run as a whole."""
+    """Write the file of a run atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(result))
@@ -27,16 +28,16 @@ def write_run(path: Path, result: dict[str, Any]) -> None:
 
 
 def kept_in(folder: Path) -> Path:
-    """The file in which the runs of a folder are kept."""
+    """Return the file in which the runs of a folder are kept."""
     return KEPT / f"{folder.name}.jsonl"
 
 
 def restore(folder: Path, kept: Path | None = None) -> None:
-    """Write the files of those kept runs that a folder lacks.
+    """Write the files of the kept runs that a folder lacks.
 
     Args:
-        folder: Where the runs are.
-        kept: Where they are kept; by default in ``docs/runs``.
+        folder: The folder of the runs.
+        kept: The file in which they are kept; by default in ``docs/runs``.
     """
     kept = kept or kept_in(folder)
     for line in kept.read_text().splitlines() if kept.exists() else ():
@@ -47,7 +48,7 @@ def restore(folder: Path, kept: Path | None = None) -> None:
 
 
 def keep(folder: Path, kept: Path | None = None) -> None:
-    """Keep all runs of a folder, beside those that are kept; arguments as in `restore`."""
+    """Keep all runs of a folder, in addition to those already kept; arguments as in `restore`."""
     kept = kept or kept_in(folder)
     restore(folder, kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def keep(folder: Path, kept: Path | None = None) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The same with fractions to six digits, more than any table shows; whole numbers, such as bytes, stay."""
+    """Round fractions to six digits, more than any table shows; whole numbers, such as bytes, are unchanged."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):

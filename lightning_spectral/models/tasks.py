@@ -31,7 +31,7 @@ class LitClassifier(pl.LightningModule):
 
     An ordinary LightningModule: train it with a plain Trainer, or wrap it in a `FederatedModule`. It logs
     ``train_loss``, ``train_accuracy``, and the same with ``val_`` and ``test_``, once per epoch, which is a round in a
-    federation. Batches are pairs of inputs and class indices. In the YAML of a `LightningCLI`, write::
+    federation. Batches are pairs of inputs and class indices. In the YAML of a `LightningCLI` it is::
 
         model:
           class_path: lightning_spectral.models.LitClassifier

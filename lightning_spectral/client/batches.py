@@ -51,7 +51,7 @@ class BatchSource:
         Args:
             index_batches: The examples of each batch, in order.
             seed: The run's seed.
-            ids: Identify whose batches these are; with ``seed``, they determine every random draw of the examples.
+            ids: Identify the client's batches; with ``seed``, they determine every random draw of the examples.
         """
         if self._tensors is not None:
             tensors, subset = self._tensors
@@ -143,7 +143,7 @@ class ClientData:
 def examples_per_epoch(num_examples: int, batch_size: int, drop_last: bool) -> int:
     """Return the number of examples that a client trains on in a local epoch.
 
-    A client with less than one batch trains on all its examples, even with ``drop_last``: else it would never train.
+    A client with less than one batch trains on all examples, even with ``drop_last``; otherwise it would never train.
 
     Example:
         >>> examples_per_epoch(11, 4, drop_last=False), examples_per_epoch(11, 4, drop_last=True)

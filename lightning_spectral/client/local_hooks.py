@@ -102,7 +102,7 @@ class ProximalTerm(LocalHook):
     Adds the gradient :math:`\mu (w - w_0)` of :math:`\frac{\mu}{2}\|w - w_0\|^2` to that of the loss. Here w are the
     parameters that the client's optimizer updates. For a sharded layer these are the factors u and v, each pulled
     towards its own starting value: this limits the change of the factors, not of the weight that they form.
-    A parameter without a gradient in a step is skipped in that step, as the optimizer does.
+    A parameter without a gradient in a step is skipped in that step, as it is by the optimizer.
 
     Args:
         mu: Strength, in units of loss per squared parameter, at least 0.

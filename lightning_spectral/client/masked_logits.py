@@ -27,7 +27,7 @@ ABSENT = Number(
 
 @dataclass(frozen=True)
 class MaskedLogits(LocalHook):
-    r"""Replaces the logits of classes that a client has no examples of with a constant while the client trains.
+    r"""Replaces the logits of classes missing from a client's data with a constant while the client trains.
 
     Masked logits have no gradient, so a client does not unlearn the classes that only other clients have. The constant
     0 is that of HeteroFL; an absent class then still adds :math:`e^0 = 1` to the sum of the softmax. With minus

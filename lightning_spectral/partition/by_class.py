@@ -14,7 +14,7 @@ from lightning_spectral.partition.partition import Partition
 __all__ = ["CountLaw", "Ints", "deal_by_class", "draw_slot_classes"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-# Maps the examples of each class that are left, shape (K,), and a client's total to its number of each class.
+# Maps the numbers of examples left in each class, shape (K,), and a client's total to its numbers in each class.
 CountLaw: TypeAlias = Callable[[Ints, int, np.random.Generator], Ints]
 
 

@@ -20,14 +20,14 @@ class MeanEntryChange:
     r"""Weighted mean of the change of tensors, entry by entry, over the clients that held the entry.
 
     Entry i averages over its holders, :math:`\sum_c D_c \Delta_{ci} / \sum_c D_c`; entries held by no client do not
-    change. The sums are exact, as in `MeanChange`; if every client holds everything, the result is the same as there.
+    change. The sums are exact, as in `MeanChange`, whose result this equals if every client holds everything.
 
     Args:
         before: The whole tensors that clients started from, by name; they are read again for every client.
         total_weight: Sum of the weights of all clients asked.
         absolute: Whether weights are the coefficients of an unbiased estimate: each entry's mean is then multiplied by
             the sum of the weights of all clients that reported, whether they held it or not.
-        always_divided: Names of tensors that are divided by the sum of weights even then.
+        always_divided: Names of tensors that are divided by the sum of weights even if ``absolute`` is true.
 
     Example:
         >>> mean = MeanEntryChange({"b": torch.zeros(3)}, total_weight=4)
@@ -66,8 +66,8 @@ class MeanEntryChange:
 
         Args:
             after: At least the tensors of ``before``, as the client trained them.
-            positions: For each tensor of which it held a part, the positions of its entries in the whole tensor,
-                flattened; of the shape of the part.
+            positions: For each tensor of which the client held a part, the positions of that part's entries in the
+                flattened whole tensor; of the shape of the part.
             weight: The client's weight.
             magnitudes: `largest_magnitudes` of the tensors, if already known.
 

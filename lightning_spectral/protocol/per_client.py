@@ -135,7 +135,7 @@ def entries_of(value: PerClient[T]) -> Sequence[T]:
 
 
 def _plain_shares(argument: str, given: Mapping[T, float]) -> dict[T, float]:
-    share_of = Number(above=0, hint="it is a share of the clients: leave out what none has")
+    share_of = Number(above=0, hint="it is a share of the clients: leave out values that no client has")
     shares = {value: share_of(f"{argument}[{value!r}]", share) for value, share in given.items()}
     if abs(sum(shares.values()) - 1.0) > 1e-9:
         terms = " + ".join(f"{share:g}" for share in shares.values())

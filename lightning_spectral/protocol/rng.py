@@ -44,8 +44,8 @@ def derived_generator(seed: int, purpose: str, *ids: int | str, device: torch.de
         seed: Seed of the run.
         purpose: What is drawn.
         *ids: Identify the draw.
-        device: Device of the generator. CPU and CUDA generators with the same seed draw different numbers, so draw
-            whatever must not depend on the machine on the CPU.
+        device: Device of the generator. CPU and CUDA generators with the same seed draw different numbers, so use the
+            CPU for draws that must not depend on the machine.
 
     Returns:
         The generator; calling again gives an independent copy that draws the same numbers.

@@ -39,7 +39,7 @@ class MeanChange:
         total_weight: Sum of the weights of all clients asked.
         absolute: Whether weights are used as they are, as the coefficients of an unbiased estimate, and not divided by
             their sum.
-        always_divided: Names of tensors whose weights are divided by their sum even then.
+        always_divided: Names of tensors whose weights are divided by their sum even if ``absolute`` is true.
 
     Raises:
         ValueError: If the total is negative or not finite.

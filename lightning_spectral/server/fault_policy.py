@@ -107,7 +107,7 @@ class Faults:
         """Check that a round lost no more clients than allowed.
 
         Raises:
-            RoundError: If it did; the message names the reason, the clients and what to do.
+            RoundError: If it lost more; the message names the reason, the clients and what to do.
         """
         for reason, client_ids in clients_by_reason(outcomes).items():
             answer = self.answer(reason)

@@ -111,7 +111,7 @@ class Turn:
             return "not_finite", _too_large(upload)
         algorithm, opened = self.round.run.algorithm, self.round.opened
         if not can_be_summed(largest := algorithm.largest_summand(opened, self._receipt, upload)):
-            return "not_finite", f"what would be summed of it holds values up to {largest:.0e}"
+            return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         algorithm.add(opened, self._receipt, upload)
         return None, ""
 

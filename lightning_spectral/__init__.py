@@ -261,5 +261,5 @@ __all__ = [
     "zampling_cost_table",
 ]
 
-# The one thing that importing does: `Trainer(strategy="client_parallel")` finds the class by its name in this table.
+# The only side effect of importing: `Trainer(strategy="client_parallel")` finds the class by its name in this table.
 ClientParallelStrategy.register_strategies(StrategyRegistry)

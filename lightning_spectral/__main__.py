@@ -12,7 +12,7 @@ EPILOG = "A further command, `report RUN ...`, writes a page on runs; see `repor
 
 
 def main() -> None:
-    """Run a command: ``report``, or those of LightningCLI, which are ``fit``, ``validate``, ``test`` and ``predict``.
+    """Run a command: ``report``, or ``fit``, ``validate``, ``test`` or ``predict`` of LightningCLI.
 
     Raises:
         SystemExit: With the status of a report, if jsonargparse is not installed, or if the command line is wrong.
@@ -20,7 +20,7 @@ def main() -> None:
     if sys.argv[1:2] == ["report"]:
         sys.exit(report(sys.argv[2:]))
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a user's own modules are found, as with `python -m`
+        sys.path.insert(0, os.getcwd())  # so that a user's own modules are found, as with `python -m`
     if find_spec("jsonargparse") is None:
         sys.exit('The command line needs jsonargparse: pip install "lightning-spectral[cli]"')
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls methods by their old names

@@ -1,6 +1,6 @@
 """Rules for arguments: each is called with an argument's name and value, and returns the value or says what is wrong.
 
-Numbers of NumPy become Python's own, because the ``repr`` of a choice is its identity in checkpoints.
+NumPy numbers become Python numbers, because the ``repr`` of a choice is its identity in checkpoints.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Rule = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a range. Integers stay integers; a ``bool`` is no number, and NaN is in no range.
+    """A number in a range. Integers stay integers; a ``bool`` is not a number, and NaN is in no range.
 
     Args:
         above: The number is larger than this.
         at_least: It is not smaller than this.
         below: It is smaller than this.
         at_most: It is not larger than this.
-        finite: Whether infinity is refused.
-        optional: Whether ``None`` is accepted, too.
-        hint: What the number means, or what to do instead: the end of the message.
+        finite: Whether infinity is rejected.
+        optional: Whether ``None`` is also accepted.
+        hint: What the number means, or what to do instead; appended to the message.
 
     Example:
         >>> share = Number(above=0, at_most=1, hint="it is a share")
@@ -55,7 +55,7 @@ class Number:
         """Return the value as a plain number.
 
         Raises:
-            TypeError: If it is no number.
+            TypeError: If it is not a number.
             ValueError: If it is out of range.
         """
         if value is None and self.optional:
@@ -94,7 +94,7 @@ class Number:
         return " and ".join(words + ["finite"] * is_said)
 
     def _instead(self, value: Any) -> str:
-        """What to write for a number in another form, such as a string, a tensor or a whole float."""
+        """What to write instead of a number in another form, such as a string, a tensor or a whole float."""
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -106,7 +106,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Whole(Number):
-    """A whole number in a range; a float is none, even without decimals.
+    """A whole number in a range; a float is rejected, even without decimals.
 
     Example:
         >>> Whole(at_least=1)("batch_size", 8.0)
@@ -120,10 +120,10 @@ class Whole(Number):
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of some strings, or ``None`` if that is among them.
+    """One of several strings, or ``None`` if that is among the choices.
 
     Args:
-        choices: All that is accepted, as `typing.get_args` lists those of a ``Literal``.
+        choices: All accepted values, as `typing.get_args` lists those of a ``Literal``.
 
     Example:
         >>> OneOf(("group", "joint", "best"))("cohort", "all")
@@ -134,7 +134,7 @@ class OneOf:
     choices: tuple[str | None, ...]
 
     def __call__(self, argument: str, value: Any) -> Any:
-        """Return the value; ``ValueError`` if it is none of the choices."""
+        """Return the value; raise ``ValueError`` if it is not one of the choices."""
         if not isinstance(value, str | None) or value not in self.choices:
             *others, last = map(repr, self.choices)
             raise ValueError(f"`{argument}` must be {', '.join(others)} or {last}, got {value!r}.")
@@ -142,7 +142,7 @@ class OneOf:
 
 
 def flag(argument: str, value: Any) -> bool:
-    """Return the value; ``TypeError`` if it is neither true nor false, since a string or a number is easily misread.
+    """Return the value; raise ``TypeError`` unless it is a ``bool``, since a string or a number is easily misread.
 
     Example:
         >>> flag("normalize", "no")
@@ -155,7 +155,7 @@ def flag(argument: str, value: Any) -> bool:
 
 
 def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
-    """Patterns as a tuple: a list of the same is the same choice, and YAML knows only lists.
+    """Patterns as a tuple: a list of the same patterns is the same choice, and YAML has only lists.
 
     Raises:
         ValueError: If they are not a sequence of strings.
@@ -173,7 +173,7 @@ def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of the patterns, as file names match on the command line; case counts.
+    """Whether a name matches one of the patterns, as file names do on the command line; case-sensitive.
 
     Example:
         >>> matches_any("net.0.bias", ["head.*", "*.bias"])
@@ -187,7 +187,7 @@ def check_fields(choice: object, **rules: Rule) -> None:
 
     Args:
         choice: The dataclass.
-        **rules: For each field its rule.
+        **rules: The rule of each field.
 
     Raises:
         TypeError: If the value of a field is of another type.

@@ -10,11 +10,11 @@ class ClientError(RuntimeError):
 
 
 class RoundError(RuntimeError):
-    """A round cannot be finished: too few clients returned what can be used, or the server's weights are not finite."""
+    """A round cannot be finished: too few clients sent a usable update, or the server's weights are not finite."""
 
 
 class LostProcessError(RoundError):
-    """Another process of the run has ended, or hangs; the message names it, and the client whose turn it was."""
+    """Another process of the run has ended or hangs; the message names it, and the client whose turn it was."""
 
 
 class ReportError(ValueError):
@@ -22,7 +22,7 @@ class ReportError(ValueError):
 
 
 def check_is(argument: str, value: object, expected: type) -> None:
-    """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint where it is a class or a name.
+    """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint if it is a class or a name.
 
     Example:
         >>> check_is("error", ValueError, Exception)

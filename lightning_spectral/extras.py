@@ -1,4 +1,4 @@
-"""Packages that come with an extra: imported where they are used, missed in words that say what to install."""
+"""Packages that come with an extra: imported where they are used, with an error that says what to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ __all__ = ["from_extra"]
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
-    """Say which extra brings a package that an import inside the block does not find.
+    """Say which extra provides a package that an import inside the block does not find.
 
     Args:
         extra: Name of the extra in the package's metadata.

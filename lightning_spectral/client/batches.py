@@ -1,4 +1,4 @@
-"""One client's data as batches, in an order that only the seed, the round and the client decide."""
+"""One client's data as batches, in an order determined by the seed, the round and the client alone."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class BatchSource:
         """Yield one batch for each tensor of example indices.
 
         Args:
-            index_batches: Which examples, in order.
+            index_batches: The examples of each batch, in order.
             seed: The run's seed.
-            ids: Whose batches these are; with ``seed``, they determine every random draw of the examples.
+            ids: Identify the client's batches; with ``seed``, they determine every random draw of the examples.
         """
         if self._tensors is not None:
             tensors, subset = self._tensors
@@ -67,7 +67,7 @@ class BatchSource:
 
 
 def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """The tensors of a data set and its rows of them, ``None`` for all; ``None`` for other classes and subclasses."""
+    """The tensors of a data set, and its rows of them or ``None`` for all; ``None`` for any other class or subclass."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is Subset and (inner := _in_memory(dataset.dataset)) is not None:
@@ -86,7 +86,7 @@ class ClientData:
         batch_size: Examples per local step; the last batch of an epoch may be smaller.
         seed: The run's seed.
         ids: The round and the unit; with ``seed``, they determine the order.
-        drop_last: Whether an epoch leaves its last batch out if that is smaller, unless there is no other.
+        drop_last: Whether an epoch omits its last batch if that is smaller, unless it is the only one.
         labels: Returns the class of each example of the source, int64, for hooks that need the client's classes;
             ``None`` if classes are not known.
     """
@@ -128,9 +128,9 @@ class ClientData:
         return self._classes
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
-        """One shuffled pass over the client's examples: pairs of (batch, number of examples in it).
+        """Make one shuffled pass over the client's examples: pairs of (batch, number of examples in it).
 
-        What `drop_last` leaves out are other examples in each epoch.
+        The examples that `drop_last` omits differ from epoch to epoch.
         """
         ids = (*self.ids, local_epoch)
         generator = derived_generator(self.seed, "data order", *ids)
@@ -141,9 +141,9 @@ class ClientData:
 
 
 def examples_per_epoch(num_examples: int, batch_size: int, drop_last: bool) -> int:
-    """How many of a client's examples it trains on in a local epoch.
+    """Return the number of examples that a client trains on in a local epoch.
 
-    A client with less than one batch trains on all it has, also with ``drop_last``: otherwise it would never train.
+    A client with less than one batch trains on all examples, even with ``drop_last``; otherwise it would never train.
 
     Example:
         >>> examples_per_epoch(11, 4, drop_last=False), examples_per_epoch(11, 4, drop_last=True)

@@ -23,7 +23,7 @@ from lightning_spectral.protocol.records import Download, Failure, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.protocol.stage_clock import Profile, StageClock
 
-# What to write, by words of an error of torch's
+# Advice to the user, by a phrase of the error message from torch
 REMEDIES = {
     "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one example: leave such last "
     "batches out with FederatedDataModule(..., drop_last=True), and give every client, and every batch, at least two "
@@ -41,7 +41,7 @@ class SubModel:
 
     Attributes:
         module: A copy of the user's module whose ``log`` is the recorder's.
-        optimizers: The user's optimizers over it; one, but for modules that optimise manually.
+        optimizers: The user's optimizers over it; exactly one unless the module uses manual optimisation.
         recorder: Records what the module logs.
         train: Runs a client's local epochs on it.
     """
@@ -59,7 +59,7 @@ class Device:
     Where other code shares the process, `generators` must be saved before a round and restored after it.
 
     Args:
-        module: The user's module, which sub-models are built from.
+        module: The user's module, from which sub-models are built.
         side: The device half of the algorithm.
         recipes: Recipes of the user's optimizers.
         data: Maps a download to the data of its client.
@@ -150,7 +150,7 @@ class Device:
         return hooks if actions.before_step is None else [*hooks, partial(actions.before_step, local.optimizer)]
 
     def release(self) -> None:
-        """Give up what only the last client of a round needed: gradients, and the state of optimizers."""
+        """Free what only the last client of a round needed: gradients and optimizer state."""
         for sub_model in self._sub_models.values():
             for local in sub_model.optimizers:
                 local.optimizer.zero_grad()
@@ -189,5 +189,5 @@ def _during(stage: str) -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """What to write, for an error of torch's that says nothing of what the user wrote."""
+    """Advice for an error from torch that does not mention the user's code; empty for other errors."""
     return next((f". {remedy}" for words, remedy in REMEDIES.items() if words in str(error)), "")

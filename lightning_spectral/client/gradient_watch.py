@@ -1,4 +1,4 @@
-"""Which sharded layers a client's gradients reach, and that they reach no weight of the server."""
+"""Records which sharded layers a client's gradients reach, and checks that they reach no weight of the server."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-WATCHED_ROUNDS = 10  # one client may not need every layer: an expert, a layer that is dropped at random
+WATCHED_ROUNDS = 10  # a single client may not use every layer, e.g. an expert or one that is dropped at random
 
 
 class GradientWatch:
-    """Records which parameters receive a gradient, until the block that it opens ends.
+    """Records which parameters receive a gradient, until its ``with`` block ends.
 
     Args:
         parameters: The parameters to watch, by the name of the layer that each belongs to.
@@ -50,6 +50,6 @@ def check_untouched(server: nn.Module) -> None:
     if leaked := [name for name, parameter in server.named_parameters() if parameter.grad is not None]:
         raise ValueError(
             f"A client's `training_step` reaches the server's own weights ({', '.join(leaked)}): the module keeps "
-            "them in a closure or a lambda, which copies do not follow, or a layer in a list beside the module's "
-            "own, which stays what it was; use `self...` in the step instead."
+            "them in a closure or a lambda, which copies do not follow, or keeps a layer in a plain list as well, in "
+            "which it is not replaced; use `self...` in the step instead."
         )

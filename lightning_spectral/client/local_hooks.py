@@ -1,4 +1,4 @@
-"""Hooks that act while a client trains: in every step, between the backward pass and the optimizer, or around all."""
+"""Hooks that act while a client trains: in every step, after the backward pass, or around all steps."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ Rows = Mapping[str, Tensor]
 class LocalHook(ABC):
     """Base class of local hooks, which are started once per client and called before every step.
 
-    A hook is a frozen dataclass without state, whose ``repr`` goes into checkpoints. The state of one client belongs
-    to the function that `start_client` returns, or to the block of `while_training`. Only `start_client` has to be
-    written.
+    A hook is a frozen dataclass without state, and its ``repr`` is saved in checkpoints. The state of one client
+    belongs in the function that `start_client` returns, or in the block of `while_training`. Only `start_client` must
+    be implemented.
     """
 
     @abstractmethod
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep | None:
         """Prepare for a client, and return the function to call before each of its steps; ``None`` for nothing.
 
-        It is called without arguments after ``on_before_optimizer_step`` of the user's module, when gradients are
-        computed and unscaled; Frobenius decay and `EffectiveLRClip` act afterwards. It must not read a tensor's value,
-        which would wait for the device.
+        The function is called without arguments after ``on_before_optimizer_step`` of the user's module, once gradients
+        are computed and unscaled; Frobenius decay and `EffectiveLRClip` act afterwards. It must not read the value of a
+        tensor, because that would wait for the device.
 
         Args:
-            module: The sub-model; it holds what the client was sent.
-            optimizer: Steps its parameters; where a module has several, the hook is started for each of them.
+            module: The sub-model, loaded with what the client was sent.
+            optimizer: The optimizer of its parameters; if a module has several, the hook is started for each of them.
         """
 
     def while_training(self, module: nn.Module, data: ClientData) -> AbstractContextManager[None]:
-        """A block around all local steps of a client, entered once; by default nothing.
+        """Return a context manager that is entered once around all local steps of a client; does nothing by default.
 
-        The next client trains the same sub-model, so what the block changes it has to restore, also after an error.
+        The next client trains the same sub-model, so the block must undo whatever it changes, even after an error.
 
         Args:
             module: The sub-model, as for `start_client`, which is called earlier.
-            data: The client's own.
+            data: The client's data.
         """
         return nullcontext()
 
     def untrained_rows(self, module: nn.Module, data: ClientData) -> Rows:
-        """Rows of parameters, by name, that the loss of this client does not reach; by default none.
+        """Return the rows of parameters that this client's loss does not reach; by default none.
 
-        Asked for when the client has trained. An algorithm that averages each entry over those who trained it leaves
-        them out of the average.
+        Called after the client has trained. An algorithm that averages each entry over the clients that trained it
+        leaves these rows out of the average.
 
         Args:
             module: The sub-model.
-            data: The client's own.
+            data: The client's data.
 
         Returns:
-            For each parameter, indices along its first dimension.
+            For each parameter, by name, indices along its first dimension.
         """
         return {}
 
@@ -69,7 +69,7 @@ class LocalHook(ABC):
         """Raise ``ValueError`` if the hook cannot act on a user's module, before training; by default never.
 
         Args:
-            module: The server's.
+            module: The server's module.
             labels: Returns the class of each training example; it raises ``ValueError`` if they have none.
         """
         return None
@@ -83,7 +83,7 @@ def start_hooks(hooks: Sequence[LocalHook], module: nn.Module, optimizer: Optimi
 
 @contextmanager
 def within_hooks(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData) -> Iterator[None]:
-    """The blocks of all hooks around one client's training, the first outermost; see `LocalHook.while_training`."""
+    """Enter the blocks of all hooks around one client's training, the first outermost; see `LocalHook`."""
     with ExitStack() as blocks:
         for hook in hooks:
             blocks.enter_context(hook.while_training(module, data))
@@ -91,18 +91,18 @@ def within_hooks(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData
 
 
 def untrained_rows(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData) -> Rows:
-    """What all hooks say of one client's rows; see `LocalHook.untrained_rows`."""
+    """Collect what all hooks return for one client; see `LocalHook.untrained_rows`."""
     return {name: rows for hook in hooks for name, rows in hook.untrained_rows(module, data).items()}
 
 
 @dataclass(frozen=True)
 class ProximalTerm(LocalHook):
-    r"""FedProx: pulls a client's parameters towards what the client was sent.
+    r"""FedProx: pulls a client's parameters towards the values that the client was sent.
 
     Adds the gradient :math:`\mu (w - w_0)` of :math:`\frac{\mu}{2}\|w - w_0\|^2` to that of the loss. Here w are the
-    parameters that the client's optimizer steps. Of a sharded layer these are the factors u and v, each pulled
-    towards its own start: a bound on the change of the factors, not of the weight that they make.
-    A parameter without a gradient in a step is left alone in that step, as the optimizer does.
+    parameters that the client's optimizer updates. For a sharded layer these are the factors u and v, each pulled
+    towards its own starting value: this limits the change of the factors, not of the weight that they form.
+    A parameter without a gradient in a step is skipped in that step, as it is by the optimizer.
 
     Args:
         mu: Strength, in units of loss per squared parameter, at least 0.
@@ -158,8 +158,8 @@ def _pull(parameters: list[nn.Parameter], start: list[Tensor], mu: float) -> Non
 class GradientClip(LocalHook):
     """Scales a client's gradients so that their joint Euclidean norm is at most ``max_norm``.
 
-    All parameters that the client's optimizer steps count together: the factors of sharded layers and what is dense.
-    Weight decay is not part of the norm, as in a plain ``Trainer(gradient_clip_val=max_norm)``.
+    The norm is taken over all parameters that the client's optimizer updates: the factors of sharded layers and the
+    dense parameters. Weight decay is not part of it, as in a plain ``Trainer(gradient_clip_val=max_norm)``.
 
     Args:
         max_norm: Largest norm, positive.

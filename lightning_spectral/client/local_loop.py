@@ -18,11 +18,11 @@ from lightning_spectral.client.user_step import UserStep, batch_outputs, loss_of
 
 
 class LocalLoop:
-    """Runs a user's ``training_step`` over one client's data after another, with the hooks Lightning would call.
+    """Runs a user's ``training_step`` over the data of one client after another, with the hooks Lightning would call.
 
     Args:
         module: A copy of the user's LightningModule; trained in place.
-        optimizers: One, which steps its parameters.
+        optimizers: A single optimizer, over its parameters.
         settings: Settings shared by the local training of all clients.
     """
 
@@ -78,12 +78,12 @@ class LocalLoop:
         if scaler is None:
             optimizer.step()
         else:
-            scaler.step(optimizer)  # unless a gradient overflowed: then no hook of the optimizer runs either
+            scaler.step(optimizer)  # skipped if a gradient overflowed: then no hook of the optimizer runs either
             scaler.update()
 
 
 def to_device(user: UserStep, module: Any, placement: Placement, batch: Any) -> Any:
-    """A client's batch as its ``training_step`` gets it."""
+    """A client's batch as ``training_step`` receives it."""
     batch = user.on_before_batch_transfer(placement.convert_batch(batch), 0)
     if placement.moves_batches:
         batch = module.transfer_batch_to_device(batch, placement.device, 0)
@@ -91,7 +91,7 @@ def to_device(user: UserStep, module: Any, placement: Placement, batch: Any) -> 
 
 
 def mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
-    """Mean of the steps' losses, weighted by their numbers of examples; one read from the device for all of them."""
+    """Mean of the steps' losses, weighted by their numbers of examples; all losses are read from the device at once."""
     if not losses:
         return math.nan
     values: list[float] = torch.cat([loss.reshape(1) for loss in losses]).tolist()

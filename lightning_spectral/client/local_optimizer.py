@@ -17,7 +17,7 @@ Origin = Callable[[str], str]
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """All that is needed to rebuild an optimizer elsewhere: picklable, and without parameters.
+    """Everything needed to rebuild an optimizer elsewhere: picklable, and without parameters.
 
     Attributes:
         optimizer_class: Class of the user's optimizer.
@@ -39,7 +39,7 @@ class OptimizerRecipe:
 
     @property
     def group_of(self) -> dict[str, int]:
-        """From a parameter's name to the index of its group."""
+        """The index of each parameter's group, by the parameter's name."""
         return {name: index for index, names in enumerate(self.groups) for name in names}
 
 
@@ -74,7 +74,7 @@ class LocalOptimizer:
     """The optimizer of one sub-model, reset for every client.
 
     Attributes:
-        optimizer: Steps the sub-model's parameters.
+        optimizer: The optimizer of the sub-model's parameters.
         followed: For each of its parameter groups, the index of the recipe's group whose options it takes.
         overrides: For each of its parameter groups, options that differ from these, e.g. ``{"weight_decay": 0}``.
         on_options: Called with the recipe's options of each round; ``None`` for nothing.
@@ -137,7 +137,7 @@ def rebuild_optimizer(
 
 
 def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """The trainable parameters of some optimizers, each once, in order."""
+    """The trainable parameters of several optimizers, each once, in order."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 

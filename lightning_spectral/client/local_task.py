@@ -24,7 +24,7 @@ class Placement:
 
     Attributes:
         device: Device of the sub-models.
-        convert_batch: Applied to each batch before it moves, e.g. to the precision of the weights.
+        convert_batch: Applied to each batch before it is moved, e.g. to convert it to the precision of the weights.
         forward_context: Entered around each forward pass, e.g. autocast.
         moves_batches: Whether batches go through ``transfer_batch_to_device``; not needed for data and module on the
             CPU, unless the user overrides that hook.
@@ -63,8 +63,8 @@ class LocalTask:
         data: The client's data.
         recorder: Records what the module logs; needs the size of each batch to weight it.
         before_forward: Called before each ``training_step``; ``None`` for nothing.
-        after_forward: Called after each one, before its loss goes backward; ``None`` for nothing.
-        before_step: For each optimizer, what to call one after another before each of its steps.
+        after_forward: Called after each one, before the backward pass of its loss; ``None`` for nothing.
+        before_step: For each optimizer, the functions to call in turn before each of its steps.
     """
 
     download: Download
@@ -80,7 +80,7 @@ class LocalResult:
     """The outcome of local training.
 
     Attributes:
-        num_steps: Optimizer steps; one that gradient scaling skips, because a gradient overflowed, counts too.
+        num_steps: Optimizer steps, including those that gradient scaling skips because a gradient overflowed.
         loss: Mean loss per example over all local epochs; NaN if no step was taken.
     """
 

@@ -1,4 +1,4 @@
-"""Evaluates ``training_step`` on a client's data, without gradients, for samplers that go by losses."""
+"""Evaluates ``training_step`` on a client's data, without gradients, for samplers that use losses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_spectral.client.user_step import UserStep, loss_of
 
 
 class LossLoop:
-    """Runs a user's ``training_step`` once over one client's data after another, and takes no step.
+    """Runs a user's ``training_step`` once over the data of one client after another, without optimizer steps.
 
-    Dropout acts as in training, and buffers may move; the server never sees them.
+    Dropout acts as in training, and buffers may change; the server never sees them.
 
     Args:
         module: A copy of the user's LightningModule.

@@ -27,30 +27,30 @@ ABSENT = Number(
 
 @dataclass(frozen=True)
 class MaskedLogits(LocalHook):
-    r"""Replaces the logits of classes of which a client has no example by a constant, while the client trains.
+    r"""Replaces the logits of classes missing from a client's data with a constant while the client trains.
 
-    So a client does not unlearn the classes that others have: absent logits have no gradient. The constant 0 is what
-    HeteroFL published; an absent class then still counts :math:`e^0 = 1` in the sum of the softmax. With minus infinity
-    the loss is that of the present classes alone. ``training_step`` stays as it is: it sees the masked logits, in its
-    loss and its metrics. Evaluation is not masked, and a client that has all classes trains as without the hook.
+    Masked logits have no gradient, so a client does not unlearn the classes that only other clients have. The constant
+    0 is that of HeteroFL; an absent class then still adds :math:`e^0 = 1` to the sum of the softmax. With minus
+    infinity the loss is that of the present classes alone. ``training_step`` needs no change: its loss and metrics see
+    the masked logits. Evaluation is not masked, and a client that has all classes trains as it would without the hook.
 
-    A client's classes are those of the examples that it trains on, ``FederatedDataModule.labels``. They are positions
-    among the logits, counted from 0; negative ones, which losses ignore, are no classes. Names are numbered in sorted
-    order: if that of your logits is another one, the wrong logits are masked, and nothing says so. Give numbers then.
+    A client's classes are the ``FederatedDataModule.labels`` of the examples it trains on. They are indices into the
+    logits, counted from 0; negative labels, which losses ignore, are not classes. Class names are numbered in sorted
+    order. If your logits are in another order, the wrong ones are masked without a warning; give numbers in that case.
 
-    `WidthSharding` averages the rows of the layer that belong to absent classes over the clients that have the class,
-    as it averages every entry over those who hold it. Other algorithms average the unchanged rows with the others.
+    `WidthSharding` averages the layer's rows of absent classes over the clients that have the class, as it averages
+    every entry over the clients that hold it. Other algorithms include the unchanged rows in the average.
 
     Args:
-        layer: Dotted name of the layer whose output are the logits, as in ``named_modules()``; ``""`` for the module
-            itself, where ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
+        layer: Dotted name of the layer whose output is the logits, as in ``named_modules()``; ``""`` for the module
+            itself, if ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
             and along dimension 1 otherwise, as in `torch.nn.functional.cross_entropy`.
-        absent: The constant, below infinity. With minus infinity a loss must not use absent logits in another way, as
-            label smoothing does, and a client of a single class learns nothing: its loss is 0.
+        absent: The constant, less than infinity. With minus infinity a loss must not use absent logits in any other
+            way, as label smoothing does, and a client with a single class learns nothing, because its loss is 0.
 
     Raises:
         TypeError: If an argument is of another type.
-        ValueError: If the constant is infinity or NaN. When training starts, if the module has no such layer, the
+        ValueError: If the constant is infinity or NaN; or, when training starts, if the module has no such layer, the
             examples have no labels, or the layer has fewer outputs than there are classes.
 
     Reference:
@@ -75,7 +75,7 @@ class MaskedLogits(LocalHook):
         check_fields(self, absent=ABSENT)
 
     def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
-        """Check that the layer is there, can be masked, and has an output for each class."""
+        """Check that the layer exists, can be masked, and has an output for each class."""
         layer = _found(module, self.layer)
         try:
             num_classes = 1 + int(labels().max())
@@ -104,14 +104,14 @@ class MaskedLogits(LocalHook):
             handle.remove()
         if not masking.has_acted:
             warnings.warn(
-                f"MaskedLogits has masked nothing: while a client trained, nobody called the layer {self.layer!r}. "
+                f"MaskedLogits has masked nothing: the layer {self.layer!r} was not called while a client trained. "
                 "Name the one that `training_step` calls.",
                 SpectralWarning,
                 stacklevel=2,
             )
 
     def untrained_rows(self, module: nn.Module, data: ClientData) -> Mapping[str, Tensor]:
-        """The rows of absent classes, where the layer is linear or a convolution, and its own."""
+        """The rows of absent classes in the parameters of a linear layer or convolution that no other layer shares."""
         layer = module.get_submodule(self.layer)
         if not isinstance(layer, nn.Linear | _ConvNd) or isinstance(layer, _ConvTransposeNd) or not self.layer:
             return {}
@@ -122,7 +122,7 @@ class MaskedLogits(LocalHook):
 
 
 class _Masking:
-    """A forward hook that fills the logits of one client's absent classes, which are found in the first pass."""
+    """A forward hook that fills the logits of one client's absent classes, which it finds in the first pass."""
 
     def __init__(self, hook: MaskedLogits, classes: Tensor) -> None:
         self.hook = hook
@@ -160,13 +160,13 @@ class _Masking:
 
 
 def _representable(constant: float, dtype: torch.dtype) -> float:
-    """The nearest number that a type has, since half precision lacks -1e9; minus infinity stays."""
+    """The nearest number that a type can represent, since half precision has no -1e9; minus infinity is unchanged."""
     largest: float = torch.finfo(dtype).max
     return constant if math.isinf(constant) else max(-largest, min(constant, largest))
 
 
 def _absent(classes: Tensor, num_classes: int) -> Tensor:
-    """The classes below a number that are not among some."""
+    """All classes from 0 to ``num_classes - 1`` that are not in ``classes``."""
     return torch.ones(num_classes, dtype=torch.bool).index_fill_(0, classes[classes >= 0], False).nonzero().squeeze(1)
 
 
@@ -183,10 +183,10 @@ def _too_few(layer: str, num_outputs: int, largest: int) -> str:
 
 
 def _found(module: nn.Module, name: str) -> nn.Module:
-    """The layer of a name.
+    """The layer with a given name.
 
     Raises:
-        ValueError: If there is none, or it is inside of what is compiled, which does not see hooks come and go.
+        ValueError: If there is none, or it is inside a compiled module, which does not notice hooks being added.
     """
     layers: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     if name not in layers:

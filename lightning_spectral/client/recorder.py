@@ -1,4 +1,4 @@
-"""What a client logs with ``self.log``, as one example-weighted mean per name."""
+"""Records what a client logs with ``self.log``, as one example-weighted mean per name."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def isolate_metrics(module: nn.Module) -> Callable[[], None]:
-    """Keep a module's ``torchmetrics`` from syncing over processes, which train other clients or see the same data.
+    """Keep a module's ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
 
     Returns:
         A function that restores the metrics' own synchronisation.

@@ -15,12 +15,12 @@ from lightning_spectral.protocol.records import Download, Upload
 
 @dataclass(frozen=True)
 class StepActions:
-    """What the device half of an algorithm does in every local step.
+    """The actions of the device half of an algorithm in every local step.
 
     Attributes:
         before_forward: Called before each ``training_step``; ``None`` for nothing.
         before_step: Called with the optimizer before it steps, once all gradients are computed; ``None`` for nothing.
-        after_forward: Called after each ``training_step``, before its loss goes backward; ``None`` for nothing.
+        after_forward: Called after each ``training_step``, before the backward pass of its loss; ``None`` for nothing.
     """
 
     before_forward: Callable[[], None] | None = None

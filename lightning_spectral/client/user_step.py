@@ -48,7 +48,7 @@ class UserStep:
 
 
 def num_accepted(method: Callable[..., Any], num_offered: int) -> int:
-    """How many of the offered positional arguments a method takes: users leave out ``batch_idx``.
+    """Return how many of the offered positional arguments a method takes: users may leave out ``batch_idx``.
 
     Example:
         >>> num_accepted(lambda batch, *, extra=None: None, 2)
@@ -69,7 +69,7 @@ def call_with_accepted(method: Callable[..., Any], *args: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a ``training_step`` returned: a tensor, a mapping with ``"loss"``, or ``None`` to skip the step.
+    """Return the loss in the output of ``training_step``: a tensor, a mapping with ``"loss"``, or ``None`` to skip.
 
     Raises:
         ValueError: If a mapping has no ``"loss"``, or the output is something else.

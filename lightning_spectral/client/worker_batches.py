@@ -17,8 +17,8 @@ Task = tuple[int, list[int]]  # a seed, and the examples of a batch
 class WorkerBatches:
     """Loads batches of a data set, in this process or in workers, always with the same result.
 
-    What examples and collation draw from the global generators, such as augmentation, is seeded batch by batch. So it
-    depends neither on the number of workers nor on earlier batches.
+    Everything that examples and collation draw from the global generators, e.g. for augmentation, is seeded batch by
+    batch, so it depends neither on the number of workers nor on earlier batches.
 
     Args:
         dataset: Any map-style data set.
@@ -49,7 +49,7 @@ class WorkerBatches:
                 collate_fn=_identity,
                 num_workers=self._num_workers,
                 persistent_workers=True,
-                generator=torch.Generator(),  # otherwise it draws an unused seed from the client's
+                generator=torch.Generator(),  # otherwise the loader draws an unused seed from the client's generator
             )
         return iter(self._loader)
 
@@ -64,7 +64,7 @@ class _SeededExamples(Dataset[Any]):
         self.collate = collate
 
     def __getitems__(self, task: Task) -> Any:
-        """The batch of a task; a DataLoader asks for several examples at once by this name."""
+        """The batch of a task; a DataLoader calls this method to get several examples at once."""
         seed, indices = task
         with isolated_rng(seed):
             if hasattr(self.dataset, "__getitems__"):

@@ -1,4 +1,4 @@
-"""The papers' models as plain `torch.nn` modules, and LightningModules that give them a task."""
+"""The papers' models as plain `torch.nn` modules, and LightningModules that train them on a task."""
 
 from lightning_spectral.models.attention import SelfAttention
 from lightning_spectral.models.cct import CCT

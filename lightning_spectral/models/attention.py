@@ -8,16 +8,16 @@ class SelfAttention(nn.Module):
     """Scaled dot-product attention of a sequence to itself, with four `nn.Linear` of width x width.
 
     Queries, keys and values are three layers instead of one packed layer, so that spectral sharding gives each its own
-    singular terms without being told where to cut (Korzhenkov & Louizos 2024 leave open which of the two they
-    decompose). At the same keep ratio a packed layer of 3 width x width would keep as many terms in all as each of the
-    three does here, and be 1.5 times smaller.
+    singular terms without being told where to cut (Korzhenkov & Louizos 2024 do not say which of the two they
+    decompose). At the same keep ratio a packed layer of 3 width x width would keep only as many terms in total as each
+    of the three does here, and be 1.5 times smaller.
 
     Args:
         width: Size of each position's vector.
         num_heads: Number of heads; must divide ``width``.
         qkv_bias: Whether queries, keys and values have a bias; the output always has one.
         dropout: Probability of dropping an attention weight while training.
-        causal: Whether to keep each position from attending to later ones.
+        causal: Whether to prevent each position from attending to later ones.
 
     Shape:
         Input and output ``(batch, length, width)``.

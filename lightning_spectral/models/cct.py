@@ -13,7 +13,7 @@ class DropPath(nn.Module):
     """Drops a branch for whole examples while training (stochastic depth, Huang et al. 2016).
 
     Args:
-        p: Probability to drop; what stays is divided by ``1 - p``.
+        p: Probability of dropping the branch; branches that are kept are divided by ``1 - p``.
 
     Shape:
         Input and output ``(batch, ...)``.
@@ -24,14 +24,14 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, branch: Tensor) -> Tensor:
-        """``branch``, with zeros for the examples that drop it."""
+        """Return ``branch`` with zeros for the examples that drop it."""
         if not self.training or self.p == 0:
             return branch
         return branch * F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.p)
 
 
 class CCTBlock(nn.Module):
-    """Attention and an MLP with residual connections, normalised where the authors' code does.
+    """Attention and an MLP with residual connections, normalised in the same places as in the authors' code.
 
     The second LayerNorm comes before the MLP's shortcut splits off, not inside the branch as in a usual pre-norm block.
 
@@ -66,13 +66,14 @@ class CCT(nn.Module):
     """A transformer over the tokens of two convolutions, with sequence pooling; by default CCT-6/3x2.
 
     The model of Korzhenkov & Louizos (2024) for TinyImageNet and CIFAR-100. For 10 classes of 32 x 32 images it has
-    3,326,923 parameters and takes 0.241 billion multiply-adds in its layers, which are the authors' 3.327M and 0.241G.
+    3,326,923 parameters and takes 0.241 billion multiply-adds in its layers, in agreement with the authors' 3.327M and
+    0.241G.
 
-    Everything follows the authors' code, ``SHI-Labs/Compact-Transformers``: six layers, four heads, width 256, MLP of
+    The model follows the authors' code, ``SHI-Labs/Compact-Transformers``: six layers, four heads, width 256, MLP of
     twice the width; two bias-free 3x3 convolutions with ReLU and 3x3 max-pooling of stride 2; learned positions;
     attention without bias; attention dropout 0.1; stochastic depth rising with the layer from 0 to 0.1; no other
-    dropout; linear layers initially truncated normal with standard deviation 0.02, positions with 0.2. The 2024 paper
-    only says "CCT-6/3x2". Our choice: queries, keys and values are separate layers; see `SelfAttention`.
+    dropout; linear layers initialised from a truncated normal with standard deviation 0.02, positions with 0.2. The
+    2024 paper only says "CCT-6/3x2". By our choice, queries, keys and values are separate layers; see `SelfAttention`.
 
     Args:
         num_classes: Number of classes.

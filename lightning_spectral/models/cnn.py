@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 
 class FEMNISTCNN(nn.Module):
-    """Two 5x5 convolutions, each with ReLU and 2x2 max-pooling, then the dense layers.
+    """Two 5x5 convolutions, each with ReLU and 2x2 max-pooling, followed by dense layers.
 
-    One architecture, three sources, which differ in the dense layers:
+    The architecture has three sources, which differ in the dense layers:
 
     =============================  ===================  ===============  ==========
     source                         ``hidden_features``  ``num_classes``  parameters
@@ -31,8 +31,8 @@ class FEMNISTCNN(nn.Module):
         ValueError: If the image is too small for two poolings.
 
     Note:
-        Table 5 of PriSM prints 64 kernels in both convolutions, 3x3 in the second, and 10 classes. This follows its
-        public code instead. Initial weights are PyTorch's, by our choice; PriSM's code draws its own.
+        Table 5 of PriSM lists 64 kernels in both convolutions, 3x3 in the second, and 10 classes. This class follows
+        its public code instead. By our choice, initial weights are PyTorch's; PriSM's code draws its own.
 
     Reference:
         Caldas et al., "LEAF: a benchmark for federated settings" (2018), ``models/femnist/cnn.py``.

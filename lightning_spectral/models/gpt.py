@@ -7,7 +7,7 @@ from lightning_spectral.models.attention import SelfAttention
 
 
 class GPT2Block(nn.Module):
-    """Attention and a four times wider MLP, each after a LayerNorm and with a residual connection.
+    """Attention and an MLP of four times the width, each after a LayerNorm and with a residual connection.
 
     Args:
         width: Size of each position's vector.
@@ -42,22 +42,22 @@ class CharTransformer(nn.Module):
     Korzhenkov & Louizos (2024) train "a tiny transformer model with three GPT-2 blocks" on Shakespeare. The default has
     628,352 parameters.
 
-    What the paper leaves open:
+    Details that the paper leaves open:
 
-    - Vocabulary of 90 and context of 80 characters: those of the TensorFlow Federated data set, which has the paper's
+    - Vocabulary of 90 and context of 80 characters: as in the TensorFlow Federated data set, which has the paper's
       715 clients.
-    - Width 128 and four heads: those of minGPT's "gpt-micro". The recurrent net of Reddi et al. (2021) for the same
+    - Width 128 and four heads: as in minGPT's "gpt-micro". The recurrent net of Reddi et al. (2021) for the same
       data is of similar size, with 820,522 parameters.
-    - Dropout 0.1 of embeddings, attention and branches: as in GPT (Radford et al. 2018, section 4.1).
+    - Dropout 0.1 for embeddings, attention and branches: as in GPT (Radford et al. 2018, section 4.1).
     - The head is not tied to the embedding, unlike in GPT-2: our choice. Last layers stay dense, and a separate head
       needs no rule for how to treat a shared weight.
     - Queries, keys and values are separate layers; see `SelfAttention`.
 
-    Initial weights are GPT-2's: normal with standard deviation 0.02 (positions: 0.01), biases zero, and the last layer
-    of each of the ``2 num_layers`` branches divided by the root of their number.
+    Initial weights are those of GPT-2: normal with standard deviation 0.02 (positions: 0.01), biases zero, and the
+    last layer of each of the ``2 num_layers`` branches divided by the square root of the number of branches.
 
     Args:
-        vocab_size: Number of different characters.
+        vocab_size: Number of distinct characters.
         context_length: Longest sequence.
         width: Size of each position's vector.
         num_heads: Number of attention heads; must divide ``width``.

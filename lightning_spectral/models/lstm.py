@@ -12,11 +12,11 @@ class LSTMClassifier(nn.Module):
     PriSM's model for IMDB (its Table 6): 1000 words and padding, 64 features per word, 256 hidden units. With
     ``num_classes=1`` it has the table's 920,385 parameters; the default has 920,642.
 
-    Where this differs from PriSM's code, by our choice:
+    By our choice, this differs from PriSM's code as follows:
 
     - Two logits and a softmax instead of one logit and a sigmoid, so that one task head serves all models.
-    - Padding follows the text, has embedding zero and is not read; PriSM's code puts it before the text and reads it as
-      words.
+    - Padding follows the text, has embedding zero and is not read; PriSM's code puts it before the text and reads it
+      like words.
 
     There is no dropout, as in PriSM's code.
 

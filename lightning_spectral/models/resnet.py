@@ -43,19 +43,19 @@ class ResNet18(nn.Module):
     for the normalisation. With 10 classes it has 11,173,962 parameters and takes 555 million multiply-adds for a 32 x
     32 image.
 
-    What the papers leave open:
+    Details that the papers leave open:
 
     - Two groups in each GroupNorm, as in Reddi et al. (2021), whose data preparation the 2024 paper uses.
     - Shortcuts that change shape are 1x1 convolutions with a normalisation: option B of He et al. (2016).
     - No max-pooling after the first convolution: PriSM's Table 4 has none.
-    - Initial weights of convolutions are He's, normal with variance 2 / fan-out, as in torchvision's ResNet; the last
-      layer has PyTorch's.
+    - Convolutions use He initialisation, normal with variance 2 / fan-out, as in torchvision's ResNet; the last layer
+      uses PyTorch's default.
 
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the image.
         num_groups: Groups of each GroupNorm; must divide ``width``.
-        width: Channels of the first stage; the others have twice, four and eight times as many. 64 in the papers.
+        width: Channels of the first stage, 64 in the papers; the others have twice, four and eight times as many.
         image_size: Height and width of `example_input`; the model takes images of any size.
 
     Shape:

@@ -1,4 +1,4 @@
-"""LightningModules that give a model a task: loss, accuracy, optimizer and schedule."""
+"""LightningModules that train a model on a task: loss, accuracy, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class HasExampleInput(Protocol):
 class LitClassifier(pl.LightningModule):
     """Cross entropy and accuracy of a classifier, trained by SGD with momentum and a cosine schedule.
 
-    An ordinary LightningModule: train it with a plain Trainer, or wrap it in a `FederatedModule`. Logged per epoch,
-    which is a round in a federation: ``train_loss``, ``train_accuracy``, and the same with ``val_`` and ``test_``.
-    Batches are pairs of inputs and class indices. In the YAML of a `LightningCLI` it is::
+    An ordinary LightningModule: train it with a plain Trainer, or wrap it in a `FederatedModule`. It logs
+    ``train_loss``, ``train_accuracy``, and the same with ``val_`` and ``test_``, once per epoch, which is a round in a
+    federation. Batches are pairs of inputs and class indices. In the YAML of a `LightningCLI` it is::
 
         model:
           class_path: lightning_spectral.models.LitClassifier
@@ -47,14 +47,14 @@ class LitClassifier(pl.LightningModule):
         lr: Initial learning rate. Korzhenkov & Louizos (2024) use 0.1 for CIFAR-10 and Shakespeare, 0.05 for CIFAR-100
             and TinyImageNet; PriSM uses 0.1, and 0.01 for FEMNIST.
         momentum: Momentum of SGD. 0.9 in the 2024 paper (section 3.3) and in PriSM (Tables 7-9).
-        weight_decay: Coefficient of the penalty on squared weights. 0.0002 in PriSM; 0, our choice, because the 2024
-            paper names none besides its own Frobenius decay.
-        eta_min: Learning rate at the end. 0, our choice; the papers only say "cosine annealing".
+        weight_decay: Coefficient of the penalty on squared weights. 0.0002 in PriSM; the default 0 is our choice,
+            because the 2024 paper names none other than its own Frobenius decay.
+        eta_min: Learning rate at the end. The default 0 is our choice; the papers only say "cosine annealing".
         ignore_index: Targets with this value are ignored in the loss and the accuracy; the default is PyTorch's.
 
     Note:
-        The cosine spans ``trainer.estimated_stepping_batches``: all rounds of a federation, where the rate is constant
-        within a round, or all optimizer steps of a plain Trainer.
+        The cosine spans ``trainer.estimated_stepping_batches``: all rounds of a federation, in which the rate is
+        constant within a round, or all optimizer steps of a plain Trainer.
 
     Example:
         >>> from lightning_spectral.models import MLP
@@ -133,10 +133,10 @@ class LitClassifier(pl.LightningModule):
 class LitNextToken(LitClassifier):
     """Loss and accuracy of a language model, over all positions of all sequences.
 
-    Like `LitClassifier`, with these differences: ``num_classes`` is the size of the vocabulary, the model's logits are
-    of shape ``(batch, length, num_classes)``, and batches are pairs of tokens and next tokens, both ``(batch,
-    length)``. Give the id of the padding as ``ignore_index``: it is 0 in TensorFlow Federated's Shakespeare, whose
-    accuracy leaves out padding too.
+    Like `LitClassifier`, with these differences: ``num_classes`` is the size of the vocabulary, the model's logits have
+    shape ``(batch, length, num_classes)``, and batches are pairs of tokens and next tokens, both ``(batch, length)``.
+    Pass the id of the padding as ``ignore_index``: it is 0 in TensorFlow Federated's Shakespeare, where the accuracy
+    also leaves out padding.
 
     Note:
         The loss of a batch is the mean over its tokens. Means over batches and over clients are weighted by numbers of

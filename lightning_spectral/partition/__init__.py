@@ -1,4 +1,4 @@
-"""Which examples belong to which client, decided once."""
+"""Partitions: which examples belong to which client, decided once."""
 
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.dirichlet import DirichletPartitioner

@@ -1,4 +1,4 @@
-"""The contract of a partitioner."""
+"""The interface of a partitioner."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -12,10 +12,11 @@ __all__ = ["Partitioner", "equal_shares"]
 
 
 class Partitioner(ABC):
-    """A way to deal the examples of a data set to clients: a frozen dataclass that implements :meth:`split`.
+    """Base class of partitioners, which deal the examples of a data set to clients.
 
-    ``partitioner(num_examples, labels, generator)`` checks the arguments and returns the :class:`Partition`,
-    a pure function of them. ``testing.check_partitioner`` checks the contract.
+    A partitioner is a frozen dataclass that implements :meth:`split`. ``partitioner(num_examples, labels, generator)``
+    checks the arguments and returns the :class:`Partition`, a pure function of them. ``testing.check_partitioner``
+    checks that a partitioner satisfies this contract.
 
     Attributes:
         needs_labels: Whether the split depends on the labels; if not, they may be ``None``.
@@ -48,8 +49,8 @@ class Partitioner(ABC):
             The partition; every client owns at least one example.
 
         Raises:
-            ValueError: If there are more clients than examples, or the labels are missing, not integers or
-                not one per example.
+            ValueError: If there are more clients than examples, or the labels are missing, are not integers or
+                are not one per example.
         """
         name = type(self).__name__
         if self.num_clients > num_examples:
@@ -69,7 +70,7 @@ class Partitioner(ABC):
 
 
 def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Client ids in random order with their shares; the first ``num_examples % num_clients`` get one example more.
+    """Client ids in random order with their shares; the first ``num_examples % num_clients`` get an extra example.
 
     Args:
         num_examples: Examples to deal.

@@ -1,4 +1,4 @@
-"""Deals the examples of each class to clients of equal size, by a law for how many of which class a client gets."""
+"""Deals examples to clients of equal size, by a law for how many examples of each class a client gets."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -14,21 +14,21 @@ from lightning_spectral.partition.partition import Partition
 __all__ = ["CountLaw", "Ints", "deal_by_class", "draw_slot_classes"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-# Of the examples of each class that are left, shape (K,), a client gets so many in all: how many of each class?
+# Maps the numbers of examples left in each class, shape (K,), and a client's total to its numbers in each class.
 CountLaw: TypeAlias = Callable[[Ints, int, np.random.Generator], Ints]
 
 
 def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: torch.Generator) -> Partition:
-    """Deal all examples to clients, who are served one after the other, in a random order.
+    """Deal all examples to clients, which are served one after another, in random order.
 
     Args:
         labels: Class of each example, integers, shape ``(num_examples,)``.
         num_clients: Clients to deal them to; sizes differ by at most one.
-        draw: How many of each class a client gets; classes are in sorted order, those present only.
+        draw: How many of each class a client gets; only the classes that are present, in sorted order.
         generator: CPU generator, the only source of randomness.
 
     Returns:
-        The partition; within a class, who gets which example is random.
+        The partition; within a class, examples are assigned at random.
 
     Example:
         >>> def first_come(left, num_draws, rng):

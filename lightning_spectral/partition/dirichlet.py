@@ -23,9 +23,9 @@ Floats = npt.NDArray[np.float64]
 class DirichletPartitioner(Partitioner):
     r"""Each client draws its labels from its own class prior :math:`q_c \sim \mathrm{Dir}(\alpha p)`.
 
-    Clients are served one after the other, in a random order. A client draws its labels one by one from its
+    Clients are served one after another, in random order. A client draws its labels one by one from its
     prior, without replacement: a class that has run out gets probability 0 and the others are renormalised.
-    Every example is used exactly once and sizes differ by at most one; the larger ones are the first served.
+    Every example is used exactly once and sizes differ by at most one; the clients served first are the larger ones.
 
     Args:
         num_clients: Number of clients C, at least 1.
@@ -40,15 +40,15 @@ class DirichletPartitioner(Partitioner):
         ValueError: If ``num_clients`` is below 1 or ``alpha`` is not positive and finite.
 
     Note:
-        Two conventions share one letter: with ten equal classes, ``alpha=1`` here is ``alpha=0.1, symmetric=True``. The
-        clients served last share what is left, so their mixture follows their prior less closely: with ten equal
+        Two conventions use the same letter: with ten equal classes, ``alpha=1`` here is ``alpha=0.1, symmetric=True``.
+        The clients served last share what is left, so their mixture follows their prior less closely: with ten equal
         classes, 100 clients of 500 examples and ``alpha=1``, a client sees 5.0 classes on average if no class ever runs
-        out, and 4.6 in the actual split. The generator fixes the split for one version of numpy, whose streams may
-        change between versions: compare :meth:`Partition.fingerprint`.
+        out, and 4.6 in the actual split. For a given generator the split is fixed only within one version of numpy,
+        whose streams may change between versions: compare :meth:`Partition.fingerprint`.
 
     Reference:
-        Hsu, Qi & Brown (2019); the convention of Korzhenkov & Louizos (2024). ``symmetric=True`` is that of
-        Niu et al. (2022).
+        Hsu, Qi & Brown (2019); the convention is that of Korzhenkov & Louizos (2024), and with ``symmetric=True`` that
+        of Niu et al. (2022).
 
     Example:
         >>> labels = torch.arange(10).repeat(100)
@@ -81,8 +81,8 @@ def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
 
     Args:
         sizes: Examples of each class, shape ``(K,)``.
-        total: Sum of the concentration, or that of each class if it is symmetric.
-        symmetric: Whether it is the same for every class, not proportional to ``sizes``.
+        total: Sum of the concentration over classes, or the concentration of each class if it is symmetric.
+        symmetric: Whether it is the same for every class instead of proportional to ``sizes``.
 
     Returns:
         Positive numbers, shape ``(K,)``.
@@ -99,8 +99,8 @@ def draw_dirichlet_counts(concentration: Floats, left: Ints, num_draws: int, rng
     """Draw a client's prior, and from it how many examples of each class the client gets.
 
     Args:
-        concentration: Of each class, shape ``(K,)``.
-        left: Examples of each class that nobody has yet, shape ``(K,)``.
+        concentration: Concentration of each class, shape ``(K,)``.
+        left: Examples of each class that no client has yet, shape ``(K,)``.
         num_draws: Examples that the client gets.
         rng: Source of randomness.
 
@@ -119,8 +119,8 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 
     The law is exact and takes at most ``1 + (number of classes that run out)`` multinomial draws. Drawing from the
     renormalised prior of the classes that still have examples is the same as drawing from the full prior and skipping
-    the labels of classes that have run out. So draw all missing labels at once: of each class the first ``supply`` are
-    accepted and the others skipped, in whatever order they came. Then draw again for the labels skipped. From here on
+    the labels of classes that have run out. So all missing labels are drawn at once: the first ``supply`` of each class
+    are accepted and the others skipped, whatever their order. The skipped labels are then drawn again. From here on
     every label of an exhausted class would be skipped, so these classes are left out.
 
     Args:
@@ -130,8 +130,8 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
         rng: Source of randomness.
 
     Returns:
-        Counts, shape ``(K,)``, at most ``supply``, summing to ``num_draws``. Where the prior has no mass left
-        on the classes that have examples, the rest is a uniform draw from the examples left.
+        Counts, shape ``(K,)``, at most ``supply``, summing to ``num_draws``. If the prior has no mass left
+        on the classes that have examples, the rest is a uniform draw from the remaining examples.
 
     Example:
         >>> draw_class_counts(np.log([0.5, 0.5]), np.array([1, 9]), 8, np.random.default_rng(0))
@@ -154,8 +154,8 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
     """Logarithm of a Dirichlet draw, up to a constant, even where the draw itself would underflow.
 
-    A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, U uniform; ``-log U`` is
-    a standard exponential. In log space nothing underflows, so even ``a = 1e-6`` keeps the order of all
+    A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U``
+    is a standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all
     classes.
 
     Args:

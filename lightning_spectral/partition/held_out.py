@@ -1,4 +1,4 @@
-"""Holds out some of each client's examples, on which it never trains."""
+"""Holds out some of each client's examples, on which the client never trains."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ __all__ = ["hold_out"]
 
 
 def hold_out(partition: Partition, fraction: float, generator: torch.Generator) -> tuple[Partition, Partition]:
-    """Divide each client's examples at random into those that it trains on and those that are held out.
+    """Split each client's examples at random into those that it trains on and those that are held out.
 
-    A client of two examples or more has at least one of each kind; a client of one trains on it.
+    A client with two examples or more has at least one of each kind; a client with a single example trains on it.
 
     Args:
         partition: The examples of every client.

@@ -16,7 +16,7 @@ __all__ = ["IIDPartitioner"]
 class IIDPartitioner(Partitioner):
     """Equal shares of a random permutation: sizes differ by at most one and every example is used.
 
-    Ignores the labels. The clients that get one example more are drawn at random.
+    Labels are ignored. The clients that get an extra example are drawn at random.
 
     Args:
         num_clients: Number of clients, at least 1.

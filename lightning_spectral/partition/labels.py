@@ -1,4 +1,4 @@
-"""The labels of a data set, without the examples where possible."""
+"""The labels of a data set, read without the examples where possible."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,9 +19,9 @@ _REMEDY = "pass labels=... with one class index per example."
 def dataset_labels(dataset: Dataset[Any]) -> Tensor:
     """Class index of each example of a map-style data set.
 
-    Looks, in this order, at an attribute ``targets`` or ``labels`` with one entry per example, the last
-    tensor of a :class:`~torch.utils.data.TensorDataset`, and through :class:`~torch.utils.data.Subset` and
-    :class:`~torch.utils.data.ConcatDataset`. Otherwise every example is read once and its last element taken,
+    Looks, in this order, for an attribute ``targets`` or ``labels`` with one entry per example, for the last
+    tensor of a :class:`~torch.utils.data.TensorDataset`, and inside :class:`~torch.utils.data.Subset` and
+    :class:`~torch.utils.data.ConcatDataset`. Otherwise it reads every example once and takes its last element,
     which runs the data set's transforms and may draw from the global generators.
 
     Args:
@@ -50,7 +50,7 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
     """Class index of each example, from labels that a user gives.
 
     Args:
-        labels: Integers, or names of classes, which are numbered in sorted order: a tensor, an array, a list, or a
+        labels: Integers, or class names, which are numbered in sorted order: a tensor, an array, a list, or a
             column of a table, shape ``(num_examples,)``.
         num_examples: Number of examples.
 
@@ -58,7 +58,7 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
         Class indices, int64, shape ``(num_examples,)``, on the CPU.
 
     Raises:
-        ValueError: If there is not one per example, or they are neither integers nor names.
+        ValueError: If there is not one label per example, or labels are neither integers nor names.
 
     Example:
         >>> class_indices(["dog", "cat", "dog"], num_examples=3)

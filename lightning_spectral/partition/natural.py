@@ -1,4 +1,4 @@
-"""Clients that the data set already has: authors, subjects, devices."""
+"""Clients that are given by the data set: authors, subjects, devices."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -21,12 +21,12 @@ class NaturalPartitioner(Partitioner):
     """One client per distinct key; every example is used and nothing is drawn.
 
     Clients are numbered in the order in which their keys first appear, which works even for keys that cannot be sorted.
-    Ignores the labels and the generator.
+    Labels and generator are ignored.
 
     Args:
         keys: Key of each example, shape ``(num_examples,)``: hashable objects, a tensor or an array.
-        names: Keys of all clients, in the order of their ids, where several data sets have the same clients: one that
-            no example names has none. By default those that occur.
+        names: Keys of all clients, in the order of their ids, for several data sets with the same clients; a client
+            whose key does not occur has no examples. By default the keys that occur.
 
     Attributes:
         num_clients: Number of clients.
@@ -34,8 +34,8 @@ class NaturalPartitioner(Partitioner):
         client_of_example: Client id of each example, int64, shape ``(num_examples,)``.
 
     Raises:
-        ValueError: If there are no keys, they are not one-dimensional, or one is a tensor, NaN or not among the names;
-            if a name occurs twice.
+        ValueError: If there are no keys, they are not one-dimensional, one of them is a tensor, NaN or not among the
+            names, or a name occurs twice.
         TypeError: If a key is not hashable.
 
     Example:
@@ -60,7 +60,7 @@ class NaturalPartitioner(Partitioner):
         if names is not None:
             _check_names(names, found)
         clients = [client_of_key[key] for key in found]
-        # how a frozen dataclass sets its own fields
+        # the way to set fields of a frozen dataclass
         object.__setattr__(self, "num_clients", len(client_of_key))
         object.__setattr__(self, "client_names", tuple(client_of_key))
         object.__setattr__(self, "client_of_example", torch.tensor(clients, dtype=torch.int64))
@@ -90,7 +90,7 @@ def _as_objects(keys: Keys) -> Sequence[Hashable]:
         keys = keys.tolist()
     if not len(keys):
         raise ValueError("`keys` must hold at least one key, got none.")
-    # tensors hash by identity: a list of them would make every example a client of its own; so would NaN
+    # tensors are hashed by identity, so a list of them would make every example a separate client; so would NaN
     odd = next((key for key in keys if isinstance(key, Tensor) or key != key), None)
     if odd is not None:
         raise ValueError(f"Keys must be hashable by value, got {odd!r}; pass a tensor, an array, or plain keys.")

@@ -22,14 +22,14 @@ class PachinkoPartitioner(Partitioner):
     r"""Each client draws superclasses from its own prior, and classes from its own prior for each superclass.
 
     Pachinko allocation, the usual split of CIFAR-100: a client's priors are :math:`\mathrm{Dir}(\alpha p)` over the
-    superclasses and :math:`\mathrm{Dir}(\beta p_s)` over the classes of superclass s. A label is a superclass, then a
-    class of it, drawn without replacement. A class that has run out is removed and the others *of its superclass* are
-    renormalised; so are superclasses of which nothing is left. Clients are served one after the other, in a random
-    order. Every example is used exactly once and sizes differ by at most one.
+    superclasses and :math:`\mathrm{Dir}(\beta p_s)` over the classes of superclass s. For each label, a superclass is
+    drawn and then one of its classes, without replacement. A class that has run out is removed and the others *of its
+    superclass* are renormalised; likewise for superclasses. Clients are served one after another, in random order.
+    Every example is used exactly once and sizes differ by at most one.
 
     Args:
         num_clients: Number of clients C, at least 1.
-        superclasses: Superclass of each class: class k belongs to ``superclasses[k]``. Any whole numbers.
+        superclasses: Superclass of each class, any whole numbers: class k belongs to ``superclasses[k]``.
         alpha: Concentration over superclasses, positive, dimensionless; small means few superclasses per client.
         beta: Concentration over the classes of each superclass, positive, dimensionless.
         symmetric: ``False``: concentrations :math:`\alpha p` and :math:`\beta p_s`, with p the proportions of the
@@ -40,15 +40,16 @@ class PachinkoPartitioner(Partitioner):
     Raises:
         TypeError: If an argument is of another type.
         ValueError: If ``num_clients`` is below 1, ``alpha`` or ``beta`` is not positive and finite, there are no
-            superclasses, or, when it splits, a label has none.
+            superclasses, or, when splitting, a label has no superclass.
 
     Note:
-        The two conventions differ much. For CIFAR-100, 500 examples a client and concentrations of 1 and 10, a client
-        with ample supply sees 22 of the 100 classes; with ``symmetric=True``, 83.
+        The two conventions differ greatly. For CIFAR-100, with 500 examples per client and concentrations of 1 and 10,
+        a client with ample supply sees 22 of the 100 classes; with ``symmetric=True``, 83.
 
     Reference:
-        Li & McCallum (2006); Reddi et al. (2021), whose split of CIFAR-100 to 500 clients is ``alpha=0.1, beta=10,
-        symmetric=True``. Korzhenkov & Louizos (2024) have 100 clients, 1 and 10, and do not say which convention.
+        Li & McCallum (2006); Reddi et al. (2021), whose split of CIFAR-100 over 500 clients is ``alpha=0.1, beta=10,
+        symmetric=True``. Korzhenkov & Louizos (2024) use 100 clients and concentrations of 1 and 10, and do not say
+        which convention.
 
     Example:
         >>> labels = torch.arange(6).repeat(100)
@@ -91,15 +92,15 @@ class PachinkoPartitioner(Partitioner):
 
 @dataclass(frozen=True)
 class TwoStages:
-    """A law of counts: how many examples of each superclass, then of each class of it.
+    """A law of counts: draws the number of examples of each superclass, then of each of its classes.
 
-    That is the same as one label after another, each a superclass and then a class: a superclass runs out exactly when
-    all its classes have, so which superclasses are drawn does not depend on which of their classes.
+    This is equivalent to drawing one label after another, each a superclass and then a class: a superclass runs out
+    exactly when all its classes have, so the draw of superclasses does not depend on that of their classes.
 
     Attributes:
         members: Positions of the classes of each superclass.
         over_superclasses: Concentration of each superclass, shape ``(S,)``.
-        over_classes: For each superclass, concentration of its classes.
+        over_classes: For each superclass, the concentration of its classes.
     """
 
     members: Sequence[Ints]
@@ -117,14 +118,14 @@ class TwoStages:
 
 
 def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float, symmetric: bool) -> TwoStages:
-    """The law for one data set.
+    """Create the law for one data set.
 
     Args:
         class_sizes: Examples of each class, shape ``(K,)``.
         superclasses: Superclass of each class, shape ``(K,)``.
         alpha: Concentration over superclasses.
         beta: Concentration over the classes of a superclass.
-        symmetric: Whether these are for each, not for all together.
+        symmetric: Whether these hold for each superclass or class, instead of being sums.
 
     Returns:
         The law.
@@ -144,7 +145,7 @@ def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float,
 
 
 def _whole_numbers(argument: str, values: object) -> tuple[int, ...]:
-    """Whole numbers as a tuple of plain ones, so that a tensor, an array and YAML's list are the same choice."""
+    """Whole numbers as a tuple of plain integers, so that a tensor, an array and a YAML list are the same choice."""
     if isinstance(values, Tensor | np.ndarray):
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):

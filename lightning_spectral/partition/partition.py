@@ -13,13 +13,13 @@ __all__ = ["Partition"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
-    """Examples of every client, in compressed sparse row form: two tensors, however many clients.
+    """Examples of every client, in compressed sparse row form: two tensors, for any number of clients.
 
     ``partition[client_id]`` is a view of shape ``(sizes[client_id],)``; iterating gives the clients in order.
-    Examples that nobody owns are simply absent.
+    Examples owned by no client are absent.
 
     Attributes:
-        indices: Example indices, all clients one after the other, int64, shape ``(num_assigned,)``, on the
+        indices: Example indices, one client after another, int64, shape ``(num_assigned,)``, on the
             CPU.
         offsets: Client c owns ``indices[offsets[c]:offsets[c + 1]]``, int64, shape ``(num_clients + 1,)``.
 
@@ -53,7 +53,7 @@ class Partition:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int] | Tensor]) -> "Partition":
-        """Partition from the example indices of each client, kept in the given order.
+        """Create a partition from the example indices of each client, kept in the given order.
 
         Args:
             lists: One sequence of example indices per client; may be empty.
@@ -71,11 +71,11 @@ class Partition:
 
     @classmethod
     def from_assignment(cls, client_of_example: Tensor, num_clients: int) -> "Partition":
-        """Partition from the owner of each example; a client's examples come in ascending order.
+        """Create a partition from the owner of each example; a client's examples are in ascending order.
 
         Args:
-            client_of_example: Client ids, integers, shape ``(num_examples,)``; -1 for an example nobody owns.
-            num_clients: Number of clients; those not named own nothing.
+            client_of_example: Client ids, integers, shape ``(num_examples,)``; -1 for an example without an owner.
+            num_clients: Number of clients; those that do not occur own nothing.
 
         Returns:
             The partition.
@@ -91,7 +91,7 @@ class Partition:
         outside = owner[(owner < -1) | (owner >= num_clients)]
         if outside.numel():
             raise ValueError(
-                f"Client ids must be in [0, num_clients={num_clients}), or -1 for an example nobody owns, "
+                f"Client ids must be in [0, num_clients={num_clients}), or -1 for an example without an owner, "
                 f"got {int(outside[0])}."
             )
         by_client = torch.argsort(owner, stable=True)
@@ -126,7 +126,7 @@ class Partition:
         return sizes
 
     def fingerprint(self) -> str:
-        """Short stable hash of the split, to recognise it in a checkpoint; computed once.
+        """Short stable hash that identifies the split in a checkpoint; computed once.
 
         Returns:
             16 hexadecimal digits; equal for equal splits on every platform.
@@ -161,5 +161,5 @@ class Partition:
 
 
 def _offsets(sizes: Tensor) -> Tensor:
-    """Start of each row and the end of the last, from the row lengths."""
+    """Start of each row and end of the last one, from the row lengths."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])

@@ -1,4 +1,4 @@
-"""Inspect a split before training on it."""
+"""Inspection of a split before training on it."""
 
 import os
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class PartitionReport:
         """
         if isinstance(path_or_ax, str | os.PathLike):
             with from_extra("examples"):
-                from matplotlib.figure import Figure  # not pyplot: that would choose a backend for the process
+                from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the process
 
             figure = Figure(figsize=(8, 3), layout="constrained")
             axes = self.plot(figure.subplots())
@@ -127,7 +127,7 @@ class PartitionReport:
 
 
 def report(partition: Partition, labels: Tensor | None = None) -> PartitionReport:
-    """Count each client's examples, by class if there are labels.
+    """Count each client's examples, by class if labels are given.
 
     Args:
         partition: The split.

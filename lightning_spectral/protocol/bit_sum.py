@@ -1,4 +1,4 @@
-"""The mean over clients of bits, from counts that are exact in whatever order they come."""
+"""The mean of bits over clients, from counts that are exact in any order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MeanBits:
 
     Args:
         num_bits: Length n of the vectors.
-        total_weight: Sum of the weights of all clients that were asked.
+        total_weight: Sum of the weights of all clients asked.
         device: Where the counts are kept.
 
     Raises:
@@ -36,19 +36,19 @@ class MeanBits:
 
     @property
     def sums(self) -> list[ExactSum]:
-        """None: nothing is rounded."""
+        """Empty, because nothing is rounded."""
         return []
 
     @property
     def totals(self) -> list[Tensor]:
-        """The weights of those whose bit is 1, in steps."""
+        """For each bit, the weight of the clients in which it is 1, in steps."""
         return [self.ones]
 
     def add(self, bits: Tensor, weight: float) -> None:
         """Add one client's bits, booleans of shape ``(n,)``, with its weight.
 
         Raises:
-            ValueError: If they are of another length, or weights are negative or sum to more than their total.
+            ValueError: If they have the wrong length, or weights are negative or sum to more than their total.
         """
         if bits.shape != self.ones.shape:
             raise ValueError(f"Bits of shape {tuple(self.ones.shape)} are averaged, got {tuple(bits.shape)}.")
@@ -58,7 +58,7 @@ class MeanBits:
         r"""The mean of the bits, or its posterior mean.
 
         Args:
-            prior: Pseudo-count :math:`\lambda` of a symmetric Beta prior: of K clients the mean is
+            prior: Pseudo-count :math:`\lambda` of a symmetric Beta prior: with K clients the mean is
                 :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The changes of named tensors, computed in blocks that fit the cache: never a second copy of a model."""
+"""The changes of named tensors, computed in blocks that fit the cache, without a second copy of the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Piece(NamedTuple):
     """A run of one tensor's values.
 
     Attributes:
-        name: Which tensor.
-        idx: Which of the pieces of that tensor.
+        name: Name of the tensor.
+        idx: Index of the piece among those of that tensor.
         before: Its values before training, any shape.
         start: Where it begins in the flat vector.
         stop: Where it ends.
@@ -36,7 +36,7 @@ class Block(NamedTuple):
         pieces: The pieces.
         where: Their part of the flat vector.
         change: Buffer for their change, float64; all blocks share it.
-        runs: The part of the buffer of each piece, in its shape.
+        runs: For each piece, its part of the buffer, in its shape.
     """
 
     pieces: tuple[Piece, ...]
@@ -50,10 +50,10 @@ class ChangeBlocks:
 
     Args:
         before: The tensors before training, read again for every client.
-        kinds: For each name a number; tensors with different numbers never share a block.
+        kinds: A number for each name; tensors with different numbers never share a block.
 
     Attributes:
-        ranges: For each name its part of the flat vector.
+        ranges: For each name, its part of the flat vector.
         size: Length of the flat vector.
 
     Example:
@@ -75,7 +75,7 @@ class ChangeBlocks:
         self._blocks = [_block(group, scratch) for group in groups]
 
     def changes(self, after: Tensors, in_float64: Collection[str] = ()) -> Iterator[tuple[Block, Tensor]]:
-        """Each block with ``after - before``, as a float64 vector that is overwritten by the next one.
+        """Yield each block with ``after - before``, as a float64 vector that the next block overwrites.
 
         Args:
             after: The tensors after training.
@@ -100,7 +100,7 @@ def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[
 
     Args:
         pairs: After, before, and whether to subtract in float64.
-        out: Where to put them, of the same shapes.
+        out: Where to write the differences, of the same shapes.
     """
     after = [tensor.double() if in_float64 else tensor for tensor, _, in_float64 in pairs]
     before = [tensor.double() if in_float64 else tensor for _, tensor, in_float64 in pairs]
@@ -108,13 +108,13 @@ def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[
 
 
 def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
-    """Pieces of about a block's size, in the order of the tensor's values.
+    """Split a tensor into pieces of about a block's size, in the order of its values.
 
     A contiguous tensor is cut anywhere, any other between the slices of its first dimension; nothing is copied.
 
     Args:
-        tensor: What to cut.
-        like: A tensor of the same shape whose memory layout decides.
+        tensor: The tensor to cut.
+        like: A tensor of the same shape whose memory layout decides where.
     """
     if like.numel() <= block_size(like):
         return (tensor,) if like.numel() else ()
@@ -124,7 +124,7 @@ def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def rows_in_a_block(tensor: Tensor) -> int:
-    """How many slices of the first dimension make a block, at least one."""
+    """Number of slices of the first dimension that make a block, at least one."""
     return max(1, block_size(tensor) * len(tensor) // max(tensor.numel(), 1))
 
 
@@ -134,7 +134,7 @@ def block_size(tensor: Tensor) -> int:
 
 
 def _group(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces that together have at most a block's size, or of a single larger piece."""
+    """Yield runs of pieces that together have at most a block's size, or consist of a single larger piece."""
     group: list[Piece] = []
     for piece in pieces:
         if group and piece.stop - group[0].start > block_size(piece.before):

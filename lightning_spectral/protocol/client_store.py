@@ -16,10 +16,10 @@ Key = tuple[int, str]
 class ClientStore:
     """Named tensors for each client and model: control variates, stale updates, last losses.
 
-    It is empty until an algorithm writes into it. What is written during a round can be read at once, but is committed
-    only when the round ends: neither a checkpoint within the round nor a round that fails keeps it. Each of several
-    processes writes for the clients that it trained; `written` and `merge` let all of them end a round with the same
-    content.
+    It is empty until an algorithm writes to it. What is written during a round can be read immediately, but is
+    committed only when the round ends: a checkpoint within the round does not contain it, and a failed round discards
+    it. Each of several processes writes for the clients that it trained; `written` and `merge` give all of them the
+    same content at the end of a round.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ class ClientStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all tensors."""
+        """Memory of all tensors, in bytes."""
         entries = [*self._entries.values(), *self._written.values()]
         return sum(tensor.numel() * tensor.element_size() for entry in entries for tensor in entry.values())
 

@@ -33,7 +33,7 @@ class SharesWork(Protocol):
 
 
 class Alone:
-    """A single process: it does all of the work."""
+    """A single process, which does all of the work."""
 
     def share_out(
         self, pieces: Sequence[T], do: Callable[[T], tuple[Tensor, ...]], cost: Callable[[T], float]
@@ -53,7 +53,7 @@ class Cohort:
         workers: The processes that share costly preparation.
         store: State of single clients that the server keeps from round to round.
         absolute: Whether coefficients are used as they are, as for an unbiased sampler, and not divided by their sum.
-        shares: For each unit its client's share d of all examples of the model, whoever takes part.
+        shares: For each unit, its client's share d of all examples of the model, whoever takes part.
     """
 
     seed: int
@@ -82,7 +82,7 @@ class Cohort:
         return {unit.key: place for place, unit in enumerate(chain(*self.groups.values()))}
 
     def place_of(self, unit: WorkUnit) -> tuple[int, int]:
-        """A unit's number among all, from 0, and how many they are.
+        """A unit's index among all units, from 0, and the number of units.
 
         Example:
             >>> Cohort(0, 0, {0.5: (WorkUnit(7),), 1.0: (WorkUnit(2), WorkUnit(3))}).place_of(WorkUnit(2))
@@ -100,5 +100,5 @@ class Cohort:
         """
         weights = [unit.coefficient for unit in units]
         if not any(weights):
-            return float(len(weights))  # no client has data: all count the same
+            return float(len(weights))  # no client has data: all count equally
         return sum(weights) ** 2 / sum(weight**2 for weight in weights)

@@ -1,4 +1,4 @@
-"""Deep copies of a user's module, on which clients train; what cannot be copied is named."""
+"""Deep copies of a user's module, on which clients train; errors name the part that cannot be copied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 
 def check_copyable(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a module cannot be copied; parameters and buffers are shared, so it takes no memory.
+    """Raise ``ValueError`` if a module cannot be copied; parameters and buffers are shared, so this takes no memory.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -33,10 +33,10 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
     Args:
         module: Any module; it is only read.
-        memo: As for `copy.deepcopy`; what it knows of the Trainer that a LightningModule is attached to is replaced.
+        memo: As for `copy.deepcopy`; the Trainer that a LightningModule is attached to is replaced with ``None`` in it.
 
     Raises:
-        ValueError: If a part cannot be copied; it is named.
+        ValueError: If a part cannot be copied; the message names it.
     """
     trainer = getattr(module, "_trainer", None)  # of a LightningModule in a fit
     if trainer is not None:

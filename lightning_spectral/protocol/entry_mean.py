@@ -17,17 +17,17 @@ Tensors = Mapping[str, Tensor]
 
 
 class MeanEntryChange:
-    r"""Weighted mean, entry by entry, of how much tensors changed at the clients that held the entry.
+    r"""Weighted mean of the change of tensors, entry by entry, over the clients that held the entry.
 
-    Entry i averages over its holders, :math:`\sum_c D_c \Delta_{ci} / \sum_c D_c`; one that no client held does not
-    change. The sums are exact, as in `MeanChange`; where every client holds everything, so is the result its.
+    Entry i averages over its holders, :math:`\sum_c D_c \Delta_{ci} / \sum_c D_c`; entries held by no client do not
+    change. The sums are exact, as in `MeanChange`, whose result this equals if every client holds everything.
 
     Args:
         before: The whole tensors that clients started from, by name; they are read again for every client.
-        total_weight: Sum of the weights of all clients that were asked.
+        total_weight: Sum of the weights of all clients asked.
         absolute: Whether weights are the coefficients of an unbiased estimate: each entry's mean is then multiplied by
             the sum of the weights of all clients that reported, whether they held it or not.
-        always_divided: Names of tensors that are divided by the sum of weights all the same.
+        always_divided: Names of tensors that are divided by the sum of weights even if ``absolute`` is true.
 
     Example:
         >>> mean = MeanEntryChange({"b": torch.zeros(3)}, total_weight=4)
@@ -65,11 +65,11 @@ class MeanEntryChange:
         """Add one client.
 
         Args:
-            after: At least the tensors of ``before``, as it trained them.
-            positions: For each tensor of which it held a part, where the entries are in the whole one, flattened; of
-                the shape of its own.
-            weight: Its weight.
-            magnitudes: `largest_magnitudes` of the tensors, if known already.
+            after: At least the tensors of ``before``, as the client trained them.
+            positions: For each tensor of which the client held a part, the positions of that part's entries in the
+                flattened whole tensor; of the shape of the part.
+            weight: The client's weight.
+            magnitudes: `largest_magnitudes` of the tensors, if already known.
 
         Raises:
             OverflowError: If a value is not finite or too large, or there are too many clients.
@@ -99,9 +99,9 @@ class MeanEntryChange:
         merge(self, other)
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor's name and mean change, float64, computed one after another."""
+        """Yield each tensor's name and mean change, float64, computed one after another."""
         for name, total in self._sums.items():
-            # in `MeanChange`, too, nothing is divided by less than a step
+            # as in `MeanChange`, nothing is divided by less than a step
             mean = total.total().div_(total.factor(self.held[name].clamp(min=1)))
             if name in self._multiplied:
                 mean.mul_(self.weights.value)
@@ -109,7 +109,7 @@ class MeanEntryChange:
 
     @property
     def share_held(self) -> float:
-        """The share of all entries that at least one client held."""
+        """Share of all entries that at least one client held."""
         held = sum(int((weight > 0).sum()) for weight in self.held.values())
         return held / max(1, sum(map(len, self.held.values())))
 
@@ -118,9 +118,9 @@ def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dic
     """A client's tensors and positions for `MeanEntryChange.add`, without some rows of some tensors.
 
     Args:
-        after: As it trained them.
+        after: The tensors as the client trained them.
         positions: As for `MeanEntryChange.add`.
-        rows: For each tensor by name, indices along its first dimension.
+        rows: The rows to leave out, by tensor name: indices along its first dimension.
 
     Example:
         >>> without_rows({"b": torch.tensor([7.0, 8.0, 9.0])}, {}, {"b": torch.tensor([1])})

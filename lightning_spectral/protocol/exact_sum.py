@@ -1,4 +1,4 @@
-"""A sum whose bits do not depend on the order of its terms, nor on which process added which."""
+"""A sum whose bits do not depend on the order of its terms or on which process added them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class ExactSum:
-    r"""Sum of weighted changes of one tensor, the same to the last bit in any order and over any processes.
+    r"""Sum of weighted changes of one tensor, bit for bit the same in any order and over any processes.
 
     Floating-point addition rounds its result, so a sum depends on the order of its terms. Sums of whole numbers do not,
-    as long as they stay below 2^53 in float64. So each weighted change is rounded once, on its own, to a whole number
-    of fine steps of 2^-50 units, and those are summed. The unit is the power of two above the tensor's largest
-    magnitude before training, at least 1. Weights together are at most 1 (`Weights`), so changes of at most 4 units
+    if they stay below 2^53 in float64. Each weighted change is therefore rounded once, on its own, to a whole number
+    of fine steps of 2^-50 units, and these are summed. The unit is the power of two above the tensor's largest
+    magnitude before training, at least 1. The weights sum to at most 1 (`Weights`), so changes of at most 4 units
     never sum to more than 2^52 steps.
 
-    A client that moves a tensor further adds two numbers for each value: its multiple of a coarse step, 2^39 fine
-    ones, which has a sum of its own, and the rest, at most 2^38 fine steps. For 2^13 clients both sums stay below
-    2^53 steps. The coarse sum exists only once a client needs it; whether one does depends on the largest magnitudes
-    before and after its own training, on nothing else.
+    A client that moves a tensor further adds two numbers for each value: a multiple of a coarse step, which is 2^39
+    fine steps and has its own sum, and the remainder, at most 2^38 fine steps. For 2^13 clients both sums stay below
+    2^53 steps. The coarse sum is created once a client needs it; that depends only on the largest magnitudes before
+    and after the client's own training.
 
-    The rounding is an error of at most half a fine step for each client: :math:`2^{-51}` units. Zeros add nothing.
+    The rounding error is at most half a fine step for each client: :math:`2^{-51}` units. Zeros add nothing.
 
     Args:
         fine: Zeros that become the sum of fine steps, float64.
@@ -44,7 +44,7 @@ class ExactSum:
         unit: The unit.
 
     Reference:
-        Demmel & Nguyen (2015), "Parallel reproducible summation", with grids that are fixed beforehand.
+        Demmel & Nguyen (2015), "Parallel reproducible summation", here with grids that are fixed beforehand.
     """
 
     def __init__(self, fine: Tensor, before: float) -> None:
@@ -67,11 +67,11 @@ class ExactSum:
         return self._before + after > NARROW * self.unit
 
     def overflows(self, after: float, dtype: torch.dtype) -> bool:
-        """Whether the change may be too large for the tensor's own type: for half precision it may."""
+        """Whether the change may be too large for the tensor's own type, as is possible in half precision."""
         return dtype.is_floating_point and self._before + after > torch.finfo(dtype).max
 
     def factor(self, weight: Number) -> Number:
-        """From changes to weighted changes in fine steps, for a weight in steps: exact."""
+        """The exact factor from changes to weighted changes in fine steps, for a weight in steps."""
         return weight * (FINE / ONE / self.unit)
 
     def widen(self) -> Tensor:
@@ -101,7 +101,7 @@ def unit_for(before: float) -> float:
 
 
 def cut(steps: Tensor) -> Tensor:
-    """The nearest whole numbers of coarse steps; ``steps``, in fine ones, keeps the rest. Both are exact."""
+    """Return the nearest whole numbers of coarse steps; ``steps``, in fine ones, keeps the rest. Both are exact."""
     coarse = (steps / COARSE).round_()
     steps.sub_(coarse, alpha=COARSE)
     return coarse

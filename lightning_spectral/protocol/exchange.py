@@ -23,7 +23,7 @@ RETURNED = (AVERAGED, NORMALISED)
 
 
 def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Parameters and buffers by name, detached views: what a copy of the module needs to be this module.
+    """Parameters and buffers by name, as detached views: all the values that a copy of the module needs.
 
     Example:
         >>> sorted(travelling_tensors(nn.BatchNorm1d(2), without={"bias"}))
@@ -35,11 +35,11 @@ def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict
 def averaged_tensors(
     module: nn.Module, without: Collection[str] = (), keep_buffers: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """The part of `travelling_tensors` that comes back and is averaged.
+    """The part of `travelling_tensors` that clients send back and that is averaged.
 
-    Trainable parameters, and floating-point buffers such as BatchNorm's running statistics. Integer buffers
-    (``num_batches_tracked``), buffers with infinite entries (attention masks) and buffers that are not persistent,
-    which no checkpoint would hold, keep the server's value; so do those that a pattern of ``keep_buffers`` matches.
+    These are the trainable parameters, and floating-point buffers such as BatchNorm's running statistics. Integer
+    buffers (``num_batches_tracked``), buffers with infinite entries (attention masks) and non-persistent buffers, which
+    no checkpoint would hold, keep the server's value, as do those that match a pattern of ``keep_buffers``.
     """
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy in RETURNED}
@@ -47,11 +47,11 @@ def averaged_tensors(
 
 
 def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
-    """A deep copy of a module with its gradient hooks, and without the Trainer that it may be attached to.
+    """Deep-copy a module with its gradient hooks, but without the Trainer that it may be attached to.
 
     Args:
         module: Any module; it is only read.
-        shared: Tensors that are not copied but shared, because the copy is about to replace them.
+        shared: Tensors that are shared instead of copied, because the copy is about to replace them.
 
     Raises:
         ValueError: If a part cannot be copied, or a shared tensor has a gradient hook.
@@ -71,7 +71,7 @@ def load_tensors(module: nn.Module, tensors: Tensors) -> None:
 
 
 def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Detached views of a module's parameters and buffers of the given names."""
+    """Detached views of a module's parameters and buffers with the given names."""
     own = _state(module)
     return {name: own[name].detach() for name in names}
 
@@ -98,7 +98,7 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
 
 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """For each buffer its name, its shape and what a federated run does with it.
+    """Yield each buffer's name, its shape and what a federated run does with it.
 
     Example:
         >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]
@@ -132,7 +132,7 @@ def _policy(buffer: Tensor, persistent: bool) -> str:
 def _unit_vectors(module: nn.Module) -> Iterator[str]:
     """Names of the buffers that hold the singular vectors of both of torch's spectral norms.
 
-    A mean of unit vectors is shorter than they are, and the estimated norm of the weight would shrink with it.
+    The mean of unit vectors is shorter than 1, and the estimated norm of the weight would shrink with it.
     """
     for path, part in module.named_modules():
         names = [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
@@ -145,8 +145,8 @@ def _unit_vectors(module: nn.Module) -> Iterator[str]:
 def _state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters once each, tied ones under their first name, and buffers likewise.
 
-    That is ``{**dict(module.named_parameters()), **dict(module.named_buffers())}`` in a third of the time: it is called
-    twice in every client's turn.
+    Equal to ``{**dict(module.named_parameters()), **dict(module.named_buffers())}``, but takes a third of the time: it
+    is called twice in every client's turn.
     """
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Why a client that was asked to take part is left out of a round's average."""
+"""The reasons for which a client that was asked to take part is left out of a round's average."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen tensors travel to a client once: the server's record of their values, and of who has them."""
+"""The server's record of frozen tensors and of the clients that have them, so that each is sent only once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Tensors = Mapping[str, Tensor]
 
 
 class FrozenBase:
-    """Which frozen tensors each client of a model has, so that they need not be sent to it again.
+    """A record of the frozen tensors that each client of a model has, so that they need not be sent to it again.
 
-    A client has what it was sent once an update of it has come back; until then everything is sent again. If the
-    server's value of a frozen tensor changes between rounds, by a callback perhaps, it travels to everyone once
-    more. Values are compared by digests, which also see writes through ``.data``: a second or two for each gigabyte in
-    each round.
+    A client counts as having what it was sent once one of its updates has come back; until then everything is sent
+    again. If the server's value of a frozen tensor changes between rounds, e.g. in a callback, it is sent to all
+    clients once more. Values are compared by digests, which also detect writes through ``.data`` and take a second or
+    two per gigabyte in each round.
 
-    Holders noted during a round count at once, but are committed only when the round ends, as in a `ClientStore`.
+    Holders noted during a round count immediately, but are committed only when the round ends, as in a `ClientStore`.
 
     Attributes:
-        digests: For each frozen tensor by name, a digest of its value when the last round opened.
+        digests: For each frozen tensor, by name, a digest of its value when the last round opened.
 
     Example:
         >>> net, base, client = nn.Linear(2, 2).requires_grad_(False), FrozenBase(), WorkUnit(3)
@@ -45,20 +45,20 @@ class FrozenBase:
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
         self._version = 0  # counts the changes of any of them
-        self._since: dict[str, int] = {}  # for each parameter, the version that brought its value
+        self._since: dict[str, int] = {}  # for each parameter, the version in which it got its value
         self._num_bytes: dict[str, int] = {}
         self._holders: dict[Key, int] = {}  # for each client, the version that it has
         self._noted: dict[Key, int] = {}
         self._names: frozenset[str] | None = None
 
     def refresh(self, frozen: Tensors) -> None:
-        """Compare the frozen tensors with what they were when the last round opened.
+        """Compare the frozen tensors with their values when the last round opened.
 
         Args:
-            frozen: Their values by name, the names of the first round of the fit.
+            frozen: Their values by name; the names are those of the first round of the fit.
 
         Raises:
-            ValueError: If others are frozen than in the first round of the fit.
+            ValueError: If the frozen tensors are not those of the first round of the fit.
         """
         self._check_names(frozenset(frozen))
         digests = {name: digest(tensor) for name, tensor in frozen.items()}
@@ -78,7 +78,7 @@ class FrozenBase:
             )
 
     def held_by(self, unit: WorkUnit) -> frozenset[str]:
-        """Names of the frozen tensors whose value a client has already."""
+        """Names of the frozen tensors whose value a client already has."""
         version = self._noted.get(unit.key, self._holders.get(unit.key, -1))
         return frozenset(name for name, since in self._since.items() if since <= version)
 
@@ -87,7 +87,7 @@ class FrozenBase:
         return sum(self._num_bytes[name] for name in self.held_by(unit))
 
     def note(self, units: Iterable[WorkUnit]) -> None:
-        """Note that some clients have all frozen tensors now."""
+        """Note that some clients now have all frozen tensors."""
         self._noted.update({unit.key: self._version for unit in units if self.digests})
 
     def commit(self) -> None:
@@ -113,7 +113,7 @@ class FrozenBase:
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a module that need no gradient, by name.
+    """The parameters of a module that do not require a gradient, by name.
 
     Example:
         >>> sorted(frozen_parameters(nn.Linear(2, 2).requires_grad_(False)))

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters, which a deep copy of a module leaves behind."""
+"""Hooks on the gradients of parameters, which a deep copy of a module does not include."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {  # where a tensor keeps its hooks, and what adds one
 
 
 def gradient_hooks(tensor: Tensor) -> list[tuple[str, Hook]]:
-    """The hooks on a tensor's gradient: names of the methods that add them, and the hooks.
+    """The hooks on a tensor's gradient, each with the name of the method that adds it.
 
     Example:
         >>> weight = nn.Linear(2, 1).weight
@@ -30,13 +30,13 @@ def gradient_hooks(tensor: Tensor) -> list[tuple[str, Hook]]:
 
 
 def carry_gradient_hooks(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Give the parameters of a module's copy the hooks of the original ones.
+    """Give the parameters of a module's copy the hooks of the original parameters.
 
-    A hook that refers to the original, as a method of it or in its closure, refers to the copy then.
+    A hook that refers to the original, as a method of it or in its closure, then refers to the copy.
 
     Args:
         module: The original.
-        memo: That of `copy.deepcopy`, which maps its parts to those of the copy.
+        memo: The memo of `copy.deepcopy`, which maps its parts to those of the copy.
 
     Raises:
         ValueError: If the copy shares a parameter that has hooks, so that they would be lost.
@@ -51,7 +51,7 @@ def carry_gradient_hooks(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def check_gradient_hooks(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a hook refers to ``module`` or a part of it by a global name: no copy could change that.
+    """Raise ``ValueError`` if a hook refers to ``module`` or a part of it by a global name, which no copy can redirect.
 
     Example:
         >>> line = nn.Linear(2, 1)
@@ -76,7 +76,7 @@ def _hooks_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str, Hook]
 
 
 def _rebound(hook: Any, memo: dict[int, Any]) -> Any:
-    """The hook with what was copied replaced by its copy; a deep copy leaves functions as they are."""
+    """The hook with every copied object replaced by its copy; a deep copy leaves functions as they are."""
     if not isinstance(hook, FunctionType):
         return copy.deepcopy(hook, memo)
     cells = tuple(_copied_cell(cell, memo) for cell in hook.__closure__ or ())

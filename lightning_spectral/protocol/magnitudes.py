@@ -1,4 +1,4 @@
-"""The largest absolute values of named tensors: what decides whether and how they can be summed exactly."""
+"""The largest absolute values of named tensors, which decide whether and how they can be summed exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST = 2.0**40  # about 1.1e12: what the sums of `exact_sum` have room for wi
 
 @torch.no_grad()
 def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty; one host read for all of them.
+    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty; one read from the device for all.
 
     Example:
         >>> largest_magnitudes({"weight": torch.tensor([1.0, -3.0]), "steps": torch.tensor(7), "none": torch.zeros(0)})
@@ -39,7 +39,7 @@ def can_be_summed(magnitude: float) -> bool:
 
 
 def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
-    """A bound on magnitudes; their largest instead, once computed, if it is too large to be sure of an exact sum.
+    """Return a bound on magnitudes, or the computed largest magnitude if the bound cannot guarantee an exact sum.
 
     Example:
         >>> largest_within(2.0, lambda: torch.ones(1)), largest_within(1e15, lambda: torch.ones(1))
@@ -50,5 +50,5 @@ def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
 
 
 def _exact(end: Tensor) -> Tensor:
-    """The value in a type that stacks with every floating-point type without loss."""
+    """The value in a type that can be stacked with any floating-point type without loss."""
     return end if end.is_floating_point() else end.double()

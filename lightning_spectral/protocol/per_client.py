@@ -23,10 +23,10 @@ class Assigned(Generic[T]):
     """The value that each client of a federation has.
 
     Attributes:
-        values: The distinct values, in the order in which they were given. In a small federation no client may have a
-            value with a small share.
-        indices: Which of ``values`` each client has, int64, shape ``(num_clients,)``. If there is only one value, a
-            single number in memory.
+        values: The distinct values, in the order in which they were given. In a small federation, a value with a small
+            share may be assigned to no client.
+        indices: Index into ``values`` for each client, int64, shape ``(num_clients,)``. If there is only one value, the
+            tensor takes up a single number in memory.
     """
 
     values: tuple[T, ...]
@@ -41,19 +41,19 @@ class Assigned(Generic[T]):
 
 
 def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
-    """Check a setting in its constructor, where the number of clients is not yet known.
+    """Check a setting in a constructor, where the number of clients is not yet known.
 
     Args:
         argument: Its name, for error messages.
         value: One for all clients, ``{value: share of clients}``, or a list with one per client.
-        rule: What a single value must be.
+        rule: The rule for a single value.
 
     Returns:
         The setting with plain numbers.
 
     Raises:
         TypeError: If a value or a share is of another type.
-        ValueError: If nothing is given, a value is out of range, or shares are not positive or do not sum to 1.
+        ValueError: If there is no value, one is out of range, or shares are not positive or do not sum to 1.
 
     Example:
         >>> check_per_client("keep_ratio", {0.2: 0.6, 0.4: 0.5}, Number(above=0))
@@ -75,7 +75,7 @@ def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
 
 
 def check_num_entries(argument: str, value: PerClient[T], num_clients: int) -> None:
-    """Raise ``ValueError`` if a list has another length than the federation has clients.
+    """Raise ``ValueError`` if the length of a list is not the number of clients in the federation.
 
     Example:
         >>> check_num_entries("keep_ratio", [0.2, 0.4], num_clients=3)
@@ -92,8 +92,8 @@ def check_num_entries(argument: str, value: PerClient[T], num_clients: int) -> N
 def assign(value: PerClient[T], num_clients: int, seed: int, purpose: str) -> Assigned[T]:
     """Assign a setting to the clients of a federation.
 
-    Shares are exact: each value gets its share of the clients rounded down, and the clients left over go to the
-    largest remainders. Which client gets which value is drawn from ``(seed, purpose)`` alone.
+    Shares are exact: each value gets its share of the clients rounded down, and the remaining clients go to the values
+    with the largest remainders. Which client gets which value is drawn from ``(seed, purpose)`` alone.
 
     Args:
         value: One for all clients, ``{value: share of clients}``, or a list with one per client; already checked.
@@ -135,7 +135,7 @@ def entries_of(value: PerClient[T]) -> Sequence[T]:
 
 
 def _plain_shares(argument: str, given: Mapping[T, float]) -> dict[T, float]:
-    share_of = Number(above=0, hint="it is a share of the clients: leave out what none has")
+    share_of = Number(above=0, hint="it is a share of the clients: leave out values that no client has")
     shares = {value: share_of(f"{argument}[{value!r}]", share) for value, share in given.items()}
     if abs(sum(shares.values()) - 1.0) > 1e-9:
         terms = " + ".join(f"{share:g}" for share in shares.values())

@@ -1,4 +1,4 @@
-"""Records of what travels between server and devices, and of the outcome, field by field."""
+"""Records of what is sent between server and devices, and of the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Options = Mapping[str, Any]
 class Download:
     """What the server sends to a device: everything it needs to train for one client.
 
-    An algorithm gives the first three fields; the server's round fills in the others, which are the same for any
+    An algorithm sets the first three fields; the server's round fills in the others, which do not depend on the
     algorithm.
 
     Attributes:
@@ -31,13 +31,13 @@ class Download:
         tensors: Every parameter and buffer of the sub-model by name.
         round_idx: Communication round, from 0.
         local_epochs: Passes over the client's data; 0 trains nothing.
-        options: For each of the user's optimizers, the options of each parameter group, its learning rate in this
-            round among them.
-        seed: The run's seed, from which the order of the data and every other draw on the device is derived.
-        frozen: For each frozen one among the tensors, a digest of its value: the device keeps it for later
+        options: For each of the user's optimizers, the options of each parameter group, including its learning rate in
+            this round.
+        seed: The run's seed, from which the order of the data and every other draw on the device are derived.
+        frozen: For each of the tensors that is frozen, a digest of its value; the device keeps the tensor for later
             rounds.
-        held: Names of those that the client has from an earlier round, which do not travel. Within a process they are
-            among the tensors all the same; pickling leaves them out.
+        held: Names of the frozen tensors that the client has from an earlier round and that are not sent. Within a
+            process they are nevertheless among the tensors; pickling leaves them out.
     """
 
     unit: WorkUnit
@@ -52,26 +52,26 @@ class Download:
 
     @property
     def ids(self) -> tuple[int | str, ...]:
-        """What the device's random draws are derived from, besides the seed and their purpose."""
+        """The ids from which the device's random draws are derived, with the seed and their purpose."""
         return self.round_idx, *self.unit.ids
 
     @property
     def travelling(self) -> Tensors:
-        """The tensors that travel: all but those that the client has."""
+        """The tensors that are sent: all except those that the client already has."""
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.held}
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors that travel down."""
+        """Size of the tensors that are sent, in bytes."""
         return num_bytes(self.travelling)
 
     @property
     def frozen_bytes(self) -> int:
-        """Size of those among them that are frozen: they travel this once."""
+        """Size of the frozen tensors among them, which are sent only once, in bytes."""
         return num_bytes({name: tensor for name, tensor in self.travelling.items() if name in self.frozen})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process."""
+        """The state that is sent to another process."""
         return {**vars(self), "tensors": self.travelling}
 
 
@@ -114,13 +114,13 @@ class Failure:
 class Upload:
     """What one device sends back.
 
-    An algorithm's device half gives ``unit`` and ``tensors``; the device itself adds the rest.
+    An algorithm's device half sets ``unit`` and ``tensors``; the device itself adds the rest.
 
     Attributes:
         unit: Who trained what.
-        tensors: Trained parameters and floating-point buffers by name. They may be the sub-model's own memory: read
-            them before the next upload is asked for, or copy them.
-        num_steps: Local optimizer steps; one that gradient scaling skips, because a gradient overflowed, counts too.
+        tensors: Trained parameters and floating-point buffers by name. They may share the sub-model's memory: read or
+            copy them before asking for the next upload.
+        num_steps: Local optimizer steps, including those that gradient scaling skips because a gradient overflowed.
         loss: Mean loss per example over all local epochs; NaN if no step was taken.
         logged: Means of the values that the client logged with ``self.log``, by name.
         left_out: Why the upload cannot be averaged; ``None`` if it can.
@@ -144,12 +144,12 @@ class Upload:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors that travel up."""
+        """Size of the tensors, in bytes."""
         return num_bytes(self.tensors)
 
     @cached_property
     def largest(self) -> Mapping[str, float]:
-        """Largest absolute value of each tensor, NaN if it holds one; one host read for all tensors."""
+        """Largest absolute value of each tensor, NaN if it holds one; one read from the device for all."""
         return largest_magnitudes(self.tensors)
 
     def can_be_averaged(self) -> bool:
@@ -173,8 +173,8 @@ class ClientOutcome:
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
-        update_norm: Norm of its update, if the sampler goes by it; else NaN.
-        frozen_bytes: Bytes among those sent to it that are frozen and that it did not have yet.
+        update_norm: Norm of its update if the sampler uses it, NaN otherwise.
+        frozen_bytes: Bytes of the frozen tensors among those sent to it, which it did not have yet.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
     """
@@ -202,7 +202,7 @@ class ClientOutcome:
 
     @property
     def reported_back(self) -> bool:
-        """Whether an update came back from it, usable or not."""
+        """Whether the client sent back an update, usable or not."""
         return self.left_out in (None, "not_finite", "no_update")
 
 
@@ -213,13 +213,13 @@ class RoundSummary:
     Attributes:
         round_idx: Communication round, from 0.
         clients: One outcome per client, in the cohort's order.
-        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply; of several processes the
-            longest.
+        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply; with several processes,
+            the longest of them.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
-        logged: Example-weighted means over the round of what clients logged.
+        logged: Example-weighted means over the round of the values that clients logged.
         left_out: For each reason that this run allows, the number of clients left out.
         model: The model's name; empty if there is only one.
-        measured: Turns before the round whose updates were measured for the sampler and thrown away.
+        measured: Outcomes of the clients measured for the sampler before the round; their updates were discarded.
     """
 
     round_idx: int
@@ -237,7 +237,7 @@ class RoundSummary:
         return tuple(client for client in self.clients if not client.left_out)
 
     def metric(self, name: str) -> str:
-        """What one of the round's metrics is called; of several models it begins with the model's name."""
+        """The name of one of the round's metrics; with several models, it begins with the model's name."""
         return f"{self.model}/{name}" if self.model else name
 
 
@@ -257,5 +257,5 @@ class LoggedValue:
 
 
 def num_bytes(tensors: Tensors) -> int:
-    """Bytes of the values of some named tensors."""
+    """Size of the values of some named tensors, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

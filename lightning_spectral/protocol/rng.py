@@ -14,12 +14,12 @@ __all__ = ["GlobalGenerators", "derived_generator", "derived_seed", "isolated_rn
 
 
 def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
-    """Seed of one draw, the same on every platform and in every process.
+    """Derive the seed of one draw, which is the same on every platform and in every process.
 
     Args:
         seed: Seed of the run, any integer.
         purpose: What is drawn, e.g. ``"participation"``.
-        *ids: Whose draw it is, e.g. round, client and layer name, in a fixed order. ``3`` and ``"3"`` differ.
+        *ids: Identify the draw, e.g. round, client and layer name, in a fixed order. ``3`` and ``"3"`` differ.
 
     Returns:
         An integer in ``[0, 2**63)``, from BLAKE2b of the arguments.
@@ -38,22 +38,22 @@ def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
 
 
 def derived_generator(seed: int, purpose: str, *ids: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator for one draw, seeded by :func:`derived_seed`.
+    """Create a generator for one draw, seeded by :func:`derived_seed`.
 
     Args:
         seed: Seed of the run.
         purpose: What is drawn.
-        *ids: Whose draw it is.
-        device: Where the generator lives. CPU and CUDA generators of one seed draw different numbers, so draw
-            on the CPU whatever must not depend on the machine.
+        *ids: Identify the draw.
+        device: Device of the generator. CPU and CUDA generators with the same seed draw different numbers, so use the
+            CPU for draws that must not depend on the machine.
 
     Returns:
         The generator; calling again gives an independent copy that draws the same numbers.
 
     Note:
-        torch's CPU engine reads only the low 32 bits of a seed. Of n generators some pair therefore shares
-        its stream with probability about ``n**2 / 2**33``: harmless for two unrelated draws, but do not cut
-        one sample into a generator per element.
+        torch's CPU engine reads only the low 32 bits of a seed. Among n generators, two therefore share their
+        stream with probability about ``n**2 / 2**33``: harmless for two unrelated draws, but do not draw one
+        sample with a generator per element.
 
     Example:
         >>> first, again = (derived_generator(0, "participation", 3) for _ in range(2))
@@ -70,7 +70,7 @@ class GlobalGenerators:
     than seeding, so a round saves them once and seeds them for every client.
 
     Args:
-        devices: Devices whose global generators to include. The CPU's always is; of other devices only CUDA's are.
+        devices: Devices whose global generators to include. The CPU's is always included; of the others, only CUDA's.
 
     Example:
         >>> generators = GlobalGenerators()
@@ -98,7 +98,7 @@ class GlobalGenerators:
         np.random.seed(derived_seed(seed, "numpy") % 2**32)  # the legacy API takes 32 bits
         of_torch = derived_seed(seed, "torch")
         for generator in self._of_torch:  # one seed for all: what a client draws must not depend on its GPU's index
-            # not torch.manual_seed: that reseeds every accelerator of the process, also those not saved here
+            # not torch.manual_seed: that reseeds every accelerator of the process, even those not saved here
             generator.manual_seed(of_torch)
 
     def restore(self) -> None:

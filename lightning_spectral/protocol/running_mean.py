@@ -30,7 +30,7 @@ class Peers(Protocol):
 
 
 class RunningMean(Protocol):
-    """A weighted mean that is summed client by client, and then over processes."""
+    """A weighted mean that is summed over clients, one by one, and then over processes."""
 
     @property
     def weights(self) -> Weights:
@@ -56,7 +56,7 @@ def merge(mine: RunningMean, theirs: RunningMean) -> None:
 
 
 def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
-    """Give every process the sums of all.
+    """Give every process the sums over all processes.
 
     Raises:
         OverflowError: In every process, if there are too many clients.

@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 class _NamedInYaml:
-    """Makes jsonargparse ask for a ``class_path``, as a dataclass among other dataclasses alone would not."""
+    """Makes jsonargparse require a ``class_path``, as it does not for a dataclass among other dataclasses."""
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule(_NamedInYaml, Generic[T]):
-    """A setting by round: each value holds from its round on, until the next one's.
+    """A setting that depends on the round: each value holds from its round until that of the next value.
 
-    `SpectralSharding` takes schedules for its strategy and its design.
+    `SpectralSharding` accepts schedules for its strategy and its design.
 
     Args:
-        values: From the first round of each value, counted from 0, to the value. Round 0 must have one.
+        values: Maps the first round of each value, counted from 0, to the value. Round 0 must have one.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -55,7 +55,7 @@ class Schedule(_NamedInYaml, Generic[T]):
 
 
 def value_at(setting: T | Schedule[T], round_idx: int) -> T:
-    """The value of a setting in a round; one without a schedule is always the same."""
+    """The value of a setting in a round; a setting without a schedule is always the same."""
     return setting.at(round_idx) if isinstance(setting, Schedule) else setting
 
 

@@ -15,7 +15,7 @@ class StageClock:
     """Adds up the seconds that each stage takes.
 
     Args:
-        profile: Entered around each stage, by its name; for a profiler.
+        profile: Maps the name of a stage to a context manager that is entered around it; for a profiler.
 
     Example:
         >>> clock = StageClock()

@@ -1,4 +1,4 @@
-"""Running sums over clients: add one client, merge two sums, finish the average. Never a list of models."""
+"""Running sums over clients, which never hold a list of models: add a client, merge two sums, finish the average."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Tensors = Mapping[str, Tensor]
 
 
 class MeanChange:
-    r"""Weighted mean over clients of how much dense tensors changed while they trained.
+    r"""Weighted mean over clients of the change of dense tensors during training.
 
-    Changes are formed in the tensors' own type; their sum is exact (`ExactSum`): its bits do not depend on the order
-    of the clients. A client that changed nothing adds exact zeros.
+    Changes are computed in the tensors' own type; their sum is exact (`ExactSum`), so its bits do not depend on the
+    order of the clients. A client that changed nothing adds exact zeros.
 
-    With n clients of weights :math:`w_c` that sum to W, out of a total T, the mean of changes :math:`\Delta_c` is off
-    by at most
+    With n clients of weights :math:`w_c` that sum to W, out of a total T, the error of the mean of changes
+    :math:`\Delta_c` is at most
 
     .. math:: 2^{-50}\, n\, \tfrac{T}{W}\, \text{unit} + 2^{-51}\, \big(1 + n\, \tfrac{T}{W}\big) \max_c |\Delta_c|.
 
     The first term is the rounding of n weighted changes to the grid, whose unit is the power of two above the
     tensor's largest magnitude before training, at least 1. In the second term, the 1 is the rounding of the products,
-    of the addition of two sums and of the division; the rest is that of the weights, which vanishes if they are whole
-    numbers.
+    of the addition of two sums and of the division; the rest is the rounding of the weights, which vanishes if they
+    are whole numbers.
 
     Args:
         before: The tensors every client started from, by name; they are read again for every client.
-        total_weight: Sum of the weights of all clients that were asked.
-        absolute: Whether weights are used as they are, the coefficients of an unbiased estimate, and not divided by
+        total_weight: Sum of the weights of all clients asked.
+        absolute: Whether weights are used as they are, as the coefficients of an unbiased estimate, and not divided by
             their sum.
-        always_divided: Names of tensors whose weights are divided by their sum all the same.
+        always_divided: Names of tensors whose weights are divided by their sum even if ``absolute`` is true.
 
     Raises:
         ValueError: If the total is negative or not finite.
@@ -72,17 +72,17 @@ class MeanChange:
 
     @property
     def totals(self) -> list[Tensor]:
-        """The fine sums of all tensors as one."""
+        """The fine sums of all tensors, as one vector."""
         return [self._fine]
 
     @torch.no_grad()
     def add(self, after: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None) -> None:
-        """Add one client's tensors, as they came back, with its weight.
+        """Add one client's tensors, as it returned them, with its weight.
 
         Args:
             after: At least the tensors of ``before``.
             weight: The client's weight.
-            magnitudes: `largest_magnitudes` of the tensors, if known already.
+            magnitudes: `largest_magnitudes` of the tensors, if already known.
 
         Raises:
             OverflowError: If a value is not finite or too large, or there are too many clients.
@@ -113,7 +113,7 @@ class MeanChange:
         merge(self, other)
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor's name and mean change, float64, computed one after another; zero if no client contributed."""
+        """Yield each tensor's name and mean change, float64, one after another; zero if no client contributed."""
         mean, sum_ = float(max(self.weights.sum, 1)), self.weights.one
         for name, total in self._sums.items():
             divisor = mean if name in self._divided else sum_
@@ -121,15 +121,15 @@ class MeanChange:
 
 
 class MeanTermChange:
-    r"""Weighted mean, term by term, of how much the vectors of one layer's singular terms changed.
+    r"""Weighted mean, term by term, of the change of the vectors of one layer's singular terms.
 
-    Term i averages over the clients that held it, :math:`\sum_c D_c \Delta u_i^c / \sum_c D_c`; a term that no client
-    held does not change (Korzhenkov & Louizos 2024, section 3.1, step 3). The sums are exact, as in `MeanChange`.
+    Term i averages over the clients that held it, :math:`\sum_c D_c \Delta u_i^c / \sum_c D_c`; terms held by no
+    client do not change (Korzhenkov & Louizos 2024, section 3.1, step 3). The sums are exact, as in `MeanChange`.
 
     Args:
         u: Left vectors before training, shape ``(c_out, N)``.
         v: Right vectors before training, shape ``(N, c_in k)``.
-        total_weight: Sum of the weights of all clients that were asked.
+        total_weight: Sum of the weights of all clients asked.
         absolute: Whether weights are the coefficients of an unbiased estimate: each term's mean is then multiplied by
             the sum of the weights of all clients that reported, whether they held it or not.
     """
@@ -167,8 +167,8 @@ class MeanTermChange:
             terms: Indices of the terms it held, distinct, shape ``(n,)``.
             u_after: Its left vectors after training, shape ``(c_out, n)``.
             v_after: Its right vectors after training, shape ``(n, c_in k)``.
-            weight: Its weight.
-            magnitudes: The largest magnitudes of both, if known already.
+            weight: The client's weight.
+            magnitudes: The largest magnitudes of both, if already known.
 
         Raises:
             OverflowError: If a value is not finite or too large, or there are too many clients.

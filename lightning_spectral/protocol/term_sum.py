@@ -1,4 +1,4 @@
-"""Exact sums of how much some of a factor's vectors changed: each client adds to those of its own terms."""
+"""Exact sums of the changes of a factor's vectors, in which each client adds to the vectors of its own terms."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_spectral.protocol.exact_sum import ExactSum, cut
 
 
 class TermSum:
-    """Sum over clients of the weighted change of the vectors of their terms.
+    """Sum over clients of the weighted changes of the vectors of their terms.
 
     Args:
         name: Name of the factor in error messages.
-        before: All vectors before training, one for each of the N terms; read again for every client.
+        before: All vectors before training, one for each of the N terms; they are read again for every client.
         dim: Dimension of the terms: 1 for left vectors, ``(c_out, N)``, and 0 for right ones, ``(N, c_in k)``.
         magnitude: Largest absolute value of ``before``.
 
@@ -58,7 +58,7 @@ class TermSum:
         return total.div_(self.sum.factor(weight if self._dim == 1 else weight[:, None]))
 
     def _blocks(self, terms: Tensor, after: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Rows of ``after``, with the terms they hold and where in the sum to find these.
+        """Yield the terms of some rows of ``after``, their place in the sum, and the rows.
 
         A row of right vectors is a term; a row of left vectors is an output channel with every term.
         """

@@ -1,4 +1,4 @@
-"""How large an update is: what samplers that reduce its variance go by."""
+"""The norm of an update, which samplers that reduce its variance use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Tensors = Mapping[str, Tensor]
 
 @torch.no_grad()
 def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = None) -> float:
-    """Euclidean norm of what came back minus what was sent, over the tensors that travelled both ways.
+    """Euclidean norm of what came back minus what was sent, over the tensors that were sent both ways.
 
     Args:
-        sent: What a device was sent, by name.
-        returned: What it sent back.
-        expected: A change that the server reckons with, which is subtracted; ``None`` for none. Tensors without an
-            entry are expected to stay as they are.
+        sent: The tensors that a device was sent, by name.
+        returned: The tensors that it sent back.
+        expected: The change that the server expects, which is subtracted; ``None`` for none. Tensors without an entry
+            are expected to stay unchanged.
 
     Returns:
         The norm, in units of the weights.

@@ -9,11 +9,11 @@ ONE = 2.0**52  # steps in a weight of 1, once weights are scaled
 
 
 class Weights:
-    r"""The weights that clients have in a round's average, and their sum so far.
+    r"""The weights of clients in a round's average, and their sum so far.
 
-    They are scaled by the power of two above the cohort's total T, so that together they are at most 1, and each is
-    rounded once, on its own, to a whole number of steps of 2^-52. Those whole numbers multiply the clients' tensors,
-    and their sum divides the result. So a weighted mean is that of weights that differ from the given ones by at most
+    They are scaled by the power of two above the cohort's total T, so that their sum is at most 1, and each is rounded
+    once, on its own, to a whole number of steps of 2^-52. These whole numbers multiply the clients' tensors, and the
+    result is divided by their sum. The weights of the mean thus differ from the given ones by at most
     :math:`2^{-52}\, T`; whole numbers, such as numbers of examples, do not change.
 
     Args:
@@ -57,7 +57,7 @@ class Weights:
 
         Raises:
             ValueError: If it is not between 0 and the total, or the weights sum to more than the total.
-            OverflowError: If there are too many.
+            OverflowError: If there are too many weights.
         """
         if not 0 <= weight <= self.total:
             raise ValueError(f"A client's weight must be between 0 and the total of {self.total:g}, got {weight}.")

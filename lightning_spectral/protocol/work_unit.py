@@ -9,10 +9,10 @@ class WorkUnit(NamedTuple):
     """One client that trains one model in one round.
 
     Attributes:
-        client_id: Which client, from 0.
-        model: Which model; ``""`` if there is only one.
-        coefficient: Its weight in the average, any non-negative number. Under uniform participation its number of
-            examples D; the average divides by the sum over those who reported.
+        client_id: The client's id, from 0.
+        model: The model's name; ``""`` if there is only one.
+        coefficient: Its weight in the average, any non-negative number. With uniform participation, its number of
+            examples D; the average is divided by the sum over the clients that reported.
 
     Example:
         >>> WorkUnit(7, coefficient=80).ids, WorkUnit(7, "words").ids
@@ -25,10 +25,10 @@ class WorkUnit(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str]:
-        """Client and model, which identify a unit within a round whatever its coefficient."""
+        """Client and model, which identify a unit within a round regardless of its coefficient."""
         return self.client_id, self.model
 
     @property
     def ids(self) -> tuple[int | str, ...]:
-        """What its random draws are derived from; without the model if there is only one."""
+        """The ids from which its random draws are derived; without the model if there is only one."""
         return self.key if self.model else (self.client_id,)

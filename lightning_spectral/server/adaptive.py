@@ -28,7 +28,7 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
         params: The server's parameters.
         lr: Server learning rate eta.
         betas: Decay of the first and of the second moment.
-        tau: Degree of adaptivity, in the unit of a parameter's change per round.
+        tau: Degree of adaptivity, in units of a parameter's change per round.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, betas: tuple[float, float], tau: float) -> None:

@@ -1,4 +1,4 @@
-"""A server whose own weights are not finite: an error of the run, for which no client is to blame."""
+"""Checks for server weights that are not finite: an error of the run, not of a client."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from lightning_spectral.errors import RoundError
 
-_NAMED = 3  # tensors that a message names; of a run that diverged, all are broken
+_NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
 
 
 def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = None) -> None:
     """Raise an error if the server's weights are not finite.
 
-    This reads every weight, so it is called only once something else went wrong. Buffers are not looked at: those of
-    attention masks are infinite by design, and clients do not send these back.
+    This reads every weight, so it is called only after something else has gone wrong. Buffers are not checked:
+    attention masks are infinite by design, and clients do not send them back.
 
     Args:
         server: The server's module.
@@ -25,7 +25,7 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
         cause: What went wrong.
 
     Raises:
-        RoundError: If a parameter holds a NaN, or a trainable one an infinite value. In every process alike, since all
+        RoundError: If a parameter holds a NaN, or a trainable one an infinite value. All processes raise it, since they
             have the same weights.
     """
     if broken := [name for name, parameter in server.named_parameters() if _is_broken(parameter)]:
@@ -37,7 +37,7 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
 
 @contextmanager
 def suspecting_weights(server: nn.Module, round_idx: int) -> Iterator[None]:
-    """If the block fails, raise what `check_weights` raises; if the weights are fine, what the block raised."""
+    """If the block fails, raise the error of `check_weights`, or the block's own error if the weights are finite."""
     try:
         yield
     except Exception as error:
@@ -46,13 +46,13 @@ def suspecting_weights(server: nn.Module, round_idx: int) -> Iterator[None]:
 
 
 def _is_broken(parameter: nn.Parameter) -> bool:
-    """Whether nothing can be trained from it; a frozen one may be a mask, whose infinities are meant."""
+    """Whether training from a parameter is impossible; a frozen one may be a mask, which is infinite on purpose."""
     wrong = ~torch.isfinite(parameter) if parameter.requires_grad else torch.isnan(parameter)
     return bool(wrong.any())
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Some names in quotes, and how many there are besides.
+    """The first names in quotes, and the number of the remaining ones.
 
     Example:
         >>> _listed(["a", "b"]), _listed(["a", "b", "c", "d", "e"])

@@ -17,8 +17,8 @@ class Engine:
 
     Args:
         run: Settings and state shared by all rounds.
-        make_executor: Creates what runs the device half; called when the first round opens.
-        make_measuring: Creates what measures clients before a round; ``None`` if that is the same.
+        make_executor: Creates the executor that runs the device half; called when the first round opens.
+        make_measuring: Creates the executor that measures clients before a round; ``None`` to use the same one.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Engine:
         return self._round
 
     def open_round(self, round_idx: int, num_examples: Mapping[WorkUnit, int]) -> OpenRound:
-        """Open a round: prepare it for its cohort from the server's weights.
+        """Open a round and prepare it for its cohort, from the server's weights.
 
         Args:
             round_idx: Communication round, from 0.
@@ -54,14 +54,14 @@ class Engine:
 
     @property
     def executor(self) -> Executor:
-        """What runs the device half; created when it is first needed."""
+        """The executor that runs the device half; created when first needed."""
         if self._executor is None:
             self._executor = self._make_executor()
         return self._executor
 
     @property
     def measuring_executor(self) -> Executor:
-        """What measures clients before a round."""
+        """The executor that measures clients before a round."""
         if self._make_measuring is None:
             return self.executor
         if self._measuring is None:
@@ -69,9 +69,9 @@ class Engine:
         return self._measuring
 
     def close_round(self) -> RoundSummary:
-        """Finish the average: afterwards parameters of the server, or of its state, carry the pseudo-gradient.
+        """Finish the average: afterwards the parameters of the server, or of its state, hold the pseudo-gradient.
 
-        All processes call it together and get the same result. If no client is left, and `Faults` allows it, there is
+        All processes call it together and get the same result. If no client is left, and `Faults` allows that, there is
         no gradient, and the server's step changes nothing.
 
         Raises:
@@ -95,7 +95,7 @@ class Engine:
         return summary
 
     def abandon_round(self) -> None:
-        """Let go of a round that will not be finished, if one is open, and of who trained it."""
+        """Discard the open round, if there is one, and the executors; the round will not be finished."""
         if self._executor is not None:
             self._executor.end_round()
         self._executor = self._measuring = self._round = None
@@ -106,9 +106,9 @@ class Engine:
         self.server_is_stepping = False
 
     def check_server_rests(self) -> None:
-        """Raise ``RoundError`` if the server's step began and did not end: its weights are those of no round."""
+        """Raise ``RoundError`` if the server's step began but did not end, so that its weights belong to no round."""
         if self.server_is_stepping:
             raise RoundError(
                 "The server's step was interrupted: its weights belong to no round and are not saved. Resume from the "
-                "last checkpoint before."
+                "last checkpoint."
             )

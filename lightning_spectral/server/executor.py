@@ -1,4 +1,4 @@
-"""The interface of what runs the device half of a round, and an implementation that trains one client at a time."""
+"""The interface of executors, which run the device half of a round, and one that trains one client at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Executor(ABC):
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield one upload for each download, in any order.
 
-        The server reads or copies an upload before it asks for the next one, because its tensors may be the memory in
-        which the next client trains. A device that fails reports it in `Upload.failure`.
+        The server reads or copies an upload before it asks for the next one, because the next client may train in the
+        memory of its tensors. A device that fails reports it in `Upload.failure`.
         """
 
     def begin_round(self) -> None:
-        """Prepare for a round; called when it opens. By default nothing."""
+        """Prepare for a round; called when it opens. By default it does nothing."""
         return None
 
     def end_round(self) -> None:

@@ -1,4 +1,4 @@
-"""Which faults of clients end a run, and which a round tolerates."""
+"""Policies for client faults: which of them end a run, and which a round tolerates."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Raise(FaultPolicy):
 
 @dataclass(frozen=True)
 class LeaveOut(FaultPolicy):
-    """Continue without the client: it is left out of the average, and counted.
+    """Continue without the client: it is left out of the average and counted.
 
     Args:
-        max_share: Largest share of a round's clients that may be left out for this reason; if there are more,
-            `RoundError` ends the run. At 1 a round may lose every client; it then changes nothing.
+        max_share: Largest share of a round's clients that may be left out for this reason; if more are, the run ends
+            with a `RoundError`. With 1, a round may lose every client and then changes nothing.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -52,19 +52,19 @@ class LeaveOut(FaultPolicy):
 
 @dataclass(frozen=True)
 class Faults:
-    """Whether a fault of a client ends the run, or the round goes on without that client.
+    """For each kind of client fault, whether it ends the run or the round continues without the client.
 
     Args:
         on_error: An exception in the client's local training.
         on_not_finite: An update with a NaN, an infinite value, or one too large to be summed.
         on_no_update: No optimizer step, although there was something to train: ``training_step`` returned ``None``
             for every batch.
-        on_no_data: A client to which the partition gives no examples. `Raise` refuses such a partition at once.
-        on_dropped_out: A client that drops out, as `ClientDropout` simulates.
+        on_no_data: A client to which the partition gives no examples. `Raise` rejects such a partition immediately.
+        on_dropped_out: A client that drops out, as simulated by `ClientDropout`.
         on_late: A client that misses the deadline of the `VirtualClock`.
 
     Raises:
-        TypeError: If an answer is neither `Raise` nor `LeaveOut`.
+        TypeError: If an argument is neither `Raise` nor `LeaveOut`.
 
     Note:
         Failures of the server's own work (factorising, drawing, averaging) always end the run.
@@ -90,7 +90,7 @@ class Faults:
                 check_is(field.name, answer, LeaveOut)
 
     def answer(self, reason: ExclusionReason) -> Raise | LeaveOut:
-        """What to do about a client left out for this reason; a surplus one never ends the run."""
+        """Return the policy for a client left out for this reason; a surplus client never ends the run."""
         answer: Raise | LeaveOut = LeaveOut(1.0) if reason == "surplus" else getattr(self, f"on_{reason}")
         return answer
 
@@ -107,7 +107,7 @@ class Faults:
         """Check that a round lost no more clients than allowed.
 
         Raises:
-            RoundError: Names the reason, the clients and what to do.
+            RoundError: If it lost more; the message names the reason, the clients and what to do.
         """
         for reason, client_ids in clients_by_reason(outcomes).items():
             answer = self.answer(reason)

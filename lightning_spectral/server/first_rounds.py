@@ -1,4 +1,4 @@
-"""Warnings in the first rounds of a fit: they say why it will not learn while the reason can still be seen."""
+"""Warnings in the first rounds of a fit that say why it will not learn, while the cause is still visible."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROUNDS_OF_UPDATES = 10
 LARGEST_UPDATE = 10.0  # in units of the tensor's own norm
 LEAST_ENTRY = 1e-3  # root mean square: weights that start at zero may grow by any factor
 ROUNDS_OF_LOSSES = 20
-LARGEST_GROWTH = 3.0  # of the loss, in units of that of the first round
-LEAST_LOSS = 1e-2  # below, and for negative losses, a ratio of two says little
+LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
+LEAST_LOSS = 1e-2  # below this, and for negative losses, the ratio of two losses says little
 CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
 
 
@@ -31,10 +31,10 @@ class FirstRounds:
     """Watches the first rounds of one fit, and warns at most once for each reason.
 
     Args:
-        speaks: Whether this process warns; one of several is enough, because all of them see the same.
-        unreached: Layers that no client had given a gradient before the checkpoint that a run is resumed from; ``None``
-            if it is not, or nobody had trained.
-        averages_may_rest: Whether BatchNorm's running averages may be as before after a round in which clients trained.
+        speaks: Whether this process warns; one of several is enough, because all of them see the same rounds.
+        unreached: Layers that no client had given a gradient before the checkpoint from which the run is resumed;
+            ``None`` if it is not resumed, or no client had trained.
+        averages_may_rest: Whether BatchNorm's running averages may stay unchanged in a round in which clients trained.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class FirstRounds:
         self._last_watched = -1
 
     def begin(self, algorithm: Algorithm[Any], opened: Any, round_idx: int) -> None:
-        """Pass on what the algorithm has to say about its first round, before anybody trains.
+        """Pass on the algorithm's concerns about its first round, before any client trains.
 
         Args:
             algorithm: The algorithm.
-            opened: What it opened.
+            opened: The round as the algorithm opened it.
             round_idx: Communication round, from 0.
         """
         if self._speaks and round_idx == 0:
@@ -61,7 +61,7 @@ class FirstRounds:
                 _warn(round_idx, concern)
 
     def end(self, server: nn.Module, summary: RoundSummary) -> None:
-        """Look at a round that is closed, before the server's step.
+        """Check a closed round, before the server's step.
 
         Args:
             server: The server's module; its gradients are the pseudo-gradients.
@@ -82,7 +82,7 @@ class FirstRounds:
                 self._say_what_is_unreached()
 
     def finish(self) -> None:
-        """Look back at a fit that has ended, perhaps before all of the first rounds."""
+        """Give the warnings that remain when a fit ends, perhaps before the first rounds are over."""
         if 0 <= self._last_watched < WATCHED_ROUNDS - 1:
             self._say_what_is_unreached()
 
@@ -92,7 +92,7 @@ class FirstRounds:
 
     @property
     def unreached(self) -> list[str] | None:
-        """For a checkpoint: layers that no client has given a gradient; ``None`` once nobody watches any more."""
+        """The layers that no client has given a gradient, for a checkpoint; ``None`` once watching has ended."""
         return self._unreached.names if self._last_watched < WATCHED_ROUNDS - 1 else None
 
     def _look_at_update(self, server: nn.Module, round_idx: int) -> None:
@@ -110,7 +110,7 @@ class FirstRounds:
 
 
 def has_exploded(loss: float, first: float) -> bool:
-    """Whether a finite loss is far above the first one; never if that was negative or nearly zero.
+    """Whether a loss is finite and far above the first one; never true if the first was negative or nearly zero.
 
     Example:
         >>> has_exploded(9.0, 2.0), has_exploded(5.0, 2.0), has_exploded(5.0, -2.0), has_exploded(float("nan"), 2.0)
@@ -121,10 +121,10 @@ def has_exploded(loss: float, first: float) -> bool:
 
 @torch.no_grad()
 def relative_updates(server: nn.Module) -> Iterator[tuple[float, str]]:
-    """Norm of the pseudo-gradient of each weight in units of the weight's own norm, and the weight's name.
+    """Yield the norm of each weight's pseudo-gradient, relative to the weight's own norm, and the weight's name.
 
-    Biases, scales and other vectors are left out, and so are weights that are nearly zero: these may grow many times in
-    a healthy round. There is one host read for all weights.
+    Biases, scales and other vectors are left out, and so are weights that are nearly zero, because these may grow many
+    times over in a healthy round. All norms are read from the device at once.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -161,7 +161,7 @@ def untouched_averages(server: nn.Module) -> list[str]:
 def _no_averages(layers: list[str]) -> str:
     return (
         f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
-        "them. Let the callback BatchNormEstimation estimate them, or clients' be averaged: take them out of "
+        "them. Let the callback BatchNormEstimation estimate them, or average those of the clients: take them out of "
         "`keep_buffers`, or with LoRA name their layers in `train`."
     )
 
@@ -169,8 +169,8 @@ def _no_averages(layers: list[str]) -> str:
 def _huge_update(ratio: float, name: str) -> str:
     return (
         f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
-        f"and leaves nothing of it. Lower the learning rate, or {CLIP}; of sharded layers, bound the steps along large "
-        "terms and multipliers, `clip_weight_lr=1`."
+        f"and overwhelms it. Lower the learning rate, or {CLIP}; for sharded layers, bound the steps along large terms "
+        "and multipliers, `clip_weight_lr=1`."
     )
 
 

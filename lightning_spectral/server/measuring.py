@@ -1,4 +1,4 @@
-"""Measures losses or norms of updates before a round, for samplers that go by them, and throws the updates away."""
+"""Measures losses or update norms before a round, for samplers that use them, and discards the updates."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.round import OpenRound, client_error
 
-NUMBER = 4  # bytes of the one number that comes up
+NUMBER = 4  # bytes of the one number that a client uploads
 
 
 def measure_figures(
     engine: Engine, round_idx: int, units: Sequence[WorkUnit], num_examples: Sequence[int]
 ) -> list[ClientOutcome]:
-    """Measure a figure of some clients with the server's weights of now; nothing at the server changes.
+    """Measure the loss or update norm of some clients at the server's current weights, without changing the server.
 
-    For losses a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a third
-    of the multiplications of an epoch. For norms of updates it trains as it would in the round, to the same update: so
-    a client that is drawn afterwards trains twice. It is sent its sub-model, and sends one number back.
+    For losses, a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a third
+    of the multiplications of an epoch. For update norms, it trains as it would in the round and obtains the same
+    update, so a client that is drawn afterwards trains twice. It is sent its sub-model and sends one number back.
 
     Args:
         engine: Runs the model's rounds.
-        round_idx: The round that is to begin.
-        units: Who is measured.
+        round_idx: The round that is about to begin.
+        units: The units to measure.
         num_examples: Number of examples of each.
 
     Returns:
-        One outcome per unit, the same in all processes; those of clients that failed are left out.
+        One outcome per unit, the same in all processes; those of failed clients are marked as left out.
 
     Raises:
         ClientError: If training fails and `Faults.on_error` says `Raise`.

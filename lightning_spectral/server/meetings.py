@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, and who it is that does not come: a process that has ended, or hangs."""
+"""Meetings of the processes of a run, which tell which process is missing because it has ended or hangs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_spectral.errors import LostProcessError
 
 
 class Meetings:
-    """Counts the meetings of this process, where the others can read it: in the store by which they found each other.
+    """Counts the meetings of this process in the store through which the processes found each other.
 
-    All processes meet in the same order, so one whose count is behind has not come.
+    There the others can read the count. All processes meet in the same order, so one with a lower count is missing.
 
     Args:
         rank: Rank of this process, from 0.
@@ -22,7 +22,7 @@ class Meetings:
 
     Attributes:
         turns: What each process is doing until the next meeting, by rank.
-        is_broken: Whether a process did not come; there are no meetings any more.
+        is_broken: Whether a process did not arrive; there are no more meetings then.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -35,15 +35,15 @@ class Meetings:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """What all processes do together.
+        """Enclose what all processes do together.
 
         Raises:
-            LostProcessError: If a process does not come. Where all have come, what the block raised.
+            LostProcessError: If a process does not arrive. If all have arrived, the block's own error is raised.
         """
         try:
             self._arrive()
             yield
-        except RuntimeError as error:  # of torch.distributed: a closed connection, or a timeout
+        except RuntimeError as error:  # from torch.distributed: a closed connection, or a timeout
             missing, is_sure = self._missing()
             if not missing:
                 raise
@@ -55,7 +55,7 @@ class Meetings:
         _store().set(_key(self.rank), str(self._count))
 
     def _missing(self) -> tuple[list[int], bool]:
-        """Who has not come, and whether that is sure: process 0 may have ended, and its store with it."""
+        """The missing ranks, and whether that is certain: process 0 may have ended, and its store with it."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
             return [rank for rank in others if self._count_of(rank) < self._count], True
@@ -76,7 +76,7 @@ def _key(rank: int) -> str:
 
 
 def _explanation(missing: Sequence[int], is_sure: bool, turns: Mapping[int, str], error: Exception) -> str:
-    """What has happened and how to go on; the last line is torch's.
+    """What has happened and how to continue; the last line is torch's message.
 
     Example:
         >>> print(_explanation([1], True, {1: "round 3, client 7"}, RuntimeError("Connection closed by peer")))

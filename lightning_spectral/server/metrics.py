@@ -15,16 +15,17 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
     Returns:
         - ``fl/round``: index of the round, from 0; the x axis of all other metrics.
         - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
-        - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: clients in the average, clients left out of it,
+        - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: clients in the average, clients left out of it, and
           examples of those in it.
         - ``fl/left_out_<reason>``: clients left out for this reason, for each reason that this run allows.
-        - ``fl/bytes_down``, ``fl/bytes_up``: bytes that travelled, summed over all clients.
+        - ``fl/bytes_down``, ``fl/bytes_up``: bytes downloaded and uploaded, summed over all clients.
         - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
-        - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: what a sampler measured before.
+        - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: measurements for a sampler before
+          the round.
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
-        Of several models, all but the first begin with the model's name. A round whose clients were all left out has no
-        loss, and neither has a model that nobody was asked to train.
+        With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss
+        for a round whose clients were all left out, nor for a model that no client was asked to train.
     """
     own = {f"fl/{name}": value for name, value in _own_metrics(summary).items()}
     return {"fl/round": float(summary.round_idx), **{summary.metric(name): value for name, value in own.items()}}
@@ -57,7 +58,7 @@ def _measuring_metrics(measured: Sequence[ClientOutcome]) -> dict[str, float]:
 
 
 def logged_by_clients(summary: RoundSummary) -> dict[str, LoggedValue]:
-    """What clients logged, averaged over a round, by the names under which it is logged."""
+    """The values that clients logged, averaged over a round, by the names under which they are logged."""
     return {summary.metric(name): entry for name, entry in summary.logged.items()}
 
 

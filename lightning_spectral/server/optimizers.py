@@ -1,7 +1,7 @@
 """Server optimizers: one step per round on the pseudo-gradient, which is minus the clients' mean change.
 
-Frozen dataclasses for ``FederatedModule(server_optimizer=...)``. Each, called with the server's parameters, returns a
-torch optimizer, so Lightning runs its steps, counts them and saves its state.
+Frozen dataclasses for ``FederatedModule(server_optimizer=...)``. When called with the server's parameters, each returns
+a torch optimizer, so Lightning runs its steps, counts them and saves its state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECAY = Number(at_least=0, below=1, hint="it is the share of the past that a mom
 
 
 class FedOptimizer(ABC):
-    """Base class of server optimizers: a choice that makes the optimizer once there are parameters."""
+    """Base class of server optimizers: settings that create the torch optimizer once there are parameters."""
 
     @abstractmethod
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -37,7 +37,7 @@ class FedAvgM(FedOptimizer):
 
     Args:
         lr: Server learning rate.
-        momentum: Share of the last step that is repeated, in ``[0, 1)``.
+        momentum: Share of the previous step that is repeated, in ``[0, 1)``.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -70,7 +70,7 @@ class FedAdagrad(FedOptimizer):
     Args:
         lr: Server learning rate.
         momentum: Decay :math:`\beta_1` of the first moment, in ``[0, 1)``; the paper uses none.
-        tau: Added to the square root of the second moment, which starts at ``tau**2``; in the unit of a parameter's
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
             change per round.
 
     Raises:
@@ -125,7 +125,7 @@ class FedAdam(_TwoMoments):
     Args:
         lr: Server learning rate.
         betas: Decay of the first and of the second moment, both in ``[0, 1)``.
-        tau: Added to the square root of the second moment, which starts at ``tau**2``; in the unit of a parameter's
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
             change per round.
 
     Raises:
@@ -151,7 +151,7 @@ class FedYogi(_TwoMoments):
     Args:
         lr: Server learning rate.
         betas: Decay of the first and of the second moment, both in ``[0, 1)``.
-        tau: Added to the square root of the second moment, which starts at ``tau**2``; in the unit of a parameter's
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
             change per round.
 
     Raises:

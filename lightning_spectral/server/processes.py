@@ -29,7 +29,7 @@ class Processes:
         rank: Rank of this process, from 0.
         size: Number of processes.
         device: Device on which this process holds tensors.
-        meetings: Says who did not come, where one of the processes is lost; ``None`` for torch's own errors.
+        meetings: Tells which process is missing if one is lost; ``None`` for torch's own errors.
 
     Example:
         >>> Processes().gather("alone")
@@ -54,7 +54,7 @@ class Processes:
         return values
 
     def gather_results(self, do: Callable[[], T], kind: type[Exception]) -> list[T]:
-        """Let every process do its part of some work, and gather the picklable results in the order of the ranks.
+        """Have every process do its part of some work, and gather the picklable results in the order of the ranks.
 
         Args:
             do: Does this process's part.
@@ -85,7 +85,7 @@ class Processes:
                 tensor.copy_(total.view_as(tensor))
 
     def share_out(self, pieces: Sequence[T], do: Callable[[T], Tensors], cost: Callable[[T], float]) -> list[Tensors]:
-        """Do each piece of work in one process and send its tensors to all, which get the same bits.
+        """Do each piece of work in one process and send its tensors to all processes, bit for bit.
 
         Args:
             pieces: The work, the same list in every process.
@@ -93,7 +93,7 @@ class Processes:
             cost: Predicted time of a piece, any unit.
 
         Raises:
-            RoundError: In every process, if a piece failed in one of several.
+            RoundError: If there are several processes and a piece failed in one of them; raised in all of them.
         """
         if self.size == 1:
             return [do(piece) for piece in pieces]
@@ -155,7 +155,7 @@ def _try(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _text(error: Exception | None, kind: type[Exception] | None = None) -> str | None:
-    """An error with its class; without, where the error that all raise is of the same one."""
+    """An error's text, with its class unless the error that all processes raise has the same class."""
     if error is None:
         return None
     return str(error) if kind is not None and type(error) is kind else f"{type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ class OpenRound:
 
     Args:
         run: Settings and state shared by all rounds.
-        executor: What runs the device half.
+        executor: Runs the device half.
         round_idx: Communication round, from 0.
         num_examples: Number of examples of each unit that takes part, in the cohort's order.
 
@@ -82,7 +82,7 @@ class OpenRound:
         return SimulatedTask(self.cohort.keep_ratio_of(unit), num_examples, run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Draw the download of one unit, and complete it with what is common to all of them."""
+        """Draw the download of one unit, and complete it with the fields that all downloads share."""
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
             download, receipt = self.run.algorithm.send(self.opened, unit)
         run, base = self.run, self.run.frozen_base
@@ -98,7 +98,7 @@ class OpenRound:
         return common, receipt
 
     def update_norm(self, download: Download | None, upload: Upload) -> float:
-        """Norm of one unit's update, if this run's sampler goes by it; else NaN."""
+        """Norm of one unit's update if this run's sampler uses it, NaN otherwise."""
         if download is None or self.run.figure not in ("update", "stale update"):
             return math.nan
         stale = self.run.figure == "stale update"
@@ -107,9 +107,9 @@ class OpenRound:
 
     @contextmanager
     def containing_failures(self, unit: WorkUnit) -> Iterator[None]:
-        """Hold a failure in the work for one unit back until all processes meet in `gather`, if there are several.
+        """Hold back a failure in the work for one unit until all processes meet in `gather`, if there are several.
 
-        If it were raised at once, the others would wait for this process.
+        If it were raised immediately, the others would wait for this process.
         """
         try:
             yield
@@ -125,9 +125,9 @@ class OpenRound:
         """Add up the sums of all processes, and check that enough clients are in them.
 
         Raises:
-            ClientError: In every process, if a client failed in one of several.
-            RoundError: If more clients were left out than `Faults` allows; in every process, if a client failed because
-                the server's weights are not finite.
+            ClientError: If a client failed in one of several processes; raised in all of them.
+            RoundError: If more clients were left out than `Faults` allows, or a client failed in one of several
+                processes because the server's weights are not finite; raised in all of them.
         """
         outcomes = self.gathered = self._meet()
         self.run.faults.check_round(self.round_idx, outcomes)
@@ -135,7 +135,7 @@ class OpenRound:
             _warn_no_client_left(self.round_idx, outcomes)
         else:
             with self.clock.measure("aggregate"):
-                if self.run.processes.size > 1:  # an algorithm that has no running means trains in a single one
+                if self.run.processes.size > 1:  # an algorithm without running means trains in a single process
                     add_up(self.run.processes, self.run.algorithm.running_means(self.opened))
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
@@ -199,7 +199,7 @@ def address(round_idx: int, unit: WorkUnit, stage: str) -> Iterator[None]:
 
 
 def client_error(round_idx: int, unit: WorkUnit, stage: str, error: Exception | str) -> ClientError:
-    """An error whose message begins with where it happened."""
+    """Create an error whose message begins with where it happened."""
     what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return ClientError(f"Round {round_idx}, {named(unit)}{stage and f', {stage}'}: {what}")
 

@@ -40,21 +40,21 @@ class Run:
     Attributes:
         server: The user's module with dense weights.
         algorithm: The algorithm, prepared for ``server``.
-        state: What the algorithm owns between rounds; ``None`` for nothing.
+        state: What the algorithm keeps between rounds; ``None`` for nothing.
         keep_ratios: Keep ratio of every client.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
-        absolute: Whether units' coefficients are weights as they are; see `Cohort`.
+        absolute: Whether units' coefficients are used as weights without being divided by their sum; see `Cohort`.
         num_examples: Training examples of all clients together.
         examples_per_epoch: Maps a client's number of examples to how many of them it trains on in a local epoch.
-        options: Called once a round: for each of the user's optimizers, the options of its parameter groups.
+        options: Called once a round; returns the options of the parameter groups of each of the user's optimizers.
         model: The model's name; empty if there is only one.
-        figure: Which norm of each update to measure, for a sampler that goes by it; "" for none.
+        figure: The figure of each client that the sampler uses; "" for none.
         faults: What to do about clients that do not report back.
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own `Run`, with the same weights.
         store: State of single clients that the server keeps.
-        frozen_base: Which frozen tensors they have already.
+        frozen_base: Record of the frozen tensors that each client already has.
         sizes: Sizes of sub-models, measured for a virtual clock.
         profile: Maps the name of a stage to a context manager that is entered around it.
     """

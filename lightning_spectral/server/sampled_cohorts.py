@@ -1,4 +1,4 @@
-"""Who takes part in each round, as a sampler draws it from what the rounds before have shown."""
+"""The cohort of each round, drawn by a sampler from what earlier rounds have shown."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SampledCohorts:
     Args:
         sampler: Draws them.
         population: Who could train what.
-        keys: What work units call each model.
+        keys: The name of each model in work units.
         seed: The run's seed.
 
     Attributes:
-        figures: What the sampler goes by: the last known loss, or norm of an update, of each client and model, NaN
+        figures: The figures that the sampler uses: the last known loss or update norm of each client and model, NaN
             where none is known, shape ``(N, S)``, float64.
         units: The cohort that was drawn last.
 
@@ -51,7 +51,7 @@ class SampledCohorts:
 
     @property
     def usual_size(self) -> int:
-        """Units of a round; of a random number, one that is hardly ever exceeded."""
+        """Number of units in a round; if that is random, a number that is rarely exceeded."""
         possible = int((self.population.shares > 0).sum())
         active = self.sampler.active
         if self.sampler.design is not None or active >= possible:
@@ -63,7 +63,7 @@ class SampledCohorts:
         return self._drawn is not None and self._drawn[0] == round_idx
 
     def draw(self, round_idx: int, most: int | None = None) -> None:
-        """Draw the cohort of a round; of more than ``most`` units the first take part."""
+        """Draw the cohort of a round; if it has more than ``most`` units, only the first ``most`` take part."""
         generator = derived_generator(self.seed, "participation", round_idx)
         figures = self.figures if self.sampler.figure else None
         drawn = self.sampler.assign(self.population, figures, round_idx, generator)
@@ -73,7 +73,7 @@ class SampledCohorts:
         self._drawn = round_idx, drawn
 
     def due(self, round_idx: int, model: int) -> list[WorkUnit]:
-        """Those whose figure for one model is to be measured before a round."""
+        """The units whose figure for one model is to be measured before a round."""
         self._measured.pop(model, None)
         able = (self.population.shares[:, model] > 0).nonzero().squeeze(1)
         how = getattr(self.sampler, "measure", "last")
@@ -85,7 +85,7 @@ class SampledCohorts:
         return [WorkUnit(client, self.keys[model], 0.0) for client in able.tolist()]
 
     def note_measured(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
-        """Take over what was measured before a round."""
+        """Record what was measured before a round."""
         self._measured[model] = tuple(outcomes)
         self.note(model, outcomes)
 
@@ -94,7 +94,7 @@ class SampledCohorts:
         return self._measured.get(model, ())
 
     def note(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
-        """Remember the figures of those that trained; what is not finite says nothing."""
+        """Remember the figures of the clients that trained; figures that are not finite are ignored."""
         which = "loss" if self.sampler.figure == "loss" else "update_norm"
         known = {outcome.client_id: float(getattr(outcome, which)) for outcome in outcomes if not outcome.left_out}
         known = {client: figure for client, figure in known.items() if math.isfinite(figure)}
@@ -102,16 +102,16 @@ class SampledCohorts:
             self.figures[list(known), model] = torch.tensor(list(known.values()), dtype=torch.float64)
 
     def diagnostics(self, model: int, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        """What this round's draw, and its outcome, mean for one model.
+        """Metrics of this round's draw and its outcome, for one model.
 
         - ``active_processors``: processors that drew this model.
 
         Unless the sampler normalizes, so that all steps have the same length:
 
-        - ``step_size``: sum of the coefficients of those who reported, |H|_1, with expectation 1 if all do.
-        - ``step_size_variance``: E(|H|_1 - 1)^2, exactly, where the design knows its joint probabilities.
-        - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: of the estimate of the mean
-          loss or update, as far as figures are known.
+        - ``step_size``: sum of the coefficients of the clients that reported, |H|_1, with expectation 1 if all do.
+        - ``step_size_variance``: E(|H|_1 - 1)^2, computed exactly, if the design knows its joint probabilities.
+        - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: variance of the estimate of
+          the mean loss or update, as far as figures are known.
         """
         assert self._drawn is not None
         drawn = self._drawn[1]
@@ -137,10 +137,10 @@ class SampledCohorts:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is known of clients, for the checkpoint; empty if the sampler needs nothing."""
+        """The known figures of clients, for the checkpoint; empty if the sampler uses none."""
         return {"figures": self.figures} if self.sampler.figure else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Restore what was known."""
+        """Restore the known figures."""
         self.figures = state_dict.get("figures", self.figures).clone()
         self._drawn = None

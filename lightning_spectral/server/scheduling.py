@@ -17,10 +17,10 @@ def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
         num_processes: Number of processes that share the work.
 
     Returns:
-        For each process its pieces, by index, longest first. A pure function: ties go to the lower index.
+        For each process, the indices of its pieces, longest first. A pure function: ties go to the lower index.
 
     Reference:
-        Graham (1969): the last process finishes at most 4/3 as late as under the best possible dealing.
+        Graham (1969): the last process finishes at most 4/3 times as late as under the best possible assignment.
 
     Example:
         >>> deal([1.0, 5.0, 4.0, 2.0], num_processes=2)
@@ -36,7 +36,7 @@ def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
 
 
 def num_slots(num_units: int, num_processes: int) -> int:
-    """Length of a round's schedule: how many slots each process has, the idle ones included.
+    """Length of a round's schedule: the number of slots of each process, including idle ones.
 
     Example:
         >>> num_slots(10, num_processes=1), num_slots(10, num_processes=3), num_slots(2, num_processes=3)
@@ -48,8 +48,8 @@ def num_slots(num_units: int, num_processes: int) -> int:
 def schedule(units: Sequence[WorkUnit], work: Sequence[float], num_processes: int) -> list[Slots]:
     """Schedule a round: for each process, the unit that it trains in each slot, or ``None`` where it idles.
 
-    Lightning lets no process begin a slot before all have finished the one before, so a slot lasts as long as its
-    longest unit. Units of similar size therefore share a slot: they are sorted, longest first, and dealt row by row.
+    Lightning does not let a process begin a slot until all have finished the previous one, so a slot lasts as long as
+    its longest unit. So units of similar size share a slot: they are sorted, longest first, and dealt row by row.
     With P processes a round is longer than an even share of its work by at most (P - 1) / P times the difference
     between the longest unit and the shortest, if none idles. A single process takes the units in the given order.
 
@@ -74,7 +74,7 @@ def schedule(units: Sequence[WorkUnit], work: Sequence[float], num_processes: in
 def predicted_work(num_examples: int, keep_ratio: float) -> float:
     """Predicted time of a client's turn, in units of one example through the whole model.
 
-    Half of a step's time does not depend on the number of terms: activations, batches, the layers that stay dense.
+    Half of a step's time does not depend on the number of terms: activations, batches, and the layers that stay dense.
 
     Example:
         >>> predicted_work(100, keep_ratio=0.5)

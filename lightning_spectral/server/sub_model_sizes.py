@@ -1,4 +1,4 @@
-"""Sizes of sub-models and of what travels for them, which a virtual clock needs."""
+"""Sizes of sub-models and of their downloads and uploads, which a virtual clock needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SubModelSize(NamedTuple):
 
 
 class SubModelSizes:
-    """Measures the size of each keep ratio once, on a temporary sub-model."""
+    """Measures the sub-model size of each keep ratio once, on a temporary sub-model."""
 
     def __init__(self) -> None:
         self._sizes: dict[float, SubModelSize] = {}

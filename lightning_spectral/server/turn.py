@@ -43,7 +43,7 @@ class Turn:
         return self.round.round_idx
 
     def send(self) -> None:
-        """Draw the client's download. A client without data reports that beforehand and is sent nothing."""
+        """Draw the client's download. A client without data says so beforehand and is sent nothing."""
         if self.simulated.left_out != "no_data":
             self.download, self._receipt = self.round.send(self.unit)
 
@@ -80,13 +80,13 @@ class Turn:
         self.upload = upload
 
     def _check(self, failure: Failure) -> None:
-        """Raise a failure that `Faults` does not tolerate; one to load or to collect is the algorithm's fault."""
+        """Raise a failure that `Faults` does not tolerate; failures to load or collect are the algorithm's fault."""
         check_weights(self.round.run.server, self.round_idx, failure.cause)
         if failure.stage != "local training" or self.round.run.faults.ends_run("error"):
             raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
 
     def receive(self) -> ClientOutcome:
-        """Add the client's update to the round's sums; what cannot be used is left out, with a warning.
+        """Add the client's update to the round's sums; an update that cannot be used is left out, with a warning.
 
         Raises:
             ClientError: If it cannot be used and `Faults` says `Raise`.
@@ -106,12 +106,12 @@ class Turn:
         return outcome
 
     def _add(self, upload: Upload) -> tuple[ExclusionReason | None, str]:
-        """Add an upload, or say why it cannot be summed; then nothing of it has been added."""
+        """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
         if not upload.can_be_averaged():
             return "not_finite", _too_large(upload)
         algorithm, opened = self.round.run.algorithm, self.round.opened
         if not can_be_summed(largest := algorithm.largest_summand(opened, self._receipt, upload)):
-            return "not_finite", f"what would be summed of it holds values up to {largest:.0e}"
+            return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         algorithm.add(opened, self._receipt, upload)
         return None, ""
 
@@ -135,7 +135,7 @@ class Turn:
         )
 
     def _leave_out(self, reason: ExclusionReason, message: str) -> None:
-        """Continue without the client if `Faults` allows it, with a warning unless that was to be expected."""
+        """Continue without the client if `Faults` allows it, with a warning unless the reason was to be expected."""
         if reason == "not_finite":
             check_weights(self.round.run.server, self.round_idx)
         what = f"{EXPLANATIONS[reason]} ({message})" if message else EXPLANATIONS[reason]
@@ -156,7 +156,7 @@ def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
     """Play the turns of some units: send every download, then receive the uploads in any order.
 
     Raises:
-        ClientError: If a turn fails; among several processes only when they meet.
+        ClientError: If a turn fails; with several processes, only when they meet.
     """
     turns = {unit.key: Turn(opened, unit) for unit in units}
     for turn in turns.values():

@@ -1,4 +1,4 @@
-"""Sharded layers that no client gives a gradient: only all clients of some rounds together can tell."""
+"""Sharded layers that no client gives a gradient, as seen over all clients of several rounds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class UnreachedLayers:
     One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
 
     Args:
-        names: Those of the rounds before a checkpoint; ``None`` if nobody has trained yet.
+        names: The unreached layers of the rounds before a checkpoint; ``None`` if no client has trained yet.
 
     Attributes:
-        names: Names of the layers, sorted; ``None`` if nobody has trained yet.
+        names: Names of the layers, sorted; ``None`` if no client has trained yet.
 
     Example:
         >>> layers = UnreachedLayers(["experts.0", "experts.1"])
@@ -28,14 +28,14 @@ class UnreachedLayers:
         self.names = None if names is None else sorted(names)
 
     def note(self, outcomes: Iterable[ClientOutcome]) -> None:
-        """Take in a round: a layer counts as reached if it was in one turn."""
+        """Record a round: a layer counts as reached if it was reached in at least one turn."""
         for outcome in outcomes:
             if outcome.unreached is not None:
                 unreached = set(outcome.unreached)
                 self.names = sorted(unreached if self.names is None else unreached & set(self.names))
 
     def concern(self) -> str:
-        """What to warn of; empty if there is nothing."""
+        """The text of the warning; empty if there is nothing to warn of."""
         if not self.names:
             return ""
         return (

@@ -76,7 +76,7 @@ def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
             super().__init__()
             self.idle = nn.Linear(12, 5)
 
-    with pytest.warns(ls.SpectralWarning, match="has masked nothing: .* nobody called the layer 'idle'"):
+    with pytest.warns(ls.SpectralWarning, match="has masked nothing: the layer 'idle' was not called"):
         fit(seeded(LitIdle), clients(), local_hooks=[ls.MaskedLogits("idle")])
 
 

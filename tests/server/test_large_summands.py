@@ -54,7 +54,7 @@ def test_a_client_whose_products_are_too_large_is_left_out_without_a_trace(algor
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ls.SpectralWarning)
         fitted = fit(seeded(LitFar), few, **options)
-    told = rf"Round [01]: client {BAD} is left out .* \(what would be summed of it holds values up to [36]e\+16\)"
+    told = rf"Round [01]: client {BAD} is left out .* \(its contribution to the sums holds values up to [36]e\+16\)"
     assert len(said) == 2
     assert all(re.match(told, str(warning.message)) for warning in said)
     assert same_state(fitted.state, dropped.state)
@@ -85,7 +85,7 @@ def test_so_is_one_whose_control_or_stale_update_is_too_large(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ls.SpectralWarning)
         fitted = fit(seeded(LitFarInSmallSteps, far), few, **options)
-    told = rf"Round [012]: client {BAD} is left out .* \(what would be summed of it holds values up to {largest}\)"
+    told = rf"Round [012]: client {BAD} is left out .* \(its contribution to the sums holds values up to {largest}\)"
     assert len(said) == 3
     assert all(re.match(told, str(warning.message)) for warning in said)
     assert same_state(fitted.model.state_dict(), dropped.model.state_dict())
@@ -94,7 +94,7 @@ def test_so_is_one_whose_control_or_stale_update_is_too_large(
 @pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)
 def test_a_round_ends_where_faults_end_it(algorithm: Any, few: Any, fit: Fit) -> None:
     faults = ls.Faults(on_not_finite=ls.Raise())
-    with pytest.raises(ls.ClientError, match=rf"Round 0, client {BAD}: .* \(what would be summed of it holds"):
+    with pytest.raises(ls.ClientError, match=rf"Round 0, client {BAD}: .* \(its contribution to the sums holds"):
         fit(seeded(LitFar), few, algorithm=algorithm, clients_per_round=NUM_CLIENTS, faults=faults)
 
 
@@ -116,7 +116,7 @@ def test_products_are_multiplied_out_where_the_bound_is_not_sure(factor: float, 
     far = (factor * LARGEST / 12) ** 0.5  # twelve inputs or outputs, all terms: products are sums of twelve
     algorithm = ls.SpectralSharding.published(ls.TopN(), keep_ratio=1.0, aggregation=ls.MatrixMeans())
     options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS}
-    told = pytest.warns(ls.SpectralWarning, match="what would be summed of it") if factor > 1 else nullcontext()
+    told = pytest.warns(ls.SpectralWarning, match="its contribution to the sums") if factor > 1 else nullcontext()
     with told:
         fitted = fit(seeded(LitFar, far), few, **options)
     assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS - (factor > 1)

@@ -90,8 +90,8 @@ def _inside(submodule: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         if not name.startswith(prefix):
             raise ValueError(
-                f"`submodule`: {name!r} is trained and no part of {submodule!r}; give a module that has all that is "
-                "trained, and narrow it with `layers` and `train`."
+                f"`submodule`: {name!r} is trained but not part of {submodule!r}; give a module that contains all that "
+                "is trained, and narrow it with `layers` and `train`."
             )
         yield name, name.removeprefix(prefix)
 

@@ -129,7 +129,7 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
     if not found:
         raise ValueError(
             "BatchNormEstimation finds no BatchNorm layer with averages, which `track_running_stats=False` and "
-            "`use_batch_statistics` take away; leave the callback out."
+            "`use_batch_statistics` remove; leave the callback out."
         )
     if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Builds the engine of a FederatedModule and its Trainer, and the device on which its clients train."""
+"""Builds the engine of a FederatedModule and its Trainer, and the executor that trains its clients on a device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_spectral.simulation import Conditions
 
 
 class Owner(Trained, Protocol):
-    """What building an engine needs from a `FederatedModule`."""
+    """The interface of a `FederatedModule` for building its engine."""
 
     local_epochs: int
     client_engine: Literal["loop", "trainer"]
@@ -68,14 +68,14 @@ class Owner(Trained, Protocol):
 
     @property
     def total_examples(self) -> int:
-        """Training examples of all clients that can train this model."""
+        """Number of training examples of all clients that can train this model."""
 
     @property
     def figure(self) -> Figure:
-        """Which norm of updates the sampler goes by."""
+        """The norm of updates on which the sampler is based."""
 
     def make_executor(self, run: Run) -> Executor:
-        """Create what runs the device half of a run's rounds."""
+        """Create the executor that runs the device half of a run's rounds."""
 
 
 def build_engine(
@@ -93,10 +93,10 @@ def build_engine(
         owner: The module that a Trainer fits.
         server: The module whose weights are the server's; the user's own, or a copy.
         algorithm: The algorithm.
-        state: What the algorithm owns between rounds.
+        state: The algorithm's state between rounds.
         conditions: Simulated dropout and device speed; ``None`` if all clients report back.
-        store: State of single clients that the server keeps; ``None`` for a new, empty one.
-        frozen_base: Which frozen parameters they have already; ``None`` if none.
+        store: State that the server keeps for single clients; ``None`` for a new, empty store.
+        frozen_base: The frozen parameters that they have already; ``None`` if none.
     """
     check_gradient_hooks(server)
     algorithm = algorithm.prepare(server)
@@ -129,7 +129,7 @@ def _options(owner: Owner) -> tuple[tuple[Options, ...], ...]:
 
 
 def sequential_executor(owner: Owner, run: Run, local_trainer: LocalTrainer | None = None) -> SequentialExecutor:
-    """Clients one after another, on a device in this process.
+    """An executor that trains clients one after another, on a device in this process.
 
     Args:
         owner: The module that a Trainer fits.
@@ -139,7 +139,7 @@ def sequential_executor(owner: Owner, run: Run, local_trainer: LocalTrainer | No
     device = Device(
         run.server,
         run.algorithm.client_side(run.server),
-        # looked up in the user's module: a copy of it has parameters of the same names
+        # looked up in the user's module: a copy of it has parameters with the same names
         [recipe_of(template, owner.module) for template in owner.templates()],
         owner.data.client_data,
         LocalSettings(_placement(owner), owner.local_hooks, defines),
@@ -162,7 +162,7 @@ def _placement(owner: Owner) -> Placement:
 
 
 def _forward_context(precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
-    """The context of a client's forward pass; in full precision none, since entering it takes time in every step."""
+    """The context of a client's forward pass; none in full precision, since entering one takes time in every step."""
     names = ("train_step_context", "forward_context")
     is_plain = all(getattr(type(precision), name) is getattr(Precision, name) for name in names)
     return nullcontext if is_plain else precision.train_step_context

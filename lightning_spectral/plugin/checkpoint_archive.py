@@ -1,4 +1,4 @@
-"""Which round a checkpoint file holds, and whether it is intact; nothing that stands in it is executed."""
+"""Finds out which round a checkpoint file holds, and whether it is intact, without executing anything in it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class DamagedFile(Exception):
 
 
 def saved_progress(path: Path) -> tuple[int, int]:
-    """Steps of the server, and Lightning's epoch, of a checkpoint; tensors are mapped and not read.
+    """The server's steps and Lightning's epoch in a checkpoint; tensors are mapped, not read.
 
     Raises:
-        DamagedFile: If it is no checkpoint of a Trainer, or its structure is damaged.
+        DamagedFile: If it is not a checkpoint of a Trainer, or its structure is damaged.
     """
     try:
         content = _structure(path)
-    except Exception as error:  # damage surfaces as nearly any exception: of zipfile, of pickle, of torch, of Unicode
+    except Exception as error:  # damage surfaces as nearly any exception: from zipfile, pickle, torch or Unicode
         raise DamagedFile(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     missing = [name for name in NEEDED if not isinstance(content, dict) or name not in content]
     if missing:
@@ -37,10 +37,10 @@ def saved_progress(path: Path) -> tuple[int, int]:
 
 
 def check_contents(path: Path) -> None:
-    """Read all of a checkpoint, and compare it with the checksums that every entry of the archive has.
+    """Read all of a checkpoint, and compare it with the checksum of every entry of the archive.
 
     Raises:
-        DamagedFile: If one differs.
+        DamagedFile: If a checksum differs.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -48,20 +48,20 @@ def check_contents(path: Path) -> None:
     except Exception as error:
         raise DamagedFile(f"{type(error).__name__}: {error}") from error
     if damaged is not None:
-        raise DamagedFile(f"the checksum of {damaged} is another")
+        raise DamagedFile(f"the checksum of {damaged} does not match")
 
 
 @contextmanager
 def naming_damage(path: Any) -> Iterator[None]:
-    """Raise what torch says of a file that is no whole checkpoint as a ``ValueError`` that names the file."""
+    """Turn torch's errors about a file that is not a whole checkpoint into a ``ValueError`` that names the file."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # as nearly any exception, as above
+    except Exception as error:  # nearly any exception, as above
         is_local = isinstance(path, str | Path) and "://" not in str(path)
         if not is_local or zipfile.is_zipfile(path):
-            raise  # the file is whole; so it is something else
+            raise  # the file is whole, so the cause is something else
         raise ValueError(
             f"{path} is empty or not a whole checkpoint ({Path(path).stat().st_size} bytes); "
             "latest_checkpoint(folder) finds the last whole one of a folder."
@@ -76,15 +76,15 @@ def _structure(path: Path) -> Any:
             raise ValueError("its directory names more bytes than there are")  # torch would allocate them
         for entry in entries:
             if entry.filename.endswith("data.pkl"):
-                archive.read(entry)  # compares its checksum, before it is interpreted
+                archive.read(entry)  # compares its checksum before it is interpreted
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an old pickle is no business of somebody who looks for a file
+        warnings.simplefilter("ignore")  # that a pickle is old does not matter when looking for a file
         # torch finds every tensor's entry itself: it reads fields of the archive that zipfile does not look at
         return torch.load(path, map_location="cpu", pickle_module=_Nothing, weights_only=False, mmap=True)
 
 
 class _Empty(dict[Any, Any]):
-    """Stands for every object of a class, and takes whatever state it is given."""
+    """Stands in for an object of any class, and takes whatever state it is given."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

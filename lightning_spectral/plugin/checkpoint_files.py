@@ -18,13 +18,13 @@ from lightning_spectral.plugin.checkpoint_archive import DamagedFile, check_cont
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the checkpoint first, to ``<name>.part``, and renames once everything is on the disk.
+    """Writes each checkpoint to ``<name>.part`` first, and renames that file once everything is on the disk.
 
-    Whenever the process is killed, or the power fails, the file of a checkpoint's name is a whole one: the new one, or
-    the one that was there before. Lightning's own plugin writes to the system's temporary folder and moves the file,
-    which copies it, and can be interrupted, where that folder is another file system.
+    Even if the process is killed or the power fails, the file under the checkpoint's name is complete: either the new
+    one or the one that was there before. Lightning's own plugin writes to the system's temporary folder and moves the
+    file. If that folder is on another file system, moving means copying, which can be interrupted.
 
-    `FederatedModule` installs it where the Trainer has Lightning's own; it reads and writes the same format. Paths
+    `FederatedModule` installs it if the Trainer has Lightning's own plugin; it reads and writes the same format. Paths
     with a protocol (``s3://...``) are left to Lightning.
 
     Example:
@@ -42,7 +42,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)  # not resolved: a link is replaced, and its target stays
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.part")  # one name, so that what a crash left is overwritten
+        part = target.with_name(f"{target.name}.part")  # a fixed name, so that what a crash left behind is overwritten
         with part.open("wb") as file:
             torch.save(checkpoint, file)
             file.flush()
@@ -54,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint.
 
         Raises:
-            ValueError: If the file is empty or not whole.
+            ValueError: If the file is empty or incomplete.
         """
         with naming_damage(path):
             return super().load_checkpoint(path, *args, **options)
@@ -67,35 +67,35 @@ def write_whole_files(trainer: pl.Trainer) -> None:
 
 
 def latest_checkpoint(folder: str | Path) -> str | None:
-    """The checkpoint of a folder that holds the most rounds, for ``fit(..., ckpt_path=)``.
+    """Find the checkpoint with the most rounds in a folder, for ``fit(..., ckpt_path=)``.
 
-    The number of rounds stands in the file: neither its name nor its age matters, so a folder may be copied. A file
-    that cannot be resumed from, because it is damaged or holds weights alone, is skipped, with a warning.
+    The number of rounds is read from the file: neither its name nor its age matters, so a folder may be copied. A file
+    that cannot be resumed from, because it is damaged or holds only weights, is skipped with a warning.
 
     Args:
-        folder: Where a ``ModelCheckpoint`` of one run writes; sub-folders are searched too, because a metric whose name
-            has a slash makes them. It need not exist yet.
+        folder: Where a ``ModelCheckpoint`` of one run writes. Sub-folders are searched too, because a metric with a
+            slash in its name creates them. The folder need not exist yet.
 
     Returns:
-        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts anew.
+        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch.
 
     Example:
         >>> latest_checkpoint("a folder that is not there")
     """
     progress: dict[Path, tuple[int, int]] = {}
-    for path in sorted(filter(Path.is_file, Path(folder).rglob("*.ckpt"))):  # a link to nothing is no file
+    for path in sorted(filter(Path.is_file, Path(folder).rglob("*.ckpt"))):  # a dangling link is not a file
         with _skipping(path):
             progress[path] = saved_progress(path)
     for path in sorted(progress, key=lambda path: (*progress[path], path.stat().st_mtime_ns), reverse=True):
         with _skipping(path):
-            check_contents(path)  # of as few files as possible, because it reads them whole
+            check_contents(path)  # for as few files as possible, because it reads them completely
             return str(path)
     return None
 
 
 @contextmanager
 def _skipping(path: Path) -> Iterator[None]:
-    """Warn that a file is skipped, where it turns out to be damaged."""
+    """Warn that a file is skipped if it turns out to be damaged."""
     try:
         yield
     except DamagedFile as error:
@@ -103,7 +103,7 @@ def _skipping(path: Path) -> Iterator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the new name itself to the disk; not every system can."""
+    """Write the new name itself to the disk, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -7,13 +7,13 @@ from dataclasses import is_dataclass
 from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
-DEFAULTS = {"drop_last": False}  # of settings that older checkpoints do not name
+DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
     """Check that a checkpoint was written by a run of the same configuration.
 
-    Settings of the Trainer are compared where both have them: older checkpoints do not, and quick tries do not.
+    Settings of the Trainer are compared if both have them: older checkpoints and quick tries (``fast_dev_run``) do not.
 
     Raises:
         ValueError: If the checkpoint was not written by a federated run, or names another configuration.
@@ -39,11 +39,11 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
 
 
 def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
-    """Make a checkpoint that is written within an epoch hold whole rounds, as one from the end of an epoch does.
+    """Make a checkpoint written within an epoch hold whole rounds, like one written at the end of an epoch.
 
-    The server's weights change only when a round closes, and what clients sent so far is not saved: an open round
-    counts as not begun, and is repeated from its first client. A checkpoint from the last client's batch end already
-    has the round's result: that round is over, and resuming begins the next one.
+    The server's weights change only when a round closes, and what clients have sent so far is not saved. An open round
+    therefore counts as not begun, and is repeated from its first client. A checkpoint from the end of the last client's
+    batch already has the round's result: that round is over, and resuming begins the next one.
     """
     progress = checkpoint["loops"]["fit_loop"]
     batches = progress["epoch_loop.batch_progress"]["current"]
@@ -55,9 +55,9 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
 
 
 def fit_slots(checkpoint: dict[str, Any], num_slots: int) -> None:
-    """Adapt the progress of a finished round to this run's number of slots, which depends on that of processes."""
+    """Adapt the progress of a finished round to this run's number of slots, which depends on the processes."""
     if "loops" not in checkpoint:
-        return  # weights alone: Lightning says what is missing
+        return  # weights only: Lightning reports what is missing
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     if current["completed"] == checkpoint.get("federation_slots"):
         current.update(ready=num_slots, started=num_slots, processed=num_slots, completed=num_slots)

@@ -20,7 +20,7 @@ from lightning_spectral.server.processes import Processes
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
-# By stage, which is an enumeration of Lightning's: the Trainer's method, and the module's
+# By stage, as in Lightning's enumeration: the method of the Trainer, and that of the module
 EVALUATIONS = {"validate": ("validate", "validation_step"), "test": ("test", "test_step")}
 
 
@@ -37,7 +37,7 @@ def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
     """A Trainer's data module.
 
     Raises:
-        TypeError: If the data does not come from one of the right kind.
+        TypeError: If the data does not come from a data module of the right kind.
     """
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(datamodule, kind):
@@ -58,8 +58,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Check what a Trainer is asked to do in a fit.
 
     Raises:
-        TypeError: If the number of rounds is no ``int``.
-        ValueError: If a callback cannot be honoured, or there are several processes of another strategy than
+        TypeError: If the number of rounds is not an ``int``.
+        ValueError: If a callback cannot be honoured, or there are several processes with a strategy other than
             ``"client_parallel"``.
     """
     check_rounds(trainer)
@@ -80,9 +80,9 @@ def check_member(
     """Check that a module can be trained on the clients of its data.
 
     Raises:
-        ValueError: If it has lazy layers, cannot be copied, or has complex parameters, or validation data without a
-            ``validation_step``, or if a client has no examples and `Faults` says `Raise`; a sampler never draws such a
-            client. Or if a local hook cannot act on it.
+        ValueError: If it has lazy layers, cannot be copied, has complex parameters, or has validation data without a
+            ``validation_step``; if a client has no examples and `Faults` says `Raise` (a sampler never draws such a
+            client); or if a local hook cannot act on it.
     """
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")

@@ -23,13 +23,13 @@ class FederatedCLI(LightningCLI):
 
     Args:
         args: Arguments, as on the command line or as a mapping; ``None`` for those of the command line.
-        **options: As for LightningCLI. ``seed_everything`` is 0 by default, so that a run can be repeated.
+        **options: As for LightningCLI. ``seed_everything`` is 0 by default, so that runs are repeatable.
     """
 
     def __init__(self, args: ArgsType = None, **options: Any) -> None:
         defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False}
         super().__init__(
-            SavedRounds,  # the common base, whose subclasses learn what they were built from, for checkpoints
+            SavedRounds,  # the common base, whose subclasses remember what they were built from, for checkpoints
             pl.LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
@@ -38,13 +38,13 @@ class FederatedCLI(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Read the federation's arguments from ``ckpt_path``; there is no public way to name a file that is damaged."""
+        """Read the federation's arguments from ``ckpt_path``; no public hook allows naming a damaged file."""
         command = self.config.get("subcommand")
         with naming_damage(self.config[command].get("ckpt_path") if command else None):
             super()._parse_ckpt_path()
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the Trainer's arguments, and those of either module and either data module."""
+        """Add the arguments of the Trainer, of either module and of either data module."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         for key, classes in {

@@ -1,4 +1,4 @@
-"""The Trainer strategy that spreads the clients of a round over processes."""
+"""The Trainer strategy that distributes the clients of a round over processes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from lightning_spectral.server.round import named
 
 
 class ClientParallelStrategy(DDPStrategy):
-    """Every process trains some of a round's clients; nothing is synchronised but sums, once a round.
+    """Each process trains some of a round's clients; only sums are synchronised, once per round.
 
-    ``Trainer(strategy="client_parallel", devices=N, num_nodes=M)`` with any launcher of Lightning's DDP: processes
-    start, find each other and stop as there. But the module is not wrapped, so gradients of different clients never
-    meet. Weights, metrics and ledger are those of a single process to the last bit, given the same number of threads
-    in each.
+    Use ``Trainer(strategy="client_parallel", devices=N, num_nodes=M)`` with any launcher of Lightning's DDP; processes
+    start, find each other and stop as they do there. The module is not wrapped, however, so the gradients of different
+    clients are never mixed. Weights, metrics and ledger equal those of a single process bit for bit, if each process
+    has the same number of threads.
 
-    All processes hold the same server's module and evaluate it on all of the evaluation data: shared out, its
-    examples would be padded and its sums rounded in another order. So what is logged is the same everywhere: `reduce`,
-    which Lightning calls for logged values, leaves them as they are, and metrics do not sync.
+    All processes hold the same server's module and evaluate it on all of the evaluation data: if the data were divided
+    among them, examples would be padded and sums rounded in another order. Logged values are therefore the same
+    everywhere: `reduce`, which Lightning calls for them, leaves them as they are, and metrics do not sync.
 
     Args:
-        **options: Those of ``lightning.pytorch.strategies.DDPStrategy`` that are not about gradients: ``timeout``,
+        **options: Options of ``lightning.pytorch.strategies.DDPStrategy`` that do not concern gradients: ``timeout``,
             ``process_group_backend``, ``start_method``, ``cluster_environment``. ``timeout`` is how long processes wait
-            for the slowest, by default half an hour: it must be longer than the longest turn of a client.
+            for the slowest one, half an hour by default; it must be longer than the longest turn of a client.
 
     Raises:
-        TypeError: When it is to fit a module that is not a `FederatedModule`.
-        LostProcessError: When another process has ended or does not come within ``timeout``.
+        TypeError: If the module to fit is not federated.
+        LostProcessError: If another process has ended or does not respond within ``timeout``.
         ValueError: With ``sync_batchnorm=True``, which would mix the clients of different processes.
 
     Example:
@@ -92,14 +92,14 @@ class ClientParallelStrategy(DDPStrategy):
         assert module is not None
         self._isolated = isolate_metrics(module)
         self._meetings = Meetings(self.global_rank, self.world_size) if self.world_size > 1 else None
-        # before the Trainer registers its own: on SIGTERM, Lightning broadcasts at once, and a process that waits in
-        # another collective at that moment never returns
+        # before the Trainer registers its own handler: on SIGTERM, Lightning's broadcasts at once, and a process that
+        # is waiting in another collective at that moment never returns
         self._sigterm_received = False
         trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[assignment, method-assign]
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Instead of wrapping the module: every process starts from the weights of process 0."""
+        """Start every process from the weights of process 0, instead of wrapping the module."""
         assert self.model is not None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             dist.broadcast(tensor.detach(), 0)
@@ -122,7 +122,7 @@ class ClientParallelStrategy(DDPStrategy):
                 super().barrier(*args, **options)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The value of one process in all of them; once one is lost, each process's own."""
+        """Return the value of one process in all of them; once a process is lost, return each process's own."""
         if self._meetings is not None and self._meetings.is_broken:
             return obj
         with self._meeting():
@@ -132,7 +132,7 @@ class ClientParallelStrategy(DDPStrategy):
         return nullcontext() if self._meetings is None else self._meetings.meeting()
 
     def note_turns(self, round_idx: int, units: Sequence[WorkUnit | None] = ()) -> None:
-        """Note whose turns the processes take until they meet, to be told should one not come.
+        """Note whose turns the processes take until they next meet, for the error if one does not arrive.
 
         Args:
             round_idx: Communication round, from 0.

@@ -1,4 +1,4 @@
-"""A client's local epochs in a Trainer of its own, for modules that need all of Lightning."""
+"""Runs a client's local epochs in a Trainer of its own, for modules that need all of Lightning."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lightning_spectral.plugin.user_hooks import RUN_HOOKS, is_overridden
 
 
 class ClientTrainer:
-    """Fits sub-models, client after client, in one quiet Trainer that is created once.
+    """Fits sub-models, one client after another, in a quiet Trainer that is created once.
 
-    That Trainer counts as if the client had taken part in all rounds: ``current_epoch`` goes on from
-    ``round_idx * local_epochs``, and ``max_epochs`` is the number of local epochs of the whole run. ``global_step``
+    That Trainer counts as if the client had taken part in all rounds: ``current_epoch`` continues from
+    ``round_idx * local_epochs``, and ``max_epochs`` is the number of local epochs in the whole run. ``global_step``
     counts the client's own optimizer steps in this round, from 0.
 
     Args:
         federation: The Trainer of the rounds.
-        schedulers: The user's schedulers, over the optimizers that clients' are modelled on.
+        schedulers: The user's schedulers, of the optimizers on which clients' are modelled.
     """
 
     def __init__(self, federation: pl.Trainer, schedulers: Sequence[Any] = ()) -> None:
@@ -47,8 +47,8 @@ class ClientTrainer:
     def prepare(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> Train:
         """Give a new sub-model its optimizers, and return a function that trains it for one client after another.
 
-        Hooks of the run, not of a client, are replaced by Lightning's own. Functions that do nothing would not do:
-        where ``prepare_data`` is overridden, Lightning makes all processes meet.
+        Hooks of the run rather than of a client are replaced by Lightning's own. Functions that do nothing would not
+        suffice: if ``prepare_data`` is overridden, Lightning synchronises all processes.
         """
         for hook in RUN_HOOKS:
             setattr(module, hook, getattr(pl.LightningModule, hook).__get__(module))
@@ -61,9 +61,9 @@ class ClientTrainer:
         return partial(self._train, module, optimizers, settings.placement)
 
     def _between_actions(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a user's step begin and end with the algorithm's actions around each forward pass, if it has any."""
+        """Wrap a user's step in the algorithm's actions before and after each forward pass, if it has any."""
 
-        @wraps(training_step)  # Lightning looks at the arguments that it takes
+        @wraps(training_step)  # Lightning inspects its arguments
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._before_forward is not None:
                 self._before_forward()
@@ -90,11 +90,11 @@ class ClientTrainer:
         self._before_forward, self._after_forward = task.before_forward, task.after_forward
         for optimizer, before_step in zip(optimizers, task.before_step, strict=True):
             self._before_step[optimizer][:] = before_step
-        scaler = copy.deepcopy(placement.scaler)  # no client inherits a scale from another
+        scaler = copy.deepcopy(placement.scaler)  # so that no client inherits another's scale
         with silence(), scaled_by(scaler, self.federation.precision_plugin):
             # an empty list if there is a `validation_step`, so that Lightning does not warn about missing data
             trainer.fit(module, batches, [] if is_overridden(module, "validation_step") else None)
-        self._trainer = trainer  # only now: one that failed is not used again
+        self._trainer = trainer  # only now: a Trainer that failed is not used again
         return self._watch.result(trainer.global_step, is_automatic=module.automatic_optimization)
 
     def _new_trainer(self) -> pl.Trainer:
@@ -102,7 +102,7 @@ class ClientTrainer:
 
 
 class _Batches:
-    """One client's batches, as a loader that has a length: Lightning fetches none ahead from such."""
+    """One client's batches, as a loader with a length: Lightning does not prefetch from such a loader."""
 
     trainer: pl.Trainer
 
@@ -134,7 +134,7 @@ class _LocalEpochs(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the step's loss; there may be none, where ``training_step`` skips one or optimises by itself."""
+        """Add the step's loss; there is none if ``training_step`` skips the step or optimises manually."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if isinstance(loss, Tensor):
             size = self.recorder.num_examples
@@ -142,18 +142,18 @@ class _LocalEpochs(pl.Callback):
             self.num_losses, self.num_examples = self.num_losses + 1, self.num_examples + size
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop after the client's last epoch; ``max_epochs`` remains that of the run."""
+        """Stop after the client's last epoch; ``max_epochs`` is still that of the run."""
         if trainer.current_epoch == self.last_epoch:
             trainer.should_stop = True
 
     def result(self, global_step: int, *, is_automatic: bool) -> LocalResult:
-        """Steps and mean loss; Lightning also counts steps that a ``training_step`` skipped."""
+        """Number of steps and mean loss; Lightning also counts steps that a ``training_step`` skipped."""
         mean = float(self.total) / self.num_examples if self.num_examples else float("nan")
         return LocalResult(self.num_losses if is_automatic else global_step, mean)
 
 
 class _StepsOncePerRound:
-    """What ``self.lr_schedulers()`` returns on a client: the user's scheduler to read, which only the server steps."""
+    """The result of ``self.lr_schedulers()`` on a client: the user's scheduler to read; only the server steps it."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -178,17 +178,17 @@ def _rewind(trainer: pl.Trainer, first_epoch: int, max_epochs: int) -> None:
 
 
 def _step_after_closure(optimizer: Optimizer, before_step: Sequence[BeforeStep]) -> None:
-    """Let ``step(closure)`` run the closure first, then local hooks, then the optimizer's own.
+    """Make ``step(closure)`` run the closure first, then local hooks, then the optimizer's own step.
 
-    Lightning computes gradients in a closure that the step calls. Hooks before the step (Frobenius decay, clipping of
-    learning rates) would run before there are gradients. Optimizers that need a closure are refused elsewhere.
+    Lightning computes gradients in a closure that the step calls, so hooks before the step (Frobenius decay, clipping
+    of learning rates) would run before there are gradients. Optimizers that need a closure are refused elsewhere.
     """
     step = type(optimizer).step
 
     def step_after(closure: Any = None, **options: Any) -> Any:
         result = None if closure is None else closure()
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            for act in before_step:  # not where `training_step` skipped the step
+            for act in before_step:  # unless `training_step` skipped the step
                 act()
         step(optimizer, **options)
         return result

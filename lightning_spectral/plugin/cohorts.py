@@ -1,4 +1,4 @@
-"""Who takes part in each round, and which of them this process trains in which slot."""
+"""Determines which clients take part in each round, and which of them this process trains in which slot."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class CohortHooks(pl.LightningModule):
         raise NotImplementedError
 
     def population(self) -> Population:
-        """Who could train what."""
+        """Which client can train which model."""
         raise NotImplementedError
 
     @property
     def by_key(self) -> Mapping[str, Member]:
-        """The models by the name that work units have for them."""
+        """The models by their names in work units."""
         return {member.seat.key: member for member in self.members.values()}
 
     @property
@@ -58,11 +58,11 @@ class CohortHooks(pl.LightningModule):
 
     @property
     def coefficients_are_absolute(self) -> bool:
-        """Whether coefficients are used as they are: those of an unbiased sampler."""
+        """Whether coefficients are used as they are, which holds for those of an unbiased sampler."""
         return isinstance(self.participation, Sampler) and not self.participation.normalize
 
     def examples_of(self, member: Member) -> int:
-        """Training examples of one model, of all clients that can train it."""
+        """Number of training examples for one model, of all clients that can train it."""
         if self._sampled is None:
             return int(member.data.partition.sizes.sum())
         population, index = self._sampled.population, list(self.members).index(member.name)
@@ -70,11 +70,11 @@ class CohortHooks(pl.LightningModule):
 
     @property
     def sampler_figure(self) -> Figure:
-        """What the sampler goes by."""
+        """The figure on which the sampler is based."""
         return self.participation.figure if isinstance(self.participation, Sampler) else ""
 
     def cut_cohort(self, limit: int | float) -> None:
-        """Begin a fit: limit each cohort to a number of clients, or to a share: Lightning's ``limit_train_batches``."""
+        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
         self._limit, self._sampled = limit, None
         if isinstance(self.participation, Sampler):
             check_sampler(self.participation, {name: member.algorithm for name, member in self.members.items()})
@@ -87,7 +87,7 @@ class CohortHooks(pl.LightningModule):
 
     @property
     def _usual_size(self) -> int:
-        """Units of a round; of a random number, one that is hardly ever exceeded."""
+        """Number of units in a round; if it is random, a number that is hardly ever exceeded."""
         if self._sampled is not None:
             return self._sampled.usual_size
         if self.participation is None:
@@ -103,14 +103,14 @@ class CohortHooks(pl.LightningModule):
         return min(size, limit) if isinstance(limit, int) else int(size * limit)
 
     def cohort(self, round_idx: int) -> list[WorkUnit]:
-        """Who takes part in a round: a pure function of the seed, the round, and what the sampler has seen."""
+        """The units of a round, as a pure function of the seed, the round and what the sampler has seen."""
         if self._sampled is None:
             with stage_profile(self.trainer, "plan"):
                 return self._uniform_cohort(round_idx)[: self._most_units]
         if not self._sampled.has_drawn(round_idx):
             with stage_profile(self.trainer, "plan"):
                 self._measure(self._sampled, round_idx)
-                is_cut = self._limit != 1.0 or isinstance(self._limit, int)  # in a quick try alone
+                is_cut = self._limit != 1.0 or isinstance(self._limit, int)  # only in a quick try
                 self._sampled.draw(round_idx, self._most_units if is_cut else None)
         return self._sampled.units
 
@@ -123,14 +123,14 @@ class CohortHooks(pl.LightningModule):
         return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, sizes, strict=True)]
 
     def _measure(self, sampled: SampledCohorts, round_idx: int) -> None:
-        """Measure what the sampler goes by, of those whose turn it is to be measured."""
+        """Measure the figures that the sampler is based on, for those clients that are due to be measured."""
         for index, member in enumerate(self.members.values()):
             if units := sampled.due(round_idx, index):
                 outcomes = measure_figures(member.engine, round_idx, units, member.num_examples(units))
                 sampled.note_measured(index, outcomes)
 
     def note_round(self, index: int, summary: RoundSummary) -> RoundSummary:
-        """Let the sampler learn from a round of one model, and add what it did to the round's summary."""
+        """Let the sampler learn from a round of one model, and add its diagnostics to the round's summary."""
         if self._sampled is None:
             return summary
         own = self._sampled.diagnostics(index, summary.clients)
@@ -140,11 +140,11 @@ class CohortHooks(pl.LightningModule):
 
     @property
     def num_slots(self) -> int:
-        """Positions in every process's schedule of a round: one for each client in a single process."""
+        """Number of positions in every process's schedule of a round: one per client in a single process."""
         return scheduling.num_slots(self._most_units, self.processes.size)
 
     def schedule(self, round_idx: int) -> list[Slot]:
-        """Whom this process trains in a round, in order, and where it idles."""
+        """The clients that this process trains in a round, in order, and the slots in which it is idle."""
         units = self.cohort(round_idx)
         work = list(map(self._work, units)) if self.processes.size > 1 else []
         table = scheduling.schedule(units, work, self.processes.size)
@@ -156,7 +156,7 @@ class CohortHooks(pl.LightningModule):
         return [*slots, Slot(round_idx, columns[last][rank], [unit for unit in more if unit], columns[last])]
 
     def _work(self, unit: WorkUnit) -> float:
-        """Predicted time of a unit's turn; of several models relative to their sizes."""
+        """Predicted time of a unit's turn; with several models, it takes their sizes into account."""
         member = self.by_key[unit.model]
         (num_examples,) = member.num_examples([unit])
         num_examples = member.data.examples_per_epoch(num_examples)

@@ -29,7 +29,7 @@ from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 
-# `Dataset` without a type argument, because of a class with one jsonargparse builds no subclasses
+# `Dataset` without a type argument, because jsonargparse builds no subclasses of a class with one
 EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
 
 
@@ -37,26 +37,26 @@ class FederatedDataModule(pl.LightningDataModule):
     """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
 
     Args:
-        train: Any map-style data set, one of Hugging Face's too (``with_format("torch")``).
-        partitioner: Decides which examples belong to whom.
+        train: Any map-style data set, including those of Hugging Face (``with_format("torch")``).
+        partitioner: Decides which examples belong to which client.
         val: Validation data: a data set, which may be a list of examples, a dataloader of your own, or a list of these.
         test: Test data, likewise.
         batch_size: Examples per local step of a client.
-        drop_last: Whether a client leaves out the last batch of a local epoch if it is smaller than ``batch_size``, as
-            BatchNorm needs, which cannot train on one example. Which examples these are changes from epoch to epoch. A
-            client with less than one batch trains on all it has.
+        drop_last: Whether a client drops the last batch of a local epoch if it is smaller than ``batch_size``.
+            BatchNorm needs this, because it cannot train on a single example. The dropped examples change from epoch
+            to epoch. A client with less than one batch trains on all its examples.
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
         labels: Class of each training example, shape ``(len(train),)``: integers, or names, which are numbered in
             sorted order; a tensor, an array, a list or a column. ``None`` to read them from the data set.
         collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
-        num_workers: Worker processes for data that is not in memory; those for clients stay alive from client to
-            client. Whatever their number, the run is the same.
-        seed: Seed of the partition, apart from the run's, so that runs can be compared on one partition.
-        client_val_fraction: Share of each client's examples on which it does not train, for `ClientEvaluation`.
+        num_workers: Number of worker processes for data that is not in memory; those for clients stay alive from one
+            client to the next. The number does not change the run.
+        seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
+        client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
 
     Raises:
-        TypeError: If ``train`` is no map-style data set, ``val`` or ``test`` is a dictionary or no data at all,
-            ``partitioner`` is none, or a number is of another type.
+        TypeError: If ``train`` is not a map-style data set, ``val`` or ``test`` is a dictionary or no data at all,
+            ``partitioner`` is not a partitioner, or a number has the wrong type.
         ValueError: If a size is not positive, ``num_workers`` is negative, the fraction is not in ``[0, 1)``, or there
             is not one label per example.
 
@@ -123,16 +123,16 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @cached_property
     def partition(self) -> Partition:
-        """Which examples each client trains on; drawn once from the seed."""
+        """The examples that each client trains on; drawn once from the seed."""
         return self._parts[0]
 
     @cached_property
     def held_out(self) -> Partition:
-        """Which examples of each client are held out, by ``client_val_fraction``; drawn once from the seed."""
+        """The examples of each client that are held out, by ``client_val_fraction``; drawn once from the seed."""
         return self._parts[1]
 
     def report(self) -> PartitionReport:
-        """Examples and label histogram of every client; it prints and plots."""
+        """Number of examples and label histogram of every client, to print or to plot."""
         return report(self.partition, self.labels)
 
     @property
@@ -165,7 +165,7 @@ class FederatedDataModule(pl.LightningDataModule):
         return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels)
 
     def examples_per_epoch(self, num_examples: int) -> int:
-        """How many of a client's examples it trains on in a local epoch."""
+        """Number of a client's examples that it trains on in a local epoch."""
         return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
 
     def client_val_batches(self, client_id: int) -> Iterator[Any]:
@@ -174,11 +174,11 @@ class FederatedDataModule(pl.LightningDataModule):
         return self._source.batches(index_batches, self.seed, ("held out", client_id))
 
     def shuffled_batches(self, seed: int, ids: tuple[int | str, ...], max_batches: int | None = None) -> Iterator[Any]:
-        """The training examples of all clients, shuffled, in batches as equal as possible of ``eval_batch_size``.
+        """The training examples of all clients, shuffled, in nearly equal batches of at most ``eval_batch_size``.
 
         Args:
             seed: The run's seed.
-            ids: With ``seed``, they determine the order, and every random draw of the examples.
+            ids: Together with ``seed``, they determine the order and every random draw of the examples.
             max_batches: Stop after this number of batches; ``None`` for all.
         """
         dealt = self.partition.indices

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a data module, which name what to write instead."""
+"""Checks of the arguments of a data module, whose errors say what to write instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_spectral.partition import Partitioner
 
 
 def check_dealt(train: Any, partitioner: Any) -> None:
-    """Raise ``TypeError`` unless there is a map-style data set, and something that deals it to clients."""
+    """Raise ``TypeError`` unless there is a map-style data set, and a partitioner that deals it to clients."""
     if isinstance(train, Partitioner):
         raise TypeError(
             f"`train` must be a data set, got the partitioner {train!r}; the data set comes first: "
@@ -41,7 +41,7 @@ def check_dealt(train: Any, partitioner: Any) -> None:
 
 
 def check_evaluation(**data: Any) -> None:
-    """Raise ``TypeError`` if evaluation data come in a dictionary, or as tensors, or cannot be gone through."""
+    """Raise ``TypeError`` if evaluation data come in a dictionary or as tensors, or cannot be iterated over."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             raise TypeError(
@@ -54,7 +54,7 @@ def check_evaluation(**data: Any) -> None:
 
 
 def _check_no_columns(argument: str, data: Any) -> None:
-    """Raise ``TypeError`` for inputs and labels that nobody has put together to examples."""
+    """Raise ``TypeError`` for inputs and labels that have not been combined into examples."""
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise TypeError(
             f"`{argument}` must be a data set, got a tuple of tensors; write "
@@ -74,7 +74,7 @@ def are_several(data: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def check_asked(trainer: pl.Trainer | None, method: str, argument: str, data: Any) -> None:
-    """Raise ``ValueError`` if one of the Trainer's methods would evaluate data that are not there."""
+    """Raise ``ValueError`` if a method of the Trainer is to evaluate on data that are missing."""
     if data is None and trainer is not None and trainer.state.fn == method:
         raise ValueError(
             f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
@@ -82,10 +82,10 @@ def check_asked(trainer: pl.Trainer | None, method: str, argument: str, data: An
 
 
 def plain_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: Any) -> tuple[int, int | None, int, int]:
-    """The numbers among the arguments, checked.
+    """Check the numbers among the arguments, and return them.
 
     Raises:
-        TypeError: If one is no whole number.
+        TypeError: If one is not a whole number.
         ValueError: If one is out of range.
     """
     return (

@@ -1,4 +1,4 @@
-"""The interfaces of a federation and of each of its models for the rest of this package, and a federation's batches."""
+"""The interfaces of a federation and of its models for the rest of this package, and a federation's batches."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from lightning_spectral.server.engine import Engine
 
 
 class Slot:
-    """One position in a process's schedule of a round: what Lightning sees as a batch.
+    """One position in a process's schedule of a round, which Lightning sees as a batch.
 
-    A plain class: Lightning looks for tensors in tuples and dataclasses that travel as batches, and rebuilds them.
+    This is a plain class, because Lightning looks for tensors in batches that are tuples or dataclasses, and rebuilds
+    them.
 
     Args:
         round_idx: Communication round, from 0.
-        unit: Whose turn it is; ``None`` where one of several processes waits for the others, or a random cohort is
-            smaller than it may become.
-        more: Whose turns follow in the same slot: the last slot takes those for whom a random cohort has none left.
-        everywhere: Whose turn it is in each process, by rank.
+        unit: The unit whose turn it is; ``None`` if one of several processes waits for the others, or a random cohort
+            is smaller than its largest size.
+        more: Units whose turns follow in the same slot: the last slot takes those for which there is no slot left,
+            because a random cohort is larger than usual.
+        everywhere: The unit whose turn it is in each process, by rank.
     """
 
     def __init__(
@@ -50,10 +52,10 @@ class Host(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Positions in this process's schedule of every round."""
+        """Number of positions in this process's schedule of every round."""
 
     def schedule(self, round_idx: int) -> list[Slot]:
-        """Whom this process trains in a round, in order."""
+        """The clients that this process trains in a round, in order."""
 
     def cut_cohort(self, limit: int | float) -> None:
         """Limit each cohort to a number of clients, or to a share of it."""
@@ -85,13 +87,13 @@ class Trained(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """What runs its rounds."""
+        """The engine that runs its rounds."""
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run."""
 
     def templates(self) -> list[Optimizer]:
-        """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""
+        """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log one value, as any LightningModule does."""
@@ -102,17 +104,17 @@ class Trained(Protocol):
 
 @dataclass
 class Seat:
-    """Where a model stands in its federation.
+    """The place of a model in its federation.
 
-    Not a module, so that a model can know the federation of which it is a part.
+    This is not a module, so that a model can refer to the federation that it is part of.
 
     Attributes:
         name: The model's name in metrics; empty if it is trained alone.
-        federation: The module that Lightning fits, if that trains several models; ``None`` for the model itself.
-        key: What work units call the model; empty if it is the only one.
+        federation: The module that Lightning fits, if it trains several models; ``None`` for the model itself.
+        key: Name of the model in work units; empty if it is the only one.
         first_optimizer: Position of its server optimizer among the Trainer's.
-        num_optimizers: Number of its optimizers, the server's and the templates.
-        suffix: What Lightning would append to logged names: which of the model's several evaluation sets this is.
+        num_optimizers: Number of its optimizers: the server's and the templates.
+        suffix: What Lightning would append to logged names, to say which of the model's several evaluation sets it is.
     """
 
     name: str = ""
@@ -124,10 +126,10 @@ class Seat:
 
 
 def is_host(module: nn.Module | None) -> TypeGuard[Host]:
-    """Whether a module declares itself a `Host`, by its bases and not by the names of its methods."""
+    """Whether a module declares itself a `Host`, by its bases rather than by the names of its methods."""
     return Host in type(module).__mro__
 
 
 def is_trained(module: nn.Module | None) -> TypeGuard[Trained]:
-    """Whether a module declares itself `Trained`: one model, which is not several."""
+    """Whether a module declares itself `Trained`, which means one model, not several."""
     return Trained in type(module).__mro__

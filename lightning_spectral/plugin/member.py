@@ -42,7 +42,7 @@ ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Member(ServerHooks, Trained):
-    """What is a single model's in a federation of one or of several."""
+    """The part of a single model in a federation of one or several."""
 
     local_epochs: int
     client_engine: Literal["loop", "trainer"]
@@ -65,12 +65,12 @@ class Member(ServerHooks, Trained):
 
     @property
     def _federation(self) -> Any:
-        """What Lightning fits: itself, or the module that trains several models."""
+        """The module that Lightning fits: this one, or one that trains several models."""
         return self if self.seat.federation is None else self.seat.federation
 
     @property
     def engine(self) -> Engine:
-        """What runs its rounds; exists while fitting."""
+        """The engine that runs its rounds; exists only while fitting."""
         assert self._engine is not None, "the engine exists from `on_fit_start` on"
         return self._engine
 
@@ -86,21 +86,21 @@ class Member(ServerHooks, Trained):
 
     @property
     def absolute(self) -> bool:
-        """Whether coefficients of units are used as they are, and not divided by their sum."""
+        """Whether coefficients of units are used as they are, rather than divided by their sum."""
         return bool(self._federation.coefficients_are_absolute)
 
     @property
     def total_examples(self) -> int:
-        """Training examples of all clients that can train this model."""
+        """Number of training examples of all clients that can train this model."""
         return int(self._federation.examples_of(self))
 
     @property
     def figure(self) -> Figure:
-        """Which norm of updates the federation's sampler goes by."""
+        """The norm of updates on which the federation's sampler is based."""
         return cast(Figure, self._federation.sampler_figure)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value; of several models under its own name."""
+        """Log a value; one of several models logs under its own name."""
         if self.seat.federation is None:
             return super().log(name, value, *args, **options)
         suffix = self.seat.suffix if options.pop("add_dataloader_idx", True) else ""
@@ -108,14 +108,14 @@ class Member(ServerHooks, Trained):
         self.seat.federation.log(f"{self.name}/{name}{suffix}", value, *args, **options)
 
     def templates(self) -> list[Optimizer]:
-        """The user's own optimizers: they never step, and clients' optimizers are modelled on them."""
+        """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
         first = self.seat.first_optimizer
         return list(self.trainer.strategy.optimizers[first + 1 : first + self.seat.num_optimizers])
 
     def make_executor(self, run: Run) -> Executor:
-        """Create what runs the device half of the rounds: by default clients train one after another, in this process.
+        """Create the executor of the rounds' device half: by default clients train one by one, in this process.
 
-        Override it to run them elsewhere, with an `Executor` that takes downloads and returns uploads.
+        Override this to train them elsewhere, with an `Executor` that takes downloads and returns uploads.
         """
         return sequential_executor(self, run)
 
@@ -124,7 +124,7 @@ class Member(ServerHooks, Trained):
         return build_engine(self, server, algorithm)
 
     def make_optimizers(self) -> tuple[list[Optimizer], list[RoundScheduler]]:
-        """The server optimizer with the user's own, which clients' are modelled on; and the schedules of the latter."""
+        """Return the server optimizer with the user's own, on which clients' are modelled, and the user's schedules."""
         several = self.client_engine == "trainer" and not self.module.automatic_optimization
         configured = self.module.configure_optimizers()
         templates, schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
@@ -140,7 +140,7 @@ class Member(ServerHooks, Trained):
         return [server, *templates], schedulers
 
     def _name_optimizers(self, server: Optimizer, templates: Sequence[Optimizer]) -> None:
-        """Tell them apart in ``LearningRateMonitor``; a schedule has a name of its own there."""
+        """Name the optimizers for ``LearningRateMonitor``; a schedule has a name of its own there."""
         name_group(server, f"{self.name}/server" if self.name else "server")
         scheduled = [scheduler.scheduler.optimizer for scheduler in self.schedules.schedulers]
         for template in templates:
@@ -165,13 +165,13 @@ class Member(ServerHooks, Trained):
             self._initialize(algorithm)
         unreached = self._unreached if resumed else None
         self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._may_rest())
-        self.zero_grad()  # of training before this fit: the server has pseudo-gradients only
+        self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         self._store.to(self.device)
         kept = self._store, self._frozen_base
         self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, *kept)
 
     def _may_rest(self) -> bool:
-        """Whether running averages may rest in a round: a callback sets them, or narrower steps leave them alone."""
+        """Whether running averages may stay unchanged in a round: a callback sets them, or narrower steps skip them."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         is_narrow = isinstance(self.algorithm, WidthSharding) and bool(self.algorithm.step_widths)
         return is_narrow or any(isinstance(callback, BatchNormEstimation) for callback in callbacks)
@@ -201,21 +201,21 @@ class Member(ServerHooks, Trained):
         return summary
 
     def on_train_end(self) -> None:
-        """Say what the first rounds have shown, and call the user's hook."""
+        """Report what the first rounds have shown, and call the user's hook."""
         self._first_rounds.finish()
         super().on_train_end()
 
     def settle(self) -> None:
-        """After the server's step: bring the module up to date with the algorithm's state."""
+        """Bring the module up to date with the algorithm's state, after the server's step."""
         self.engine.settle()
 
     def with_learning_rate(self, summary: RoundSummary) -> RoundSummary:
-        """A round's summary with the learning rate that clients had in it."""
+        """A round's summary with the learning rate that clients used in it."""
         rate = float(self.templates()[0].param_groups[0]["lr"])
         return replace(summary, diagnostics={**summary.diagnostics, "lr": rate})
 
     def stored(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
-        """What the server remembers of single clients, for the checkpoint."""
+        """The state that the server keeps for single clients, for the checkpoint."""
         return self._store.state_dict()
 
     def frozen(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class Member(ServerHooks, Trained):
 
     @property
     def unreached(self) -> list[str] | None:
-        """Layers that no client has given a gradient, for the checkpoint of one of the first rounds."""
+        """Layers for which no client has had a gradient yet, for the checkpoint of one of the first rounds."""
         return self._first_rounds.unreached
 
     def restore(
@@ -233,7 +233,7 @@ class Member(ServerHooks, Trained):
         frozen: Mapping[str, Any],
         unreached: list[str] | None,
     ) -> None:
-        """Take what is this model's from a checkpoint."""
+        """Restore this model's entries from a checkpoint."""
         self._frozen_base = FrozenBase.from_state_dict(frozen)
         self._unreached = unreached
         self._store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == self.seat.key})

@@ -1,4 +1,4 @@
-"""FederatedModule: a user's LightningModule, trained federatedly by a Lightning Trainer."""
+"""FederatedModule: a user's LightningModule, trained on federated clients by a Lightning Trainer."""
 
 from __future__ import annotations
 
@@ -47,36 +47,37 @@ from lightning_spectral.simulation import ClientDropout, Conditions, VirtualCloc
 
 
 class FederatedModule(SavedRounds, Member, Host):
-    """Trains your LightningModule on clients; one Trainer epoch is one communication round, one batch one client.
+    """Trains your LightningModule on clients: a Trainer epoch is a communication round, and a batch is a client.
 
     Your ``training_step``, ``configure_optimizers``, ``self.log`` and metrics run on each client's sub-model; your
-    ``validation_step`` and ``test_step`` run on the server's module, which is yours with dense weights.
+    ``validation_step`` and ``test_step`` run on the server's module, which is your module with dense weights.
 
     Args:
-        module: Your LightningModule, unchanged. It holds the server's weights: train it and it is trained.
-        algorithm: What clients hold: `FedAvg` (the default) or `SpectralSharding`.
-        clients_per_round: Size of the cohort of each round, drawn uniformly.
-        participation: Draws the cohort instead: a sampler, e.g. ``LossVarianceReduced(active=10)``.
+        module: Your LightningModule, used as it is. It holds the server's weights, so training updates it in place.
+        algorithm: Decides what clients hold, e.g. `SpectralSharding`; `FedAvg` by default.
+        clients_per_round: Size of each round's cohort, which is drawn uniformly.
+        participation: A sampler that draws the cohort instead, e.g. ``LossVarianceReduced(active=10)``.
         local_epochs: Passes over a client's own data in a round; 0 trains nothing.
         client_engine: What runs a client's local epochs: ``"loop"``, which is fast, or ``"trainer"``, a quiet Trainer,
             for several optimizers, manual optimisation and hooks that the loop refuses.
-        server_optimizer: From the server's parameters to the optimizer that steps once per round on the
+        server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for SGD with learning rate 1, which is plain averaging.
-        local_hooks: Hooks that act while clients train: on their gradients before each step, one after another, e.g.
-            ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on their logits, `MaskedLogits`.
+        local_hooks: Hooks that act while clients train, in the order given: on gradients before each step, e.g.
+            ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
-        faults: Which faults of clients end the run, and which a round tolerates; ``None`` for `Faults()`.
+        faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
         dropout: Simulated dropout of clients; ``None`` for none.
-        clock: Simulated duration of each client's turn: deadline, over-selection, length of a round; ``None`` for none.
+        clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
+            none.
 
     Raises:
-        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``, or an argument is of another type.
+        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``, or an argument has the wrong type.
         ValueError: If a count is out of range, or the module does something that federated training cannot honour.
 
     Note:
-        Optimizer state is fresh for every client. The learning rate of a round is your scheduler's, read once per
-        round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients, others keep the
-        server's value.
+        Each client starts with fresh optimizer state. The learning rate comes from your scheduler, read once per
+        round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients; other buffers keep
+        the server's value.
 
     Example:
         >>> class LitLine(pl.LightningModule):
@@ -96,7 +97,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self,
         module: pl.LightningModule,
         *,
-        # of a class with type arguments, jsonargparse builds no subclasses
+        # without type arguments: jsonargparse builds no subclasses of a class that has them
         algorithm: Algorithm | None = None,  # type: ignore[type-arg]
         clients_per_round: int | None = None,
         participation: Sampler | None = None,
@@ -143,7 +144,7 @@ class FederatedModule(SavedRounds, Member, Host):
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """Itself, the only model."""
+        """The models by name: this module, the only one, has an empty name."""
         return {"": self}
 
     def data_of(self, name: str) -> FederatedDataModule:
@@ -151,7 +152,7 @@ class FederatedModule(SavedRounds, Member, Host):
         return check_datamodule(self.trainer, FederatedDataModule)
 
     def population(self) -> Population:
-        """Every client has one processor."""
+        """The clients, each with one processor."""
         sizes = self.data.partition.sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
 
@@ -166,7 +167,7 @@ class FederatedModule(SavedRounds, Member, Host):
         }
 
     def configuration(self) -> dict[str, str | int]:
-        """What must be the same for a checkpoint to be resumed, apart from the data."""
+        """The settings that must match for a checkpoint to be resumed, apart from the data."""
         return {
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
@@ -182,8 +183,8 @@ class FederatedModule(SavedRounds, Member, Host):
         return datamodule if isinstance(datamodule, FederatedDataModule) else None
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """The user's callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
-        check_clipping(self.trainer)  # here, because Lightning refuses it in other words before `setup`
+        """The user's callbacks, then the round's boundaries that the Trainer does not have yet."""
+        check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
         own = self.module.configure_callbacks()
         return with_boundaries(self.trainer, own if isinstance(own, Iterable) else [own])
 
@@ -214,23 +215,23 @@ class FederatedModule(SavedRounds, Member, Host):
         self.module.teardown(stage)
 
     def configure_optimizers(self) -> Any:
-        """Return the server optimizer, and the user's own, which clients' optimizers and learning rates follow."""
+        """Return the server optimizer and the user's own, which determine clients' optimizers and learning rates."""
         optimizers, schedulers = self.make_optimizers()
         return optimizers, [{"scheduler": s.scheduler, "name": s.name} for s in schedulers]
 
     def on_fit_start(self) -> None:
-        """Check that all processes have the same run, and begin it."""
+        """Check that all processes are set up for the same run, and begin it."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self.full_configuration())
         self.begin_fit(self._resumed)
 
 
 def _participation(clients_per_round: int | None, sampler: Sampler | None) -> UniformParticipation | Sampler | None:
-    """Who takes part in a round; ``None`` where a federation of several models decides.
+    """Return who takes part in a round; ``None`` if a federation of several models decides that.
 
     Raises:
-        ValueError: If it is said twice.
-        TypeError: If the sampler is none.
+        ValueError: If both arguments are given.
+        TypeError: If ``sampler`` is not a sampler.
     """
     if sampler is None:
         return None if clients_per_round is None else UniformParticipation(clients_per_round)

@@ -20,7 +20,7 @@ from lightning_spectral.sharding import ShardingStrategy
 
 
 def check_module(module: Any) -> None:
-    """Raise ``TypeError`` unless ``module`` is a LightningModule of the ``lightning`` package, not federated yet."""
+    """Raise ``TypeError`` unless ``module`` is a LightningModule of the package ``lightning``, not yet federated."""
     if isinstance(module, pl.LightningModule):
         if is_host(module):
             raise TypeError(
@@ -45,7 +45,7 @@ def check_module(module: Any) -> None:
 
 
 def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) -> None:
-    """Check the arguments of a `FederatedModule` that are no numbers, and need nothing else to be checked.
+    """Check the arguments of a `FederatedModule` that are not numbers and can be checked on their own.
 
     Raises:
         TypeError: If one is of the wrong type.
@@ -66,10 +66,10 @@ def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) 
 
 
 def plain_numbers(local_epochs: Any, clients_per_round: Any, seed: Any) -> tuple[int, int | None, int]:
-    """The numbers among the arguments, checked.
+    """Check the numbers among the arguments, and return them.
 
     Raises:
-        TypeError: If one is no whole number.
+        TypeError: If one is not a whole number.
         ValueError: If one is out of range.
     """
     return (
@@ -80,7 +80,7 @@ def plain_numbers(local_epochs: Any, clients_per_round: Any, seed: Any) -> tuple
 
 
 def _check_server_optimizer(server_optimizer: Any) -> None:
-    """A class of torch's is a function from parameters to an optimizer; one of ours makes such functions."""
+    """Check the server optimizer: torch's classes are functions from parameters to an optimizer; ours make such."""
     if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
         name = server_optimizer.__name__
         raise TypeError(
@@ -102,7 +102,7 @@ def _check_server_optimizer(server_optimizer: Any) -> None:
 
 
 def check_algorithm(algorithm: Any) -> None:
-    """Raise ``TypeError`` unless it is an algorithm; a strategy is only a part of one."""
+    """Raise ``TypeError`` unless the argument is an algorithm; a strategy is only a part of one."""
     is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
     if is_class or isinstance(algorithm, ShardingStrategy):
         strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
@@ -114,7 +114,7 @@ def check_algorithm(algorithm: Any) -> None:
 
 
 def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
-    """Warn about parts that were compiled by ``part.compile()``, which copies lose."""
+    """Warn about parts that were compiled with ``part.compile()``, since copies lose this."""
     lost = [name or "itself" for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None)]
     if lost:
         warnings.warn(

@@ -36,29 +36,29 @@ from lightning_spectral.protocol.per_client import PerClient, assign, check_num_
 
 
 class MultiModelModule(MultiModelHooks, Host):
-    r"""Trains several models on one population of clients: each round a sampler decides who trains which model.
+    r"""Trains several models on one population of clients; in each round a sampler decides who trains which model.
 
-    Client i has :math:`B_i` processors; each of them trains one model in a round, or none. The server adds
-    :math:`\sum \frac{d_{i,s}}{B_i\, p_{s|(i,b)}} \Delta_{i,s}` over those that did, whose expectation is the update of
-    all clients; where two processors of a client draw the same model, the client trains it once, for both.
+    Client i has :math:`B_i` processors, each of which trains one model or none in a round. The server adds
+    :math:`\sum \frac{d_{i,s}}{B_i\, p_{s|(i,b)}} \Delta_{i,s}` over those that trained; its expectation is the update
+    of all clients. If two processors of a client draw the same model, the client trains it once, for both.
 
-    Each model keeps its own module, algorithm, server optimizer, schedule, partition and evaluation data. Its metrics
-    begin with its name: ``words/fl/loss``, ``words/accuracy``. A model that nobody draws in a round keeps its weights
-    to the last bit, and reports ``fl/clients`` of 0.
+    Each model keeps its own module, algorithm, server optimizer, schedule, partition and evaluation data. The names of
+    its metrics begin with its own: ``words/fl/loss``, ``words/accuracy``. A model that no client draws in a round keeps
+    its weights bit for bit and reports 0 as ``fl/clients``.
 
     Args:
         models: A `FederatedModule` for each model, by name, without ``clients_per_round``.
         participation: Draws who trains what, e.g. ``LossVarianceReduced(active=12)``.
-        processors: Number of processors of a client: one for all, a share of the clients for each number,
-            ``{3: 0.25, 2: 0.5, 1: 0.25}``, or one for each client.
+        processors: Number of processors per client: one number for all clients, the share of clients with each number,
+            ``{3: 0.25, 2: 0.5, 1: 0.25}``, or one number for each client.
         unavailable: Models that a client cannot train although it has data, by client: ``{7: ["words"]}``.
-        seed: Seed of the draws, and of who has how many processors.
+        seed: Seed of the draws, and of which clients have how many processors.
 
     Raises:
-        TypeError: If a model is not a `FederatedModule`, or ``participation`` is no sampler.
-        ValueError: If there is no model, a name cannot be part of a metric's, a model has a participation of its own,
-            or two of them share weights; at set-up, if nobody can train a model, or there are fewer processors than
-            the sampler asks for.
+        TypeError: If a model is not a `FederatedModule`, or ``participation`` is not a sampler.
+        ValueError: If there is no model, a name cannot be part of a metric's name, a model has a participation of its
+            own, or two models share weights; at set-up, if no client can train a model, or there are fewer processors
+            than the sampler asks for.
 
     Reference:
         Zhang et al. (2024), Towards optimal heterogeneous client sampling in multi-model federated learning.
@@ -108,7 +108,7 @@ class MultiModelModule(MultiModelHooks, Host):
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
 
     def _take_seats(self) -> None:
-        """Make the models part of this federation; since, they may have been fitted alone, or in another one."""
+        """Make the models part of this federation; they may have been fitted alone or in another one since."""
         for name, member in self.members.items():
             member.seat = Seat(name, self, key=name if len(self.models) > 1 else "")
 
@@ -126,7 +126,7 @@ class MultiModelModule(MultiModelHooks, Host):
         """The data of one model's clients.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no data for it.
         """
         modules = self.multi_data.modules
         if modules.keys() != self.members.keys():
@@ -137,7 +137,7 @@ class MultiModelModule(MultiModelHooks, Host):
         return modules[name]
 
     def population(self) -> Population:
-        """Who could train what, with how many processors."""
+        """Which client can train which model, and with how many processors."""
         sizes = torch.stack([self.data_of(name).partition.sizes for name in self.members], dim=1)
         check_num_entries("processors", self.processors, len(sizes))
         processors = assign(self.processors, len(sizes), self.seed, "processors")
@@ -156,7 +156,7 @@ class MultiModelModule(MultiModelHooks, Host):
         return {**own, "models": {name: cast(FederatedModule, m).settings() for name, m in self.members.items()}}
 
     def configuration(self) -> dict[str, str | int]:
-        """What must be the same for a checkpoint to be resumed, apart from the data."""
+        """The settings that must match for a checkpoint to be resumed, apart from the data."""
         own: dict[str, str | int] = {
             "participation": repr(self.participation),
             "processors": repr(self.processors),
@@ -171,7 +171,7 @@ class MultiModelModule(MultiModelHooks, Host):
         return self.data_of(name) if isinstance(datamodule, MultiModelDataModule) else None
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """The users' callbacks, then the round's boundaries, unless the Trainer already has one of the kind."""
+        """The users' callbacks, then the round's boundaries that the Trainer does not have yet."""
         check_clipping(self.trainer)
         configured = [member.module.configure_callbacks() for member in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
@@ -211,7 +211,7 @@ class MultiModelModule(MultiModelHooks, Host):
             cast(FederatedModule, member).teardown(stage)
 
     def configure_optimizers(self) -> Any:
-        """For each model its server optimizer and the user's own, one model after another."""
+        """Return each model's server optimizer and the user's own optimizers, model by model."""
         optimizers: list[Any] = []
         schedulers: list[dict[str, Any]] = []
         for name, member in self.members.items():
@@ -222,12 +222,12 @@ class MultiModelModule(MultiModelHooks, Host):
         return optimizers, schedulers
 
     def on_fit_start(self) -> None:
-        """Check that all processes have the same run, and begin it for every model."""
+        """Check that all processes are set up for the same run, and begin it for every model."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self.full_configuration())
         for member in self.members.values():
             member.begin_fit(self._resumed)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value; in several processes, without being warned that it is not synchronised: it is the same."""
+        """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
         super().log(name, value, *args, **{**options, **log_options(self)})

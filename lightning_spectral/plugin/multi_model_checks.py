@@ -19,8 +19,8 @@ def check_models(models: Any) -> None:
 
     Raises:
         TypeError: If one is not a `FederatedModule`.
-        ValueError: If there is none, a name cannot be part of a metric's, one has a participation of its own, or two
-            share weights.
+        ValueError: If there is none, a name cannot be part of a metric's name, a model has a participation of its own,
+            or two models share weights.
     """
     check_is("models", models, Mapping)
     taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
@@ -55,11 +55,11 @@ def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
 def plain_unavailable(
     unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]
 ) -> dict[int, tuple[str, ...]]:
-    """Which models clients are said not to be able to train, checked.
+    """Check which models clients cannot train, and return them.
 
     Raises:
         TypeError: If it is not a mapping from clients' ids to lists of names.
-        ValueError: If an id is negative, or a name is none of the models'.
+        ValueError: If an id is negative, or a name is not that of a model.
     """
     check_is("unavailable", unavailable, Mapping)
     client_id = Whole(at_least=0, hint="its keys are clients' ids")

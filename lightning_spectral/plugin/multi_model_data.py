@@ -13,16 +13,16 @@ from lightning_spectral.plugin.round_loader import round_loader
 
 
 class MultiModelDataModule(pl.LightningDataModule):
-    """Holds the data of each model; client i of one is client i of all.
+    """Holds the data of each model; client i is the same client for all models.
 
     A client may have no examples of some models: it never trains those.
 
     Args:
-        modules: Data by the model's name; all with the same number of clients.
+        modules: The data by model name; all must have the same number of clients.
 
     Raises:
         TypeError: If one is not a `FederatedDataModule`.
-        ValueError: If there is none, or, when a fit begins, if numbers of clients differ.
+        ValueError: If there is none; when a fit begins, if the numbers of clients differ.
 
     Example:
         >>> import torch
@@ -116,12 +116,12 @@ class MultiModelDataModule(pl.LightningDataModule):
         return [loader for own in loaders.values() for loader in own]
 
     def evaluated(self, stage: str) -> list[tuple[str, int, int]]:
-        """For each evaluation loader its model, its index among the model's own, and how many the model has.
+        """For each evaluation loader: its model, its index among the model's loaders, and how many those are.
 
         Args:
             stage: ``"validate"`` or ``"test"``.
         """
-        counts = self._num_loaders[stage]  # and not of `val` or `test`: a subclass may make loaders of other data
+        counts = self._num_loaders[stage]  # not of `val` or `test`, since a subclass may have loaders of other data
         return [(name, index, count) for name, count in counts.items() for index in range(count)]
 
 

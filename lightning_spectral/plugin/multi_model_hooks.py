@@ -16,7 +16,7 @@ from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, forwarded_logging,
 
 
 def _on_each(hook: str) -> Callable[..., None]:
-    """A method that calls the hook of the same name on every model's module."""
+    """Make a method that calls the hook of the same name on every model's module."""
 
     def forward(self: MultiModelHooks, *args: Any) -> None:
         for member in self.members.values():
@@ -29,11 +29,11 @@ def _on_each(hook: str) -> Callable[..., None]:
 
 
 def _on_one(hook: str, position: int) -> Callable[..., Any]:
-    """A method that calls the hook of the same name on the model whose data a batch is from.
+    """Make a method that calls the hook of the same name on the model to whose data a batch belongs.
 
     Args:
         hook: Name of the hook.
-        position: Where among its arguments Lightning puts the index of the dataloader, which it may leave out.
+        position: Position of the dataloader's index, which Lightning may leave out, among its arguments.
     """
 
     def forward(self: MultiModelHooks, *args: Any) -> Any:
@@ -78,12 +78,12 @@ class MultiModelHooks(SavedRounds):
         raise NotImplementedError
 
     def _loader(self, index: int) -> tuple[str, int, int]:
-        """Of one of all models' evaluation loaders: its model, its index there, and how many that model has."""
+        """The model of one of all evaluation loaders, the loader's index in it, and how many loaders it has."""
         return self.multi_data.evaluated("test" if self.trainer.testing else "validate")[index]
 
     @contextmanager
     def evaluating(self, index: int) -> Iterator[tuple[Member, int]]:
-        """Within the block, the model whose evaluation loader this is logs under its name.
+        """Let the model to which an evaluation loader belongs log under its own name within the block.
 
         Args:
             index: Index among the loaders of all models.
@@ -98,7 +98,7 @@ class MultiModelHooks(SavedRounds):
             member.seat.suffix = ""
 
     def predict_step(self, *args: Any) -> Any:
-        """Refuse: Lightning does not say which model is asked.
+        """Refuse: Lightning does not say which model is meant.
 
         Raises:
             NotImplementedError: Always.
@@ -125,7 +125,7 @@ class MultiModelHooks(SavedRounds):
                 setattr(self, hook, partial(self._move, hook, own))
 
     def _move(self, hook: str, own: Mapping[str, Any], batch: Any, *args: Any) -> Any:
-        """Call one model's batch hook, or Lightning's own for models without; clients move theirs while they train."""
+        """Call one model's batch hook, or Lightning's own if it has none; clients move batches while they train."""
         if isinstance(batch, Slot):
             return batch
         name, own_index, _ = self._loader(args[-1])

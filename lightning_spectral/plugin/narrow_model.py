@@ -1,4 +1,4 @@
-"""The smaller models that a federation of sub-models by width has trained inside of the whole one."""
+"""The smaller models that a federation of sub-models by width has trained inside the whole one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_spectral.plugin.module import FederatedModule
 
 
 def narrow_model(model: FederatedModule, width: float) -> Any:
-    """Your module at a smaller width, to evaluate or save it: the first ceil(r N) of the N channels of each layer.
+    """Return your module at a smaller width, to evaluate or save: the first ceil(r N) of each layer's N channels.
 
-    It is an ordinary module of your class, with smaller parameters under the same names and layers that know their
-    sizes. With ``averages_per_width`` it has the running averages of that width; otherwise it has the first of the
-    whole module's, which are of other inputs, and may evaluate badly.
+    The result is an ordinary module of your class, with smaller parameters under the same names and layers that know
+    their sizes. With ``averages_per_width`` it has the running averages of that width. Otherwise it has the first
+    entries of the whole module's averages, which are those of other inputs, and may evaluate badly.
 
     Args:
         model: The federation, after a fit with `WidthSharding`.
@@ -25,9 +25,9 @@ def narrow_model(model: FederatedModule, width: float) -> Any:
         A copy, without a Trainer.
 
     Raises:
-        TypeError: If ``model`` is no `FederatedModule`.
-        ValueError: If it has another algorithm, other channels than the first ones, or ``scaler``; if ``width`` is out
-            of range, or is no width of ``step_widths`` where each has its own averages.
+        TypeError: If ``model`` is not a `FederatedModule`.
+        ValueError: If it has another algorithm, channels other than the first ones, or ``scaler``; if ``width`` is out
+            of range, or each width has its own averages and ``width`` is not among ``step_widths``.
 
     Example:
         >>> import torch

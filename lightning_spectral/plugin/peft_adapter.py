@@ -1,4 +1,4 @@
-"""What federated LoRA has learned of a plain module, saved as an adapter of PEFT."""
+"""Saves what federated LoRA has learned for a plain module as a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
 def save_peft_adapter(model: FederatedModule, folder: str | PathLike[str], submodule: str = "") -> None:
-    r"""Save what `LoRA` has learned of a plain module in PEFT's format.
+    r"""Save what `LoRA` has learned for a plain module in PEFT's format.
 
-    `PeftModel.from_pretrained(base, folder)` then computes what the server's module does, to rounding, if ``base`` has
-    the weights with which the first fit began. Rank, alpha and the square root are in the configuration. Of what
-    ``train`` names, the layers that it is in are saved whole, as PEFT's ``modules_to_save``.
+    `PeftModel.from_pretrained(base, folder)` then computes the same as the server's module, up to rounding, if ``base``
+    has the weights with which the first fit began. The configuration includes rank, alpha and the square root. Layers
+    that contain anything named by ``train`` are saved whole, as PEFT's ``modules_to_save``.
 
-    It needs the package ``safetensors``, which comes with PEFT (the ``peft`` extra).
+    This needs the package ``safetensors``, which comes with PEFT (the ``peft`` extra).
 
     Args:
         model: The federation, after a fit.
-        folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written; it is made if need be.
+        folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written; created if necessary.
         submodule: Name of the part of your module that PEFT is to adapt, such as ``"net"``; by default all of it.
 
     Raises:
-        TypeError: If ``model`` is no `FederatedModule`.
+        TypeError: If ``model`` is not a `FederatedModule`.
         ValueError: If it has another algorithm; if its module brings adapters of PEFT, which has its own
-            ``save_pretrained``; if the aggregation changes the base; or if something that is trained is no part of
+            ``save_pretrained``; if the aggregation changes the base; or if something that is trained is not part of
             ``submodule``, or cannot be named in PEFT's configuration.
 
     Example:
@@ -73,7 +73,7 @@ def save_peft_adapter(model: FederatedModule, folder: str | PathLike[str], submo
 
 
 def _check(algorithm: LoRA, layers: Sequence[AdaptedLayer]) -> None:
-    """Raise ``ValueError`` if the module is no base with an adapter of our own."""
+    """Raise ``ValueError`` unless the module is a base with an adapter of our own."""
     if any(layer.brings_factors for layer in layers):
         raise ValueError("The module brings adapters of PEFT: save it with its own `save_pretrained`.")
     if changes_base(algorithm.aggregation, algorithm.merge_every):
@@ -85,21 +85,21 @@ def _check(algorithm: LoRA, layers: Sequence[AdaptedLayer]) -> None:
 
 
 def _inside(submodule: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names, and what they are inside of the submodule."""
+    """Yield names, each with its form inside the submodule."""
     prefix = f"{submodule}." if submodule else ""
     for name in names:
         if not name.startswith(prefix):
             raise ValueError(
-                f"`submodule`: {name!r} is trained and no part of {submodule!r}; give a module that has all that is "
-                "trained, and narrow it with `layers` and `train`."
+                f"`submodule`: {name!r} is trained but not part of {submodule!r}; give a module that contains all that "
+                "is trained, and narrow it with `layers` and `train`."
             )
         yield name, name.removeprefix(prefix)
 
 
 def _modules(server: nn.Module, submodule: str, trained: Tensors, layers: Sequence[AdaptedLayer]) -> list[str]:
-    """The modules that PEFT is to save whole, by their names inside of the submodule.
+    """The modules that PEFT is to save whole, by their names inside the submodule.
 
-    PEFT finds them by the end of their names, and wraps them, so that none may be or hold an adapted layer.
+    PEFT finds them by the end of their names and wraps them, so none may be or contain an adapted layer.
     """
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
     found = [inside for _, inside in _inside(submodule, owners)]

@@ -1,4 +1,4 @@
-"""Where the precision of a Trainer acts, and where it must not: clients train in it, the server does not."""
+"""Applies the precision of a Trainer where clients train, and not at the server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.amp.grad_scaler import GradScaler
 def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Undo, within the block, the precision context that Lightning enters around a whole training step.
 
-    A client enters it again for its forward passes alone, as in a plain Trainer its batches would.
+    A client enters it again only for its forward passes, as the batches of a plain Trainer would.
 
     Args:
         device: Device of the autocast to leave.
-        dtype: The default type of floating-point tensors, which true-half and true-double precision change.
+        dtype: The default type of floating-point tensors to restore; true-half and true-double precision change it.
     """
     inside = torch.get_default_dtype()
     if inside == dtype and not torch.is_autocast_enabled(device.type):
@@ -36,8 +36,8 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 def scaled_by(scaler: GradScaler | None, precision_plugin: Any) -> Iterator[None]:
     """Give Lightning's precision plugin another gradient scaler within the block, if it scales gradients at all.
 
-    Clients scale their gradients with scalers of their own. The pseudo-gradient of the server is not scaled, so
-    Lightning must not divide it by a scale when the server steps: the scaler given then is ``None``.
+    Clients scale their gradients with scalers of their own. The server's pseudo-gradient is not scaled, so Lightning
+    must not divide it by a scale when the server steps; the scaler is then ``None``.
     """
     own = getattr(precision_plugin, "scaler", None)
     if own is None:

@@ -1,4 +1,4 @@
-"""A Trainer within another Trainer's run, which writes and prints nothing."""
+"""A Trainer within another Trainer's run that writes and prints nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
-    """A Trainer on the device and in the precision of another one, without loggers, checkpoints, bars or summaries.
+    """Make a Trainer with the device and precision of another, without loggers, checkpoints, bars or summaries.
 
     Args:
-        like: The Trainer to resemble.
+        like: The other Trainer.
         **settings: Arguments of ``pl.Trainer`` that override the quiet ones.
     """
     strategy = _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin)
@@ -32,7 +32,7 @@ def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
         "default_root_dir": like.default_root_dir,
     }
     with silence(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the machine: the other Trainer has shown them
+        warnings.simplefilter("ignore")  # about the machine: the other Trainer has already shown them
         return Trainer(strategy=strategy, **{**quietly, **settings})
 
 
@@ -57,7 +57,7 @@ def silence() -> Iterator[None]:
 
 
 class _StaysOnDevice(SingleDeviceStrategy):
-    """Leaves module and optimizers where they are when a fit ends: the device is the other Trainer's."""
+    """Leaves module and optimizers where they are when a fit ends, since the device is the other Trainer's."""
 
     def teardown(self) -> None:
-        """Do nothing: Lightning's own would move the module to the CPU and empty the device's cache."""
+        """Do nothing: Lightning's own method would move the module to the CPU and empty the device's cache."""

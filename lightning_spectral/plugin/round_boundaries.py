@@ -1,4 +1,4 @@
-"""Completes a Trainer's callbacks with those that make a federation's rounds."""
+"""Adds the callbacks that make up a federation's rounds to those of a Trainer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lightning_spectral.plugin.trainer_checks import check_callbacks
 
 
 def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
-    """The user's callbacks, then a round's boundaries, unless the Trainer already has one of the kind.
+    """The user's callbacks, then those boundaries of a round that the Trainer does not have yet.
 
     Args:
         trainer: The Trainer.
         own: Callbacks that the user's modules configured.
 
     Raises:
-        ValueError: If a fit is to have a callback that cannot act on a federation.
+        ValueError: If a callback of a fit cannot act on a federation.
     """
     own = list(own)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn == "fit":
-        check_callbacks([*callbacks, *own])  # before Lightning refuses some of them in other words
+        check_callbacks([*callbacks, *own])  # before Lightning refuses some of them with its own messages
     boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
     present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
     return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
 
 
 def _watchers(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Callbacks for this Trainer's profiler and loggers: only those that have work, since Lightning calls all."""
+    """Callbacks for this Trainer's profiler and loggers: only those with something to do, since Lightning calls all."""
     profiled = not isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
     at_wandb = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
     return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]

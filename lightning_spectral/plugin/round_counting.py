@@ -11,7 +11,7 @@ from lightning_spectral.plugin.host import Host
 
 
 def num_rounds(trainer: pl.Trainer) -> int | None:
-    """Rounds of a fit from the first to the last; ``None`` if it continues until it is stopped.
+    """Number of rounds of a fit, from the first to the last; ``None`` if it continues until it is stopped.
 
     Example:
         >>> num_rounds(pl.Trainer(max_epochs=20, max_steps=15, accelerator="cpu", logger=False))
@@ -25,14 +25,14 @@ def num_rounds(trainer: pl.Trainer) -> int | None:
 
 
 class RoundsAsSteps(pl.Callback):
-    """Gives a Trainer the settings of a federated fit, and restores its own however the fit ends.
+    """Gives a Trainer the settings of a federated fit, and restores its own settings however the fit ends.
 
     - The cohort is to the server what accumulated batches are to an ordinary run. With as many accumulated batches as
-      slots, loggers draw against rounds and ``estimated_stepping_batches`` is the number of rounds.
-    - ``limit_train_batches`` cuts the cohort, and not the slots of each process.
-    - Metrics come once a round, which Lightning should not mistake for logging too rarely.
-    - Without validation data there is no validation, and no warning that there is none.
-    - A `LearningRateMonitor` logs once a round, and not once a client.
+      slots, loggers plot against rounds and ``estimated_stepping_batches`` is the number of rounds.
+    - ``limit_train_batches`` limits the cohort, not the slots of each process.
+    - Metrics come once per round, which Lightning should not mistake for logging too rarely.
+    - Without validation data there is neither validation nor a warning that it is missing.
+    - A `LearningRateMonitor` logs once per round, not once per client.
     """
 
     def __init__(self) -> None:

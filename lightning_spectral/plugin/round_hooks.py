@@ -1,4 +1,4 @@
-"""One round in Lightning's hooks: who takes part, a client's turn as a training step, the last one closes the round."""
+"""One round in Lightning's hooks: a client's turn is a training step, and the last one closes the round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_spectral.server.turn import Turn
 
 
 class RoundHooks(CohortHooks):
-    """The training half of a federation: what happens from a round's start to its end, for each of its models."""
+    """The training half of a federation: everything from the start to the end of a round, for each of its models."""
 
     _turn: Turn | None
     _default_dtype: torch.dtype
@@ -32,7 +32,7 @@ class RoundHooks(CohortHooks):
     _stop_after_round: bool
 
     def start_round(self, round_idx: int) -> None:
-        """Open the round of every model that somebody trains, and call the round callbacks."""
+        """Open the round of every model that some client trains, and call the round callbacks."""
         self._note_turns(round_idx)
         units = self.cohort(round_idx)
         for key, member in self.by_key.items():
@@ -64,7 +64,7 @@ class RoundHooks(CohortHooks):
         return None
 
     def training_step(self, batch: Slot, batch_idx: int) -> None:
-        """One client's local epochs, then `Aggregation`; after the last client the end of the round."""
+        """Run one client's local epochs, then `Aggregation`; after the last client, end the round."""
         with full_precision(self.device, self._default_dtype):
             self._train(self._turn)
             for unit in batch.more:
@@ -81,7 +81,7 @@ class RoundHooks(CohortHooks):
                     callback.on_client_end(self.trainer, self.by_key[turn.unit.model], turn)
 
     def abandon_round(self) -> None:
-        """End a round that failed: it has changed nothing at the server, and can be repeated."""
+        """End a round that failed; it has changed nothing at the server and can be repeated."""
         for member in self.members.values():
             member.drop_round()
 
@@ -105,9 +105,9 @@ class RoundHooks(CohortHooks):
         self._announce(summaries)
 
     def _step_servers(self, members: Sequence[Member]) -> None:
-        """Step the server optimizers of some models; Lightning counts the first of all as the one step of the round.
+        """Step the server optimizers of some models; Lightning counts only the first optimizer's step, for the round.
 
-        That one steps in every round: without a gradient it changes nothing.
+        That optimizer steps in every round; without a gradient, the step changes nothing.
         """
         optimizers: Any = self.optimizers()
         with stage_profile(self.trainer, "apply"), scaled_by(None, self.trainer.precision_plugin):
@@ -117,7 +117,7 @@ class RoundHooks(CohortHooks):
                     self.trainer.strategy.optimizer_step(optimizers[first].optimizer, _nothing)
 
     def _complete(self, closed: Mapping[str, RoundSummary]) -> list[RoundSummary]:
-        """The round's summary of every model, also of those that nobody trained, and what its sampler did."""
+        """The round's summaries of all models, even those that no client trained, with the sampler's diagnostics."""
         summaries = []
         for index, (name, member) in enumerate(self.members.items()):
             summary = closed.get(name) or RoundSummary(self.current_epoch, (), {}, {}, {}, model=name)
@@ -130,7 +130,7 @@ class RoundHooks(CohortHooks):
                 callback.on_round_end(self.trainer, member, summary)
 
     def _round_callbacks(self) -> list[RoundCallback]:
-        """The round callbacks in the Trainer's order, between what completes the server and what ends the round."""
+        """The round callbacks in the Trainer's order, between those that complete the server and that end the round."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         round_callbacks = [callback for callback in callbacks if isinstance(callback, RoundCallback)]
         return sorted(round_callbacks, key=_place)
@@ -138,7 +138,7 @@ class RoundHooks(CohortHooks):
     def on_train_batch_end(self, outputs: Any, batch: Slot, batch_idx: int) -> None:
         """Postpone a request to stop within a round to its last client.
 
-        Processes stop together, as soon as one of them is asked to. After SIGTERM they end after the current turn.
+        Processes stop together, as soon as any of them is asked to. On SIGTERM they end after the current turn.
         """
         self._turn = None
         if isinstance(self.trainer.strategy, ClientParallelStrategy):
@@ -153,8 +153,8 @@ class RoundHooks(CohortHooks):
     def on_train_epoch_end(self) -> None:
         """Step the schedules that wait for a metric, which is available now.
 
-        They skip the round of a checkpoint that was written during validation: metrics are not in checkpoints, and
-        Lightning's own plateau schedulers skip that round too.
+        After resuming from a checkpoint that was written during validation, they skip its round: metrics are not in
+        checkpoints, and Lightning's own plateau schedulers skip that round too.
         """
         if self._finished_round == self.current_epoch:
             for member in self.members.values():
@@ -162,9 +162,9 @@ class RoundHooks(CohortHooks):
 
 
 def _place(callback: RoundCallback) -> int:
-    """First, in the middle or last among the round callbacks."""
+    """Whether a callback comes first, in the middle or last among the round callbacks."""
     return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation)
 
 
 def _nothing() -> None:
-    """The closure of an optimizer whose gradients are there already."""
+    """The closure for an optimizer whose gradients already exist."""

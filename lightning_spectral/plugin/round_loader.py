@@ -1,4 +1,4 @@
-"""What Lightning iterates over in an epoch: the clients of a round."""
+"""The loader that Lightning iterates over in an epoch: the clients of a round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_spectral.plugin.host import Host, Slot, is_host
 
 
 class RoundLoader:
-    """What Lightning iterates over in one epoch: this process's schedule of one round.
+    """Iterates over one epoch for Lightning: this process's schedule of one round.
 
     Args:
         host: Knows the round and its schedule. It is asked when the first client is fetched, because Lightning creates
@@ -28,14 +28,14 @@ class RoundLoader:
 
 
 def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
-    """The loader of the rounds of the module that a Trainer fits.
+    """Make the loader of the rounds of the module that a Trainer fits.
 
     Args:
         trainer: The Trainer, if there is one.
         owner: Name of the data module's class, for the error.
 
     Raises:
-        TypeError: If that module trains on batches.
+        TypeError: If that module trains on batches instead of clients.
     """
     host = None if trainer is None else trainer.lightning_module
     if not is_host(host):

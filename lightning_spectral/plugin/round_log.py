@@ -15,8 +15,8 @@ def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
     """Log a round's own metrics and the means of what its clients logged.
 
     ``LightningModule.log`` would keep an object for each metric and visit all of them after every client. A round's
-    values are complete when it ends, so they go where `log` would put them: into ``callback_metrics`` for checkpoints,
-    early stopping and schedulers, and as one row to each logger.
+    values are complete when it ends, so they go directly to where `log` would put them: to ``callback_metrics`` for
+    checkpoints, early stopping and schedulers, and to each logger as one row.
 
     Args:
         trainer: The Trainer of the run.
@@ -40,7 +40,7 @@ def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float],
         trainer: The Trainer of the run.
         round_idx: The round, from 0.
         values: Values by name.
-        hidden: Names that loggers do not get.
+        hidden: Names of values that are not passed to loggers.
     """
     tensors = dict(zip(values, torch.tensor(list(values.values()), dtype=torch.float64).unbind(), strict=True))
     logged = {name: value for name, value in values.items() if name not in hidden}

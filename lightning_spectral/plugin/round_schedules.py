@@ -1,4 +1,4 @@
-"""When a model's learning-rate schedules step: at the end of a round, or on a metric that the round has logged."""
+"""Steps a model's learning-rate schedules: at the end of a round, or on a metric that the round has logged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 class RoundSchedules:
     """A model's schedules in one fit.
 
-    Lightning keeps the last value of every metric, so a schedule that waits for one could see that of an earlier round.
+    Lightning keeps the last value of every metric, so a schedule that waits for one could see an earlier round's value.
 
     Args:
         schedulers: Those of the user's ``configure_optimizers``.
-        name: The model's name, which begins its metrics'; empty if it is trained alone.
+        name: The model's name, with which the names of its metrics begin; empty if it is trained alone.
     """
 
     def __init__(self, schedulers: Sequence[RoundScheduler], name: str) -> None:
@@ -28,22 +28,22 @@ class RoundSchedules:
         self._rests = False
 
     def note(self, summary: RoundSummary) -> None:
-        """Remember which metrics of training this round has not."""
+        """Remember which training metrics are missing in this round."""
         logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
         self._logged |= logged
         self._outdated = self._logged - logged
         self._rests = not summary.averaged
 
     def step(self, round_idx: int) -> None:
-        """Step at the end of a round, whether or not anybody trained this model."""
+        """Step at the end of a round, whether or not any client trained this model."""
         for scheduler in self.schedulers:
             if not scheduler.waits_for_metric:
                 scheduler.step(round_idx)
 
     def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
-        """Step the schedules that wait for a metric, under the names that the user's module logs.
+        """Step the schedules that wait for a metric, by the names under which the user's module logs.
 
-        One that waits for a metric of training skips a round in which no client is in the average.
+        A schedule that waits for a training metric skips rounds in which no client is in the average.
         """
         new = {name: value for name, value in metrics.items() if name not in self._outdated}
         own = {name.removeprefix(self.prefix): value for name, value in new.items() if name.startswith(self.prefix)}

@@ -1,4 +1,4 @@
-"""The settings of a run as plain nested dictionaries, for loggers that filter and group runs by them."""
+"""The settings of a run as plain nested dictionaries, by which loggers filter and group runs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ def config_of(owner: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def data_config(data: FederatedDataModule) -> dict[str, Any]:
-    """What a run is to know of its data: how it was dealt, to how many clients."""
+    """The data settings of a run: how the data was dealt, and to how many clients."""
     own = config_of(data, ("batch_size", "num_clients", "partitioner", "seed"))
     return {**own, "num_examples": int(data.partition.sizes.sum())}
 
 
 def as_config(value: Any) -> Any:
-    """A setting as numbers, texts, lists of these, and dictionaries that name every choice.
+    """A setting as numbers, strings, lists of these, and dictionaries that name every choice.
 
     - A dataclass becomes its class, under ``"name"``, and its fields.
     - A ``functools.partial`` becomes the name of its function and its keywords.
-    - A mapping from names is walked. One from anything else, such as keep ratios, is one value to group by: a text.
-    - A sequence of choices becomes a dictionary by position; a long one becomes a text that is cut off.
+    - A mapping from names is converted value by value. A mapping from anything else, such as keep ratios, becomes a
+      string: a single value to group by.
+    - A sequence of choices becomes a dictionary by position; a long one becomes a truncated string.
 
     Args:
         value: Any setting of this package, or a user's own.
@@ -47,10 +48,10 @@ def as_config(value: Any) -> Any:
         return value
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, Real):  # also NumPy's scalars, which checkpoints cannot hold
+    if isinstance(value, Real):  # includes NumPy's scalars, which checkpoints cannot hold
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, ModulePlan):
-        return as_config(value.choices)  # from which the plan follows
+        return as_config(value.choices)  # which determine the plan
     if is_dataclass(value) and not isinstance(value, type):
         return {"name": type(value).__name__, **config_of(value, [f.name for f in fields(value) if f.repr])}
     if isinstance(value, partial):
@@ -63,17 +64,17 @@ def as_config(value: Any) -> Any:
 
 
 def _short_sequence(entries: list[Any]) -> list[Any] | dict[str, Any]:
-    """A list of plain values; else a dictionary, since loggers flatten no lists."""
+    """A list if the values are plain; otherwise a dictionary, since loggers do not flatten lists."""
     if any(isinstance(entry, dict) for entry in entries):
         return {str(position): entry for position, entry in enumerate(entries)}
     return entries
 
 
 def _as_text(value: object) -> str:
-    """The name of a class or a function, the class of an object that says no more of itself, or its ``repr``."""
+    """The name of a class or function, the class of an object without a ``repr`` of its own, or the ``repr``."""
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         return str(getattr(value, "__qualname__", value))
-    if type(value).__repr__ is object.__repr__:  # an address, which differs from run to run
+    if type(value).__repr__ is object.__repr__:  # contains an address, which differs from run to run
         return type(value).__qualname__
     text = repr(value)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."

@@ -30,15 +30,15 @@ FederationData: TypeAlias = FederatedDataModule | MultiModelDataModule
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What one round took, and what the run will take if all rounds are like it.
+    """The cost of one round, and of the whole run if all rounds are like it.
 
     Attributes:
         seconds: Wall-clock seconds of one round by stage: plan, refresh, sample, load, train, aggregate, apply,
             validate, and Lightning's own work as ``"other"``.
-        num_rounds: Rounds of the run; ``None`` if it has no end of its own.
-        num_validations: How many of them are validated.
-        peak_memory_bytes: Largest memory in use: on a CUDA device, what tensors held during the round; else what the
-            process has held since it started. ``None`` where the system does not say.
+        num_rounds: Number of rounds of the run; ``None`` if it has no fixed end.
+        num_validations: Number of rounds that are followed by validation.
+        peak_memory_bytes: Peak memory: on a CUDA device, that of tensors during the round; otherwise that of the
+            process since it started. ``None`` if the system does not report it.
 
     Example:
         >>> estimate = RunEstimate({"train": 3.0, "validate": 1.0}, num_rounds=10, num_validations=5)
@@ -53,12 +53,12 @@ class RunEstimate:
 
     @property
     def seconds_per_round(self) -> float:
-        """Seconds of a round that is not validated."""
+        """Seconds of a round without validation."""
         return sum(seconds for stage, seconds in self.seconds.items() if stage != "validate")
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of all rounds with their validations; infinite for a run without an end."""
+        """Seconds of all rounds and validations; infinite for a run without an end."""
         if self.num_rounds is None:
             return float("inf")
         validation = self.seconds.get("validate", 0.0)
@@ -83,22 +83,22 @@ def estimate(trainer: pl.Trainer, model: Federation, data: FederationData) -> Ru
     """Run one round on a copy of the model and print how long ``trainer.fit(model, data)`` will take.
 
     The model, its optimizers, the Trainer and the global random generators stay as they are; nothing is logged or
-    saved. The first round has to build what later rounds have: where rounds are short this is an upper bound.
+    saved. The first round has to build what later rounds reuse, so for short rounds the estimate is an upper bound.
 
     Args:
-        trainer: The Trainer of the run. Its device, precision and limits hold; its callbacks and loggers take no part.
+        trainer: The Trainer of the run. Its device, precision and limits apply; its callbacks and loggers do not.
         model: The model to fit, or several: a `MultiModelModule`.
-        data: The data to fit it on; of several models a `MultiModelDataModule`.
+        data: The data to fit it on; for several models, a `MultiModelDataModule`.
 
     Returns:
         The estimate that was printed.
 
     Raises:
-        TypeError: If ``model`` or ``data`` is not of this package.
+        TypeError: If ``model`` or ``data`` is not of a class of this package.
         ValueError: If the Trainer has several processes.
 
     Note:
-        The copy is a second model in memory, beside the one that is copied.
+        The copy is a second model in memory, in addition to the original.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -199,7 +199,7 @@ def _peak_memory(device: torch.device) -> int | None:
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
         return None
-    import resource  # not there on Windows
+    import resource  # not available on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes, but for macOS
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes, except on macOS

@@ -1,4 +1,4 @@
-"""Whether a sampler finds what it goes by, and keeps all that it draws."""
+"""Checks that a sampler finds the figures it is based on, and that all clients that it draws are kept."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_spectral.simulation import Conditions
 
 
 def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) -> None:
-    """Check that what a sampler goes by is there.
+    """Check that the figures a sampler is based on are available.
 
     Args:
         sampler: The sampler.
-        algorithms: Those of the models, by name.
+        algorithms: The algorithms of the models, by name.
 
     Raises:
-        ValueError: If it goes by norms of updates, and an algorithm's uploads are no updates of tensors; or by what is
-            new in them, and an algorithm expects nothing.
+        ValueError: If it uses norms of updates, and an algorithm's uploads are not updates of tensors; or if it uses
+            what is new in updates, and an algorithm has no expectation of them.
     """
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
@@ -40,7 +40,7 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
 
 
 def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
-    """Raise ``ValueError`` if a sampler measures losses by a ``training_step`` that trains."""
+    """Raise ``ValueError`` if a sampler would measure losses with a ``training_step`` that itself trains."""
     if sampler.figure != "loss" or getattr(sampler, "measure", "last") == "last":
         return
     for name, module in modules.items():
@@ -53,7 +53,7 @@ def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]
 
 
 def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if a cohort that a sampler draws is to be cut: its coefficients are those of all drawn.
+    """Raise ``ValueError`` if a sampler's cohort is to be cut, since its coefficients are meant for all drawn clients.
 
     Args:
         limit: Lightning's ``limit_train_batches``.
@@ -67,7 +67,7 @@ def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
 
 
 def check_over_selection(conditions: Conditions, *, absolute: bool) -> None:
-    """Raise ``ValueError`` if those who come late are left out of a sum whose coefficients are those of all drawn."""
+    """Raise ``ValueError`` if late clients are left out of a sum whose coefficients are meant for all drawn clients."""
     if absolute and conditions.clock is not None and conditions.clock.keep_first is not None:
         raise ValueError(
             f"VirtualClock(keep_first={conditions.clock.keep_first}) leaves out clients that a sampler drew, and every "

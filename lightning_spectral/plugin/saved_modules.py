@@ -1,4 +1,4 @@
-"""What a checkpoint says of the modules in it: with which arguments to build them, and which weights are whose."""
+"""The modules in a checkpoint: the arguments to build them with, and which weights belong to which module."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", HPARAMS
 
 
 def given_arguments() -> dict[str, Any]:
-    """What LightningCLI was told of the federation that it is building; nothing outside of LightningCLI."""
+    """The arguments of the federation that LightningCLI is building; empty outside of LightningCLI."""
     given = getattr(hparams_mixin, "_given_hyperparameters", None)  # there is no public way to ask
     return dict(given.get() or {}) if given is not None else {}
 
 
 def write_arguments(checkpoint: dict[str, Any], given: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
-    """Make a checkpoint say how to build the federation, if that is known, and the users' modules.
+    """Record in a checkpoint how to build the federation, if that is known, and the users' modules.
 
-    Lightning has put into it what loggers get, which are no arguments.
+    What Lightning has put there is what loggers get, which are not arguments.
 
     Args:
         checkpoint: Where to write.
@@ -56,21 +56,21 @@ def load_user_module(
 ) -> ModuleT:
     """Load your own module, with the server's weights, from a checkpoint of a federation.
 
-    As ``kind.load_from_checkpoint(path)`` would, had your module been trained by itself: that call does not know the
-    names under which a federation saves the weights.
+    This does what ``kind.load_from_checkpoint(path)`` would do if your module had been trained on its own. That call
+    itself does not know the names under which a federation saves the weights.
 
     Args:
         path: The checkpoint.
         kind: Class of your module.
-        name: Which model; needed if there are several.
+        name: Name of the model; needed if there are several.
         map_location: Where to put tensors, as for `torch.load`.
         weights_only: Whether to refuse to unpickle anything but tensors and plain values. Hyper-parameters of your
-            module that are other objects need ``False``, which can execute code: only for files that you trust.
-        **arguments: Arguments of your module that it has not saved with ``save_hyperparameters``, or that shall differ;
-            ``strict``, as for ``load_from_checkpoint``.
+            module that are other objects need ``False``, which can execute code: use it only for files that you trust.
+        **arguments: Arguments of your module that it has not saved with ``save_hyperparameters``, or that should
+            differ; ``strict``, as for ``load_from_checkpoint``.
 
     Raises:
-        ValueError: If the file is empty or not whole, or not of a federation, or ``name`` is not among its models.
+        ValueError: If the file is empty, incomplete or not of a federation, or ``name`` is not among its models.
         TypeError: If an argument is missing.
 
     Example:

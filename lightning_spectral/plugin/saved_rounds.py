@@ -1,4 +1,4 @@
-"""What a checkpoint of a federation holds beside weights, and what must be the same for it to be resumed."""
+"""What a federation's checkpoint holds besides weights, and what must match for it to be resumed."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class SavedRounds(RoundHooks):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the federation and load its weights, as for any LightningModule.
 
-        The checkpoint of a run of LightningCLI says all that is needed. Pass what any other cannot say: the modules,
-        and the arguments of the federation that are not the default. `load_user_module` loads your module alone.
+        The checkpoint of a LightningCLI run contains all that is needed. For any other checkpoint, pass the modules and
+        the federation's arguments that differ from the defaults. `load_user_module` loads only your own module.
 
         Args:
             checkpoint_path: The checkpoint.
             *args: As for any LightningModule.
-            **kwargs: As for any LightningModule; among them arguments of the federation.
+            **kwargs: As for any LightningModule, including arguments of the federation.
 
         Raises:
             TypeError: If an argument is missing.
-            ValueError: If the file is empty or not whole.
-            RuntimeError: If the weights do not fit, or are those of another algorithm.
+            ValueError: If the file is empty or incomplete.
+            RuntimeError: If the weights do not fit, or belong to another algorithm.
         """
         try:
             with naming_damage(checkpoint_path):
@@ -72,7 +72,7 @@ class SavedRounds(RoundHooks):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """What Lightning sends to loggers when a run starts: with the data, once it is dealt."""
+        """The settings that Lightning sends to loggers when a run starts; they include the data, once it is dealt."""
         found = super().hparams_initial
         if self._trainer is None or self.trainer.state.fn != "fit":
             return found
@@ -81,11 +81,11 @@ class SavedRounds(RoundHooks):
         return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
     def configuration(self) -> dict[str, str | int]:
-        """What must be the same for a checkpoint to be resumed, apart from the data."""
+        """The settings that must match for a checkpoint to be resumed, apart from the data."""
         raise NotImplementedError
 
     def full_configuration(self) -> dict[str, str | int]:
-        """What must be the same for a checkpoint to be resumed, and in all processes."""
+        """The settings that must match for a checkpoint to be resumed, and across all processes."""
         found = self.configuration()
         for name, member in self.members.items():
             prefix = f"{name}: " if name else ""
@@ -97,22 +97,22 @@ class SavedRounds(RoundHooks):
         return found | self._trainer_settings()
 
     def _trainer_settings(self) -> dict[str, str | int]:
-        """Settings of the Trainer that change a run's result; none of a quick try, which goes on from any run."""
+        """Settings of the Trainer that change a run's result; none for a quick try, which can continue any run."""
         trainer = self.trainer
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return {}
         settings = self._limit, trainer.overfit_batches or 0.0, trainer.precision  # type: ignore[attr-defined]
-        return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # text: a limit of 1 is not 1.0
+        return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # as text, because a limit of 1 is not 1.0
 
     def _data_or_none(self, name: str) -> FederatedDataModule | None:
-        """One model's data; ``None`` when evaluating with a loader of one's own."""
+        """One model's data; ``None`` when evaluating with the user's own loader."""
         raise NotImplementedError
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Call the user's hook, save the configuration, and make the progress count whole rounds.
 
         Raises:
-            RoundError: If the server's step was interrupted: its weights are then those of no round.
+            RoundError: If the server's step was interrupted, so that its weights belong to no round.
         """
         engines = [member._engine for member in self.members.values() if member._engine is not None]
         for engine in engines:
@@ -157,9 +157,9 @@ class SavedRounds(RoundHooks):
 
 @contextmanager
 def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
-    """The checkpoint as a user's hook expects it: of several models the weights of one, and its own entries.
+    """The checkpoint as a user's hook expects it: one model's weights, and its own entries.
 
-    What the hook adds, and what it changes among the weights, is kept apart from the other models'.
+    What the hook adds, and what it changes in the weights, is kept separate from other models.
 
     Example:
         >>> checkpoint = {"state_dict": {"models.words.module.w": 1, "models.images.module.w": 2}}

@@ -1,4 +1,4 @@
-"""The user's ``configure_optimizers``: the optimizer of clients, and its schedule over rounds."""
+"""Reads the user's ``configure_optimizers``: the clients' optimizer, and its schedule over rounds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class RoundScheduler:
     """One learning-rate scheduler over rounds; ``interval="step"`` and ``"epoch"`` both mean a round.
 
     Attributes:
-        scheduler: The user's scheduler, over the optimizer that every client's is modelled on.
+        scheduler: The user's scheduler, of the optimizer on which every client's is modelled.
         name: Its name for ``LearningRateMonitor``.
         frequency: Number of rounds from one step to the next.
-        monitor: Metric that a ``ReduceLROnPlateau`` looks at.
+        monitor: Metric that a ``ReduceLROnPlateau`` monitors.
         strict: Whether a missing metric is an error.
     """
 
@@ -38,7 +38,7 @@ class RoundScheduler:
         """Step at the end of a round."""
         if (round_idx + 1) % self.frequency == 0:
             with warnings.catch_warnings():
-                # The optimizer it schedules is a model for those of clients and never steps itself.
+                # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 self.scheduler.step()
 
@@ -93,9 +93,9 @@ def read_optimizers(
 
 
 def name_group(optimizer: Optimizer, name: str) -> None:
-    """Name an optimizer's only parameter group for ``LearningRateMonitor``, which tells optimizers by class and group.
+    """Name an optimizer's only parameter group for ``LearningRateMonitor``, which shows class and group.
 
-    Several groups, and a group that has a name, stay as they are.
+    An optimizer with several groups, or whose group has a name, is left unchanged.
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ def name_group(optimizer: Optimizer, name: str) -> None:
 
 
 def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
-    """Optimizers, and schedulers with the metric that each may monitor."""
+    """Optimizers, and schedulers with the metric that each monitors, if any."""
     if isinstance(configured, Mapping):
         if "optimizer" not in configured:
             raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {list(configured)}.")

@@ -1,4 +1,4 @@
-"""Hooks that run on the server's module: evaluation, and what happens once per run."""
+"""Hooks that run on the server's module: evaluation, and hooks that run once per run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_spectral.plugin.user_hooks import forwarded_logging
 
 
 def _on_server(hook: str) -> Callable[..., Any]:
-    """A method that calls the user's hook of the same name, whose ``self.log`` is forwarded to Lightning's module."""
+    """Make a method that calls the user's hook of the same name, with ``self.log`` forwarded to Lightning's module."""
 
     def forward(self: ServerHooks, *args: Any) -> Any:
         with forwarded_logging(self.module, self):
@@ -57,7 +57,7 @@ class ServerHooks(pl.LightningModule):
     on_train_end = _on_server("on_train_end")
 
     def __getattr__(self, name: str) -> Any:
-        """Say where an attribute of the user's module is; forwarded, it could be read here and not be set."""
+        """Say where an attribute of the user's module is; if forwarded, it could be read here but not set."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -71,7 +71,7 @@ class ServerHooks(pl.LightningModule):
         return self.module(*args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value; in several processes, without being warned that it is not synchronised: it is the same."""
+        """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
         super().log(name, value, *args, **{**options, **log_options(self)})
 
     def on_validation_epoch_end(self) -> None:

@@ -11,7 +11,7 @@ PROFILED = ("plan", "refresh", "sample", "load", "train", "aggregate", "apply", 
 
 
 def action_name(stage: str) -> str:
-    """What the profiler calls a stage.
+    """The name of a stage in the profiler.
 
     Example:
         >>> action_name("train")
@@ -21,13 +21,13 @@ def action_name(stage: str) -> str:
 
 
 def stage_profile(trainer: pl.Trainer, stage: str) -> AbstractContextManager[Any]:
-    """A context manager that shows the block to the Trainer's profiler as one stage."""
+    """A context manager that records the block as one stage in the Trainer's profiler."""
     profile: AbstractContextManager[Any] = trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
     return profile
 
 
 class RoundStages(pl.Callback):
-    """Records in the profiler the one stage that Lightning runs: validation within a fit."""
+    """Records the one stage that Lightning runs itself in the profiler: validation within a fit."""
 
     def __init__(self) -> None:
         self._is_open = False

@@ -1,4 +1,4 @@
-"""What of a Trainer's own settings a federation cannot honour, and what to do instead."""
+"""The settings of a Trainer that a federation cannot honour, and what to do instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import lightning.pytorch as pl
 
-# By name, because not every version of Lightning has all of them.
+# By name, because not all versions of Lightning have all of them.
 REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
     {
         "BaseFinetuning": "which parameters are trained is fixed when a fit begins; freeze some in your module, fit, "
@@ -27,10 +27,10 @@ REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse, by name, callbacks of Lightning that would do something else to a federation, or break it.
+    """Refuse, by name, callbacks of Lightning that would act differently on a federation, or break it.
 
     Raises:
-        ValueError: If there is one, or a subclass of one.
+        ValueError: If there is such a callback, or a subclass of one.
 
     Example:
         >>> check_callbacks([pl.callbacks.GradientAccumulationScheduler({0: 2})])
@@ -46,7 +46,7 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def check_rounds(trainer: pl.Trainer) -> None:
-    """Raise ``TypeError`` unless the number of rounds is an ``int``, which Lightning asserts without a word."""
+    """Raise ``TypeError`` unless the number of rounds is an ``int``, which Lightning asserts without a message."""
     if not isinstance(trainer.max_epochs, int):
         raise TypeError(
             f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
@@ -64,7 +64,7 @@ def check_clipping(trainer: pl.Trainer) -> None:
 
 
 def check_own_optimizers(federation: pl.LightningModule) -> None:
-    """Raise ``ValueError`` if LightningCLI has put an optimizer in place of the server's and the clients'."""
+    """Raise ``ValueError`` if LightningCLI has replaced the server's and the clients' optimizers."""
     if "configure_optimizers" in vars(federation):
         raise ValueError(
             "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "

@@ -1,4 +1,4 @@
-"""Which hooks of a user's LightningModule run where, and which cannot be honoured."""
+"""Decides where the hooks of a user's LightningModule run, and which cannot be honoured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import lightning.pytorch as pl
 
 from lightning_spectral.plugin.host import Slot
 
-# Hooks that belong to one client's local steps run on the client's copy: see `client.user_step`. Those below cannot.
+# Hooks of a client's local steps run on the client's copy: see `client.user_step`. The hooks below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     {
         "optimizer_step": "local steps are plain; use an optimizer that does what this hook does",
         "optimizer_zero_grad": "local steps call `optimizer.zero_grad()`; remove the override",
-        "backward": "local steps call `loss.backward()`; put what it does into `on_after_backward`",
+        "backward": "local steps call `loss.backward()`; move it to `on_after_backward`",
         "lr_scheduler_step": "schedulers step once per round; remove the override",
         "configure_gradient_clipping": "give `local_hooks=[GradientClip(...)]`, or clip in `on_before_optimizer_step`",
         "configure_model": "sub-models are made from the finished module; build its layers in `__init__`",
@@ -35,19 +35,19 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Refused hooks that a client's own Trainer does run (`client_engine="trainer"`):
+# Refused hooks that a client's own Trainer runs (`client_engine="trainer"`):
 TRAINER_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"})
 
 OR_A_TRAINER = 'or pass client_engine="trainer"'
 
-# Once per run, on the server's module; a client's copy has Lightning's own, which do nothing.
+# Run once per run, on the server's module; a client's copy has Lightning's own, which do nothing.
 RUN_HOOKS = (
     *("prepare_data", "setup", "teardown", "configure_callbacks"),
     *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
 )
 
-# How batches move. Lightning asks the module that it trains, and warns where that overrides a hook beside a data
-# module: so the wrapper has one of its own exactly where the user does.
+# Hooks that move batches. Lightning asks the module that it trains, and warns if that overrides a hook while there is
+# a data module, so the wrapper has such a hook exactly when the user's module does.
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -55,8 +55,8 @@ def check_user_module(module: pl.LightningModule, client_engine: str = "loop") -
     """Refuse by name what federated training cannot honour.
 
     Args:
-        module: The user's.
-        client_engine: ``"loop"`` or ``"trainer"``, which honours more.
+        module: The user's module.
+        client_engine: ``"loop"``, or ``"trainer"``, which honours more.
 
     Raises:
         ValueError: If the module optimises manually in the plain loop, takes a dataloader iterator, or overrides a
@@ -84,7 +84,7 @@ def _remedy(hook: str) -> str:
 
 
 def is_overridden(module: pl.LightningModule, hook: str) -> bool:
-    """Whether the module's class defines a hook itself; hooks that this Lightning does not know are not."""
+    """Whether the module's class defines a hook itself; hooks unknown to this version of Lightning do not count."""
     return getattr(type(module), hook, None) is not getattr(pl.LightningModule, hook, None)
 
 
@@ -105,7 +105,7 @@ def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Ite
 
 
 def as_in_a_step(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
-    """A batch as the steps of a user's module get it: of the right type, on the device, and through its hooks."""
+    """A batch as a user's steps get it: of the right type, on the device, and passed through the module's hooks."""
     batch = module.on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), 0)
     batch = module.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
     return module.on_after_batch_transfer(batch, 0)

@@ -1,4 +1,4 @@
-"""Reports on runs: reads what loggers left on the disk and writes a page; it knows nothing of training."""
+"""Reports on runs: reads what loggers left on the disk and writes a page; it does not depend on training code."""
 
 from lightning_spectral.report.command import main
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_spectral report``: runs on the disk become one page that needs no account and no network."""
+"""``python -m lightning_spectral report``: turns runs on the disk into a page that needs no account and no network."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DESCRIPTION = """\
 Write one HTML page on federated runs: an evaluation metric against megabytes and rounds, clients, coverage, spectra,
 and where the time went. It reads what runs left on the disk:
 
-  wandb/offline-run-.../run-....wandb   an offline run of Weights & Biases, also of a run that was killed
+  wandb/offline-run-.../run-....wandb   an offline run of Weights & Biases, even one that was killed
   lightning_logs/version_0              metrics.csv and hparams.yaml of Lightning's CSVLogger
   lightning_logs/version_0              event files and hparams.yaml of Lightning's TensorBoardLogger
   history.json                          what RoundHistory.save wrote
-  a folder                              all runs of the first three sorts in it
+  a folder                              all runs of the first three kinds in it
 
-Runs whose settings differ in their seeds only are one group, drawn as a mean with a band.
-A run and those that resumed it are one run.
+Runs whose settings differ only in their seeds form one group, drawn as a mean with a band.
+A run and those that resumed it count as one run.
 """
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: Its arguments, without the name of the program; those of this process by default.
+        argv: Command-line arguments, without the name of the program; those of this process by default.
 
     Returns:
         0, or 1 if no report could be made; the reason is then on standard error.
@@ -57,9 +57,9 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
     add("-o", "--output", type=Path, default=Path("report.html"), help="the page to write (default: %(default)s)")
-    add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, or else a loss)")
-    add("--mode", choices=("min", "max"), help="whether less or more of it is better (default: by its name)")
-    add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that tell groups apart, e.g. keep_ratio")
-    add("--png", type=Path, metavar="FOLDER", help="write each figure there as a PNG file, too")
+    add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, otherwise a loss)")
+    add("--mode", choices=("min", "max"), help="whether lower or higher is better (default: by its name)")
+    add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that define the groups, e.g. keep_ratio")
+    add("--png", type=Path, metavar="FOLDER", help="also write each figure there as a PNG file")
     add("--title", help="title of the page")
     return parser

@@ -12,11 +12,11 @@ from lightning_spectral.report.hparams import read_hparams
 from lightning_spectral.report.names import HISTOGRAMS, ROUND, TABLES
 from lightning_spectral.report.runs import Histogram, Run, Table, as_cell, build_run
 
-DASHBOARD = "dashboard"  # the folder beside the metrics
+DASHBOARD = "dashboard"  # the folder next to the metrics
 
 
 def read_csv(path: Path) -> Run:
-    """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` beside it, and the dashboard's files."""
+    """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` next to it, and the dashboard's files."""
     logged = [*_rows(path), *_shown(path.with_name(DASHBOARD))]
     return build_run("/".join(path.parent.parts[-2:]), path, read_hparams(path.parent), logged)
 
@@ -27,7 +27,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _shown(folder: Path) -> Iterator[dict[str, Any]]:
-    """What each file shows, ``clients_000010.csv`` for round 10; those of several models are in folders of theirs."""
+    """The contents of each file, ``clients_000010.csv`` for round 10; several models have a folder each."""
     for path in sorted(folder.rglob("*.csv")):
         kind, _, round_idx = path.stem.rpartition("_")
         if rows := _rows(path):

@@ -12,11 +12,11 @@ from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
 from lightning_spectral.report.runs import Histogram, Run, Table
 
-Spectrum: TypeAlias = Mapping[int, Numbers]  # singular values of a layer, descending, by round
+Spectrum: TypeAlias = Mapping[int, Numbers]  # singular values of a layer in descending order, by round
 
 
 def spectra(run: Run) -> Mapping[str, Spectrum]:
-    """Singular values of each layer, to within the width of a bin; of several models, by model and layer."""
+    """Singular values of each layer, to within the width of a bin; with several models, by model and layer."""
     found: dict[str, dict[int, Numbers]] = defaultdict(dict)
     for name, by_round in run.media.items():
         model, is_spectrum, layer = name.rpartition(SPECTRUM)
@@ -27,7 +27,7 @@ def spectra(run: Run) -> Mapping[str, Spectrum]:
 
 
 def client_tables(run: Run) -> dict[str, tuple[int, Table]]:
-    """The last table of clients of each model, and its round."""
+    """The last client table of each model, and its round."""
     found: dict[str, tuple[int, Table]] = {}
     for name, by_round in run.media.items():
         tables = {index: media for index, media in by_round.items() if isinstance(media, Table)}

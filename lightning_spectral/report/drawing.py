@@ -1,4 +1,4 @@
-"""Turns a figure into SVG that is part of a page, and into a PNG file."""
+"""Turns a figure into SVG to embed in a page, and into a PNG file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from lightning_spectral.report.printed import legend_above
 from lightning_spectral.report.style import PRINTED, Theme, settings
 
-# Colours of a page are its style sheet's: these stand for them in a figure and are replaced in its SVG.
+# A page takes its colours from its style sheet: these stand in for them in a figure and are replaced in its SVG.
 PAGE = Theme(ink="#010203", grid="#040506", paper="#070809")
 REPLACED = {PAGE.ink: "currentColor", PAGE.grid: "var(--grid)", PAGE.paper: "var(--paper)"}
 INCHES = {"wide": 8.0, "narrow": 3.7}
@@ -25,13 +25,13 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 class Canvas:
-    """A figure to be drawn on.
+    """A figure to draw on.
 
     Attributes:
-        figure: Of matplotlib.
-        theme: Colours of what is not data.
-        narrow: Whether it is as wide as a phone, where panels stand one below the other.
-        tips: What is shown of an artist while a pointer rests on it, by the artist's id.
+        figure: The figure of matplotlib.
+        theme: Colours of everything but the data.
+        narrow: Whether it is as wide as a phone, with one panel below another.
+        tips: Texts shown while a pointer rests on an artist, by the artist's id.
     """
 
     def __init__(self, figure: Figure, theme: Theme, narrow: bool) -> None:
@@ -50,7 +50,7 @@ class Canvas:
 
 
 class Size(NamedTuple):
-    """Height of a figure, in inches, where it is wide and where it is narrow."""
+    """Height of a figure in inches, when wide and when narrow."""
 
     wide: float
     narrow: float
@@ -61,10 +61,10 @@ class Picture:
     """A figure that can be drawn in several widths and themes.
 
     Attributes:
-        name: Of its file, without a suffix.
-        description: What it shows, for those who cannot see it.
-        draw: Draws it.
-        size: Its height.
+        name: Name of its file, without a suffix.
+        description: What it shows, for readers who cannot see it.
+        draw: Function that draws it.
+        size: Height of the figure.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Picture:
     size: Size
 
     def svg(self) -> str:
-        """Both widths; a style sheet shows the one that fits."""
+        """The figure in both widths; a style sheet shows the one that fits."""
         return "\n".join(self._svg(width) for width in INCHES)
 
     def write_png(self, folder: Path) -> Path:
-        """Write the wide one, as it is printed, into ``<folder>/<name>.png``."""
+        """Write the wide version, in the theme for print, to ``<folder>/<name>.png``."""
         path = folder / f"{self.name}.png"
         with matplotlib.rc_context(settings(PRINTED)):
             self._drawn("wide", PRINTED).figure.savefig(path, dpi=200, metadata={"Software": None})
@@ -104,7 +104,7 @@ class Picture:
 
 
 def _as_part(text: str, prefix: str, attributes: str) -> str:
-    """SVG whose ids no other part of the page has, as large as the page makes it, in the page's colours."""
+    """SVG with ids that are unique in the page, in a size and colours that the page decides."""
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'(href="|url\()#', rf"\g<1>#{prefix}-", text)
     text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)

@@ -1,4 +1,4 @@
-"""Runs of one experiment: all that differ in their seed only."""
+"""Groups of runs of one experiment, which differ only in their seeds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Group:
     """Runs that are repetitions of each other.
 
     Attributes:
-        label: In what they differ from all others.
+        label: The settings in which they differ from all others.
         runs: The repetitions.
-        index: Position among the groups: it decides colour and marker.
+        index: Position among the groups, which decides colour and marker.
     """
 
     label: str
@@ -38,8 +38,8 @@ class Band:
 
     Attributes:
         rounds: Shape ``(R,)``.
-        mean: Over the repetitions, shape ``(R,)``.
-        std: Sample standard deviation, shape ``(R,)``; 0 of one repetition.
+        mean: Mean over the repetitions, shape ``(R,)``.
+        std: Sample standard deviation, shape ``(R,)``; 0 for a single repetition.
     """
 
     rounds: Numbers
@@ -48,13 +48,13 @@ class Band:
 
 
 def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
-    """Group runs by what differs in their settings, apart from seeds.
+    """Group runs by the settings in which they differ, apart from seeds.
 
-    A run without settings is a group of its own: nobody can know what it repeats.
+    A run without settings is a group of its own, since it is not known what it repeats.
 
     Args:
         runs: At least one.
-        by: Names of the settings to group by instead, or their last parts.
+        by: Names of the settings to group by instead, or the last parts of these names.
 
     Returns:
         The groups in order of their first runs, and the names of the settings by which they differ.
@@ -103,7 +103,7 @@ def band(curves: Sequence[Curve]) -> Band | None:
 
 
 def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_better: bool) -> list[int]:
-    """Those that no other beats in both respects, ascending by cost.
+    """Indices of the points that no other point beats in both respects, by ascending cost.
 
     Example:
         >>> pareto_front([3, 1, 2, 4], [0.9, 0.5, 0.4, 0.95], lower_is_better=False)

@@ -1,4 +1,4 @@
-"""Reads the ``hparams.yaml`` that Lightning's CSVLogger and TensorBoardLogger write beside what they log."""
+"""Reads the ``hparams.yaml`` that Lightning's CSVLogger and TensorBoardLogger write next to their logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HPARAMS_FILE = "hparams.yaml"
 
 
 def read_hparams(folder: Path) -> dict[str, Any]:
-    """The settings of a run; none if the file is not there.
+    """Read the settings of a run; there are none if the file does not exist.
 
     Raises:
         ReportError: If it is not YAML.
@@ -26,7 +26,7 @@ def read_hparams(folder: Path) -> dict[str, Any]:
 
 
 class _Lenient(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads objects of other people's classes as their names: nothing in a file is executed."""
+    """Reads objects of any custom class as the name of the class: nothing in a file is executed."""
 
 
 def _as_name(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> str:

@@ -1,4 +1,4 @@
-"""What a report measures of a run: an evaluation metric, what it cost to get there, and how clients fared."""
+"""The measures of a run in a report: an evaluation metric, the cost of reaching it, and how clients fared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Curve:
 
 
 def curve(run: Run, metric: str) -> Curve | None:
-    """A metric over rounds; of several models that all have it under their names, their mean. ``None`` without it.
+    """A metric over rounds, or ``None`` without it; if several models all have it, the mean over the models.
 
     Example:
         >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
@@ -64,12 +64,12 @@ def curve(run: Run, metric: str) -> Curve | None:
 
 
 def models(run: Run) -> list[str]:
-    """Names of the models of a run that trains several; their metrics begin with them."""
+    """Names of the models of a run that trains several; the names of their metrics begin with them."""
     return sorted({name.partition("/fl/")[0] for name in run.names if "/fl/" in name})
 
 
 def megabytes(run: Run) -> Curve | None:
-    """What has travelled by the end of each round: down, up and to measure, all clients and models, in 10^6 bytes."""
+    """Traffic by the end of each round: down, up and for measuring, of all clients and models, in 10^6 bytes."""
     columns = [name for name in run.names if name.endswith(BYTES)]
     if not columns:
         return None
@@ -78,13 +78,13 @@ def megabytes(run: Run) -> Curve | None:
 
 
 def megabytes_at(run: Run, rounds: Numbers) -> Numbers | None:
-    """What has travelled by the end of given rounds."""
+    """Traffic by the end of given rounds."""
     sent = megabytes(run)
     return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
 
 
 def run_end(run: Run, metric: str) -> tuple[float, float]:
-    """Megabytes sent until the last evaluation, and what it said; megabytes are NaN where none were counted."""
+    """Megabytes sent by the last evaluation, and its result; megabytes are NaN if none were counted."""
     found = curve(run, metric)
     assert found is not None, "the metric was chosen among those that all runs have"
     sent = megabytes_at(run, found.rounds[-1:])
@@ -92,7 +92,7 @@ def run_end(run: Run, metric: str) -> tuple[float, float]:
 
 
 def mean_stage_seconds(runs: Sequence[Run]) -> dict[str, float]:
-    """Mean seconds of each stage of a round, summed over models, mean over rounds and runs."""
+    """Seconds of each stage of a round, summed over models and averaged over rounds and runs."""
     found: dict[str, float] = {}
     for run in runs:
         for row in run.rows:
@@ -104,9 +104,9 @@ def mean_stage_seconds(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def client_statistics(run: Run, metric: str) -> tuple[str, dict[str, Curve]]:
-    """Statistics of an evaluation metric over clients: its name, and a curve by the name of the statistic.
+    """Statistics of an evaluation metric over clients: the metric's name, and a curve for each statistic, by name.
 
-    If clients were evaluated by other metrics only, it is the first of these.
+    If clients were evaluated only by other metrics, the first of these is used.
     """
     names = [name.partition(CLIENTS)[2].rpartition("/") for name in sorted(run.names) if CLIENTS in name]
     measured = [name for name, _, _ in names if name]
@@ -116,20 +116,20 @@ def client_statistics(run: Run, metric: str) -> tuple[str, dict[str, Curve]]:
 
 
 def spread(statistics: dict[str, Curve]) -> tuple[Curve, Curve, Curve] | None:
-    """The low, the middle and the high curve of statistics over clients; ``None`` unless all three are known."""
+    """The low, middle and high curves among statistics over clients; ``None`` unless all three are known."""
     if not {LOW, MIDDLE, HIGH} <= statistics.keys():
         return None
     return statistics[LOW], statistics[MIDDLE], statistics[HIGH]
 
 
 def clients_at_end(run: Run, metric: str) -> tuple[float, float, float] | None:
-    """The low, the middle and the high of a metric over clients, at its last evaluation."""
+    """The low, middle and high values of a metric over clients, at its last evaluation."""
     found = spread(client_statistics(run, metric)[1])
     return None if found is None else (found[0].last, found[1].last, found[2].last)
 
 
 def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
-    """The evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
+    """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
 
     Raises:
         ReportError: If a run does not have it, or if the runs share none.
@@ -146,12 +146,12 @@ def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether less of it is better, by its name."""
+    """Whether lower values of a metric are better, by its name."""
     return any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
 def _plain(run: Run) -> set[str]:
-    """Metrics of a user's own; those of several models also without the model's name."""
+    """The user's own metrics; those of several models are included without the model's name as well."""
     own = {name for name in run.names if "fl/" not in name and not name.startswith(OVER_BYTES) and not _is_rate(name)}
     parts = [{name.removeprefix(f"{model}/") for name in own if name.startswith(f"{model}/")} for model in models(run)]
     return own | set.intersection(*parts) if parts else own
@@ -169,14 +169,14 @@ def _evaluated(run: Run) -> set[str]:
 
 
 def _preference(metric: str) -> tuple[bool, bool, bool, str]:
-    """Sorts what is to be maximised before losses, and those of the whole before those of parts."""
+    """Key that sorts metrics to maximise before losses, and metrics of the whole before those of parts."""
     known = any(word in metric.lower() for word in HIGHER_IS_BETTER)
     return "/" in metric, lower_is_better(metric), not known, metric
 
 
 def _no_metric(run: Run) -> str:
     return (
-        f"{run.path} has no evaluation metric that the other runs have, too; it has {_listed(_plain(run))}. "
+        f"{run.path} has no evaluation metric in common with the other runs; it has {_listed(_plain(run))}. "
         "Log one in `validation_step` and give the data module `val=`, or choose one with `--metric`."
     )
 

@@ -1,12 +1,12 @@
-"""What the report looks for in a run: the names under which callbacks log, in one place."""
+"""The names that the report looks for in a run, which are those under which callbacks log."""
 
 from __future__ import annotations
 
 ROUND = "fl/round"
-BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that travels in a round
+BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
 VISITED = "fl/terms_visited"
 EXPECTED_COVERAGE = "fl/expected_coverage"
-BITS = {  # of Zampling, and what a panel says of them
+BITS = {  # of Zampling, with the titles of their panels
     "fl/bit_entropy": "entropy of a bit",
     "fl/bits_agreed": "bits on which all clients agree",
     "fl/probs_settled": "probabilities that are 0 or 1",
@@ -15,13 +15,13 @@ BITS = {  # of Zampling, and what a panel says of them
 SAMPLING_GAP = "/sampling_gap"  # after the name of a metric, of `SampledNetworks`
 SECONDS = "fl/seconds_"  # before the name of a stage
 
-OVER_BYTES = "over_bytes/"  # evaluation metrics once more, for loggers that draw them over bytes
+OVER_BYTES = "over_bytes/"  # copies of evaluation metrics, for loggers that draw them over bytes
 
 # Statistics of a metric over clients, of `ClientEvaluation`: ``fl/clients/<metric>/<statistic>``.
 CLIENTS = "fl/clients/"
 LOW, MIDDLE, HIGH = "lowest_decile", "mean", "highest_decile"
 
-# Of `RoundDashboard`; of several models, all begin with the model's name.
+# Of `RoundDashboard`; with several models, all begin with the model's name.
 SPECTRUM = "singular_values/"  # a histogram for each layer
 TABLES = "tables/"
 CLIENT_TABLE = f"{TABLES}clients"
@@ -33,17 +33,17 @@ REPETITION = frozenset({"seed", "seed_everything", "random_state", "fingerprint"
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
 HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 
-# What to switch on where a section has nothing to show.
+# What to switch on if a section has nothing to show.
 SWITCH_ON = {
     "bytes": "No bytes were logged: `FederatedModule` logs `fl/bytes_down` and `fl/bytes_up` to every logger.",
-    "clients": "No evaluation of single clients in these runs: hold examples out with "
+    "clients": "No evaluation of single clients in these runs: hold out examples with "
     "`FederatedDataModule(client_val_fraction=0.2)`, and add `ClientEvaluation()` to the callbacks.",
     "spectra": "No singular values in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`, "
     "a `CSVLogger` or a `TensorBoardLogger`.",
     "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`, and `SpectralDiagnostics()` "
     "what was expected.",
-    "bits": "No bits in these runs: `Zampling` logs `fl/bit_entropy` and the like, and `SampledNetworks()` how much "
-    "worse than the expected network sampled ones are.",
+    "bits": "No bits in these runs: `Zampling` logs `fl/bit_entropy` and the like, and `SampledNetworks()` logs how "
+    "much worse sampled networks are than the expected one.",
     "seconds": "No stage was timed: `FederatedModule` logs `fl/seconds_...` to every logger.",
     "table": "No client table in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`, "
     "a `CSVLogger` or a `TensorBoardLogger`.",

@@ -1,4 +1,4 @@
-"""The page: HTML that needs nothing but itself."""
+"""The page: self-contained HTML."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from lightning_spectral.report.runs import Table
 from lightning_spectral.report.sections import Section
 
-# Even if a name in a run smuggled something in, a browser would neither load nor execute it.
+# Even if a name in a run smuggled in something, a browser would neither load nor execute it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(title: str, summary: Sequence[str], warnings: Sequence[str], sections: Sequence[Section]) -> str:
-    """A whole HTML document.
+    """Make a complete HTML document.
 
     Args:
-        title: Its title and first heading.
-        summary: Paragraphs below it.
-        warnings: What is wrong with some runs: a paragraph for each.
-        sections: In order.
+        title: Title and first heading.
+        summary: Paragraphs below the heading.
+        warnings: Problems with some runs, one paragraph each.
+        sections: The sections, in order.
     """
     style = (files("lightning_spectral.report") / "style.css").read_text(encoding="utf-8")
     body = [

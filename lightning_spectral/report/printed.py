@@ -1,4 +1,4 @@
-"""Figures in files of their own, in the look of a report: for the studies, the examples and the benchmarks."""
+"""Figures in separate files that look like those of a report, for the studies, the examples and the benchmarks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
 
     Args:
         path: The file; the suffix decides its format.
-        width: In inches.
-        height: In inches.
+        width: Width in inches.
+        height: Height in inches.
 
     Yields:
         The figure, without axes.
@@ -37,26 +37,26 @@ def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 
 def draw_line(axes: Axes, x: Any, y: Any, look: Look, label: str, first_mark: int = 0) -> None:
-    """A curve with some markers, which tell it from others where colours cannot."""
+    """Draw a curve with some markers, which distinguish it where colours cannot."""
     every = max(1, len(x) // MARKS)
     marks = first_mark % every, every
     axes.plot(x, y, color=look.colour, marker=look.marker, markevery=marks, lw=look.width, label=label)
 
 
 def draw_spread(axes: Axes, x: Any, low: Any, high: Any, look: Look) -> None:
-    """The band about a curve."""
+    """Draw the band around a curve."""
     axes.fill_between(x, low, high, color=look.colour, alpha=0.15, lw=0)
 
 
 def draw_seeds(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], look: Look, label: str) -> None:
-    """The mean of some repetitions, and a band from the lowest to the highest; nothing without repetitions.
+    """Draw the mean of some repetitions, and a band from the lowest to the highest; nothing without repetitions.
 
     Args:
-        axes: Where.
-        x: Shape ``(R,)``.
+        axes: Where to draw.
+        x: Horizontal coordinates, shape ``(R,)``.
         runs: The repetitions, each of shape ``(R,)``.
-        look: Of the curve.
-        label: For the legend.
+        look: Look of the curve.
+        label: Label in the legend.
     """
     if runs:
         values = np.asarray(runs)
@@ -66,13 +66,13 @@ def draw_seeds(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], 
 
 
 def round_axis(axes: Axes) -> None:
-    """Rounds are whole numbers; the first is 1."""
+    """Set up an axis of rounds, which are whole numbers; the first is 1."""
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def log_axis(axes: Axes) -> None:
-    """Costs that span decades; the numbers beside it are 1, 2, 5, 10, not powers."""
+    """Set up an axis of costs that span decades, with tick labels 1, 2, 5, 10 instead of powers."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())

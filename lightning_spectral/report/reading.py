@@ -1,4 +1,4 @@
-"""Finds runs on the disk and reads each with what understands its format."""
+"""Finds runs on the disk and reads each with the reader for its format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_spectral.report.tensorboard_file import read_tensorboard
 from lightning_spectral.report.wandb_file import read_wandb
 
 METRICS_FILE = "metrics.csv"
-EVENTS_FILE = "events.out.tfevents."  # what their names begin with
+EVENTS_FILE = "events.out.tfevents."  # prefix of their names
 EXPECTED = (
     "a `.wandb` file, a `metrics.csv` of CSVLogger, an event file of TensorBoard, a JSON file of `RoundHistory.save`, "
     "or a folder of such runs"
@@ -22,17 +22,17 @@ EXPECTED = (
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """Read all runs that some paths name.
+    """Read all runs under some paths.
 
     Args:
-        paths: Of runs: a ``.wandb`` file, a ``metrics.csv``, an event file of TensorBoard, a JSON file of
-            `RoundHistory.save`; or of folders, which are searched for all but the last.
+        paths: Paths of runs: a ``.wandb`` file, a ``metrics.csv``, an event file of TensorBoard, a JSON file of
+            `RoundHistory.save`; or of folders, which are searched for all kinds but the last.
 
     Returns:
-        The runs, each once, and why others that were found in a folder are left out.
+        The runs, each once, and the reasons why other runs found in a folder are left out.
 
     Raises:
-        ReportError: If a file that is named cannot be read, or if a folder has no run that can.
+        ReportError: If a file that is named cannot be read, or if a folder has no readable run.
     """
     runs: dict[Path, Run] = {}
     left_out: list[str] = []
@@ -81,7 +81,7 @@ def read_history(path: Path) -> Run:
 
 
 def _parts(rows: Sequence[dict[str, Any]], from_clients: set[str]) -> Iterator[dict[str, Any]]:
-    """Each row as loggers get it: the round first, then the evaluation of its model."""
+    """Each row as loggers get it: first the round, then the evaluation of its model."""
     for row in rows:
         yield {name: value for name, value in row.items() if name in from_clients}
         yield {name: value for name, value in row.items() if name not in from_clients}

@@ -1,4 +1,4 @@
-"""Joins what an interrupted run and those that resumed it left behind into one run."""
+"""Joins an interrupted run and those that resumed it into one run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_spectral.report.names import BYTES, REPETITION, ROUND, SECONDS
 from lightning_spectral.report.runs import NOT_ENDED, Media, Run, gaps
 from lightning_spectral.report.settings import flat_settings
 
-FLOAT32 = 1e-6  # relative: TensorBoard keeps no more digits
+FLOAT32 = 1e-6  # relative tolerance: TensorBoard keeps no more digits
 
 
 class Part(NamedTuple):
-    """A run on the disk, and what decides whose part it is.
+    """A run on the disk, and the data that decide which run it is part of.
 
     Attributes:
-        run: As it was read.
-        settings: Of the run, flat.
+        run: The run as it was read.
+        settings: Settings of the run, flattened.
         since: The first round that it trained; infinite if it only evaluated.
-        place: Of its path in the order of names, in which 10 comes after 9.
+        place: Place of its path in the order of names, in which 10 comes after 9.
     """
 
     run: Run
@@ -36,15 +36,16 @@ class Part(NamedTuple):
 def join_resumed(runs: Sequence[Run]) -> list[Run]:
     """Join the parts of runs that were interrupted and resumed.
 
-    A part belongs to a run if it has the same settings, seeds included, and begins at the round after one that the run
-    has; or if its first round is that of the run, down to the seconds that were measured, because a history is part of
-    the checkpoint, or because two loggers wrote of one run. Parts with the same id of wandb, or in the same folder of
-    TensorBoard, need only the same seeds. From its first round on, a part replaces the rounds before it, which a crash
-    has undone. Of several runs that it might belong to, it is the one of its own id; then the one that loses the fewest
-    rounds by it; if there are several, the last before it in the order of names.
+    A part belongs to a run if it has the same settings, including seeds, and begins with the round after one that the
+    run has. It also belongs to the run if their first rounds agree, down to the measured seconds; that happens because
+    a history is part of the checkpoint, or because two loggers recorded the same run. Parts with the same wandb id, or
+    in the same TensorBoard folder, need only the same seeds. From its first round on, a part replaces the run's earlier
+    record of those rounds, which a crash has undone. If a part might belong to several runs, it is assigned to the one
+    with its own id, then to the one that loses the fewest rounds to it, then to the last one before it in the order of
+    names.
 
     Args:
-        runs: As they were read.
+        runs: The runs as they were read.
 
     Returns:
         The runs in the order of their first parts, each under the name of its earliest part.
@@ -67,7 +68,7 @@ def _part(run: Run) -> Part:
 
 
 def _place(path: Path) -> list[str | int]:
-    """Texts and numbers in turn."""
+    """Text and numbers in alternation, to sort by."""
     return [int(piece) if index % 2 else piece for index, piece in enumerate(re.split(r"(\d+)", str(path)))]
 
 
@@ -82,7 +83,7 @@ def _belongs(part: Part, chain: Sequence[Part]) -> bool:
 
 
 def _likelihood(chain: Sequence[Part], part: Part) -> tuple[bool, int, bool, list[str | int]]:
-    """Of runs to which a part may belong it is that with the largest."""
+    """How likely a part belongs to a run; of the possible runs, the one with the largest value is chosen."""
     run = _joined(chain)
     undone = sum(row[ROUND] >= part.since for row in run.rows)
     is_named = part.run.identity != "" and part.run.identity == run.identity
@@ -94,7 +95,7 @@ def _seeds(part: Part) -> dict[str, str]:
 
 
 def _same_round(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    """Whether two rows are of one round: nobody measures the same seconds twice."""
+    """Whether two rows are of the same round: the same seconds are never measured twice."""
     shared = one.keys() & other.keys()
     same = (math.isclose(one[name], other[name], rel_tol=FLOAT32) for name in shared if not math.isnan(one[name]))
     return any(SECONDS in name for name in shared) and all(same)
@@ -121,7 +122,7 @@ def _resumed(earlier: Run, part: Part) -> Run:
 
 
 def _media(earlier: Run, later: Run, since: float) -> dict[str, dict[int, Media]]:
-    """Of the later run if it has any at all, and those of the rounds before it."""
+    """The later run's media and those of the rounds before it; all of the earlier run's if the later one has none."""
     kept = {
         name: {index: media for index, media in by_round.items() if index < since or not later.media}
         for name, by_round in earlier.media.items()
@@ -130,7 +131,7 @@ def _media(earlier: Run, later: Run, since: float) -> dict[str, dict[int, Media]
 
 
 def _notes(earlier: Run, part: Part) -> tuple[str, ...]:
-    """Of both; what was missing at the end of the one, or before the beginning of the other, no longer is."""
+    """The notes of both, except on what was missing at the end of one or before the start of the other."""
     before = "/".join(earlier.path.parts[-2:])
     how = f"continues {before} from round {part.since:g} on" if part.since > 0 else f"repeats {before}"
     return (

@@ -19,7 +19,7 @@ class Table:
     """A logged table.
 
     Attributes:
-        columns: Their names.
+        columns: Names of the columns.
         rows: One tuple per row, as long as ``columns``.
     """
 
@@ -37,8 +37,8 @@ class Histogram:
     """A logged histogram.
 
     Attributes:
-        edges: Limits of the bins, ascending, one more than there are bins.
-        counts: How many values are in each bin.
+        edges: Edges of the bins, ascending, one more than there are bins.
+        counts: Number of values in each bin.
     """
 
     edges: tuple[float, ...]
@@ -53,14 +53,14 @@ class Run:
     """One run.
 
     Attributes:
-        name: What its author called it, or its folder.
+        name: Name given by its author, or that of its folder.
         path: The file that it was read from.
-        config: Its settings.
+        config: Settings of the run.
         rows: The numbers of each round, ascending by ``fl/round``.
         media: Tables and histograms by name, then by round.
-        from_clients: Names of metrics that were logged with the round itself, so while clients trained.
-        notes: What a reader of the report should know about the file.
-        identity: What only files of this run have, such as wandb's id of it; empty where there is no such thing.
+        from_clients: Names of metrics that were logged with the round itself, that is, while clients trained.
+        notes: Remarks on the file for readers of the report.
+        identity: Something that only files of this run have, such as its wandb id; empty if there is none.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def names(self) -> set[str]:
-        """All metrics that it has in some round."""
+        """All metrics that the run has in some round."""
         return {name for row in self.rows for name in row}
 
     def noting(self, *notes: str) -> Run:
@@ -87,18 +87,18 @@ class Run:
 
 
 def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> Run:
-    """Bring what was logged, in order, into one row per round.
+    """Arrange what was logged, in order, in one row per round.
 
-    Rows that do not say their round belong to that of their epoch, or else to the round before them.
+    Rows without a round belong to that of their epoch, or otherwise to the round before them.
 
     Args:
-        name: What its author called it.
+        name: Name given by the run's author.
         path: The file that it was read from.
-        config: Its settings.
-        logged: What was written at once: numbers, or `Table` and `Histogram`. Anything else is ignored.
+        config: Settings of the run.
+        logged: Entries that were written together: numbers, or `Table` and `Histogram`. Anything else is ignored.
 
     Raises:
-        ReportError: If there is not a single number.
+        ReportError: If there is no number at all.
     """
     rows: dict[int, dict[str, float]] = {}
     media: dict[str, dict[int, Media]] = {}
@@ -122,7 +122,7 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
 
 
 def as_number(value: Any) -> float | None:
-    """A logged value as a number, as loggers write it; ``None`` if it is none.
+    """A logged value, as loggers write it, as a number; ``None`` if it is not a number.
 
     Example:
         >>> as_number("0.5"), as_number("NaN"), as_number(True), as_number("")
@@ -137,7 +137,7 @@ def as_number(value: Any) -> float | None:
 
 
 def as_cell(text: str) -> str | float:
-    """A cell of a table: a number as a number, without decimals if it is whole; any other text, also none, as it is."""
+    """A cell of a table: a number, without decimals if it is whole; any other text, even an empty one, as it is."""
     number = as_number(text)
     if number is None:
         return text
@@ -150,6 +150,6 @@ def _round_of(numbers: Mapping[str, float], before: int) -> int:
 
 
 def gaps(rows: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """What a reader should know of the rounds that are not in some rows, which ascend."""
+    """Remarks for readers on the rounds that are missing in some rows, which ascend."""
     first = rows[0][ROUND]
     return (f"starts at round {first:g}: what earlier rounds sent is not counted",) if first > 0 else ()

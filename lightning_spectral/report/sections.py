@@ -1,4 +1,4 @@
-"""The sections of a report: a picture or a table where the runs hold the data, and else what to switch on."""
+"""The sections of a report: a picture or a table if the runs have the data, otherwise what to switch on."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Section:
 
     Attributes:
         title: The heading.
-        lead: What to see, in a sentence or two.
+        lead: What there is to see, in a sentence or two.
         picture: The figure, if there is one.
-        tables: Numbers, each under a caption; they are folded away where there is a picture.
+        tables: Tables of numbers, each under a caption; they are collapsed if there is a picture.
         remark: What to switch on, if there is nothing to show.
     """
 
@@ -51,12 +51,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the sections are about.
+    """The subject of the sections.
 
     Attributes:
         groups: The runs.
         metric: The evaluation metric.
-        minimise: Whether less of it is better.
+        minimise: Whether lower values are better.
     """
 
     groups: Sequence[Group]
@@ -70,7 +70,7 @@ class Contents:
 
     @property
     def rows(self) -> int:
-        """Lines that a legend takes where it has one column."""
+        """Number of lines of a legend with one column."""
         return len(self.groups)
 
 
@@ -87,9 +87,9 @@ def pareto_section(contents: Contents) -> Section:
         return Section(title, remark=SWITCH_ON["bytes"])
     with_clients = any(clients_at_end(run, contents.metric) for run in contents.runs)
     lead = (
-        "Every run at its last evaluation: small marks are runs, large marks the means of repetitions with their "
-        "standard deviations. The dashed line joins what no other group beats in both respects."
-        + (" Below, from the low to the high end of each group's clients." if with_clients else "")
+        "Every run at its last evaluation: small marks are runs, large marks are means of repetitions with their "
+        "standard deviations. The dashed line joins the groups that no other group beats in both respects."
+        + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
     height = 6.4 if with_clients else 4.2
     draw = partial(figures.pareto, groups=contents.groups, metric=contents.metric, minimise=contents.minimise)
@@ -98,7 +98,7 @@ def pareto_section(contents: Contents) -> Section:
 
 
 def curves_section(contents: Contents) -> Section:
-    """The metric over the run."""
+    """The metric over the course of the run."""
     title = f"{contents.metric} over rounds and over megabytes"
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
     draw = partial(figures.curves, groups=contents.groups, metric=contents.metric)
@@ -107,7 +107,7 @@ def curves_section(contents: Contents) -> Section:
 
 
 def fairness_section(contents: Contents) -> Section:
-    """How far clients are apart, over rounds."""
+    """How much clients differ, over rounds."""
     found = {run.name: client_statistics(run, contents.metric) for run in contents.runs}
     if not any(spread(statistics) for _, statistics in found.values()):
         return Section("Fairness", remark=SWITCH_ON["clients"])
@@ -129,7 +129,7 @@ def coverage_section(contents: Contents) -> Section:
     """Shares of singular terms that were trained."""
     if not any({VISITED, EXPECTED_COVERAGE} & run.names for run in contents.runs):
         return Section("Coverage", remark=SWITCH_ON["coverage"])
-    lead = "Share of all singular terms that at least one client of the round held; dotted, what was expected."
+    lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
     draw = partial(figures.coverage, groups=contents.groups)
     picture = _picture(contents, "coverage", "Share of terms held, over rounds.", draw, Size(3.4, 3.0))
     return Section("Coverage", lead, picture)
@@ -141,7 +141,7 @@ def bits_section(contents: Contents) -> Section:
     panels = sum(any(curve(run, name) for run in contents.runs) for name in names)
     if not panels:
         return Section("Bits", remark=SWITCH_ON["bits"])
-    lead = "Of Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
+    lead = "Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
     draw = partial(figures.bits, groups=contents.groups, metric=contents.metric)
     size = Size(0.4 + 2.4 * -(-panels // 3), 0.4 + 2.3 * panels)
     return Section("Bits", lead, _picture(contents, "bits", "How far bits are decided, over rounds.", draw, size))
@@ -158,7 +158,7 @@ def seconds_section(contents: Contents) -> Section:
     draw = partial(figures.seconds, groups=contents.groups)
     return Section(
         "Where the time went",
-        "Mean wall-clock seconds of a round, by stage; evaluation is not in it.",
+        "Mean wall-clock seconds of a round, by stage, without evaluation.",
         _picture(contents, "seconds", "Seconds of a round by stage.", draw, Size(height, height + 1.2), legend=False),
         (("Seconds per round", Table(("group", *stages), rows)),),
     )
@@ -173,7 +173,7 @@ def spectra_section(contents: Contents) -> Section:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
     left_out = len(shown) - MAX_HEAT_MAPS
     more = f" {left_out} more are not shown." if left_out > 0 else ""
-    lead = f"Of each layer in the first run of each group, as shares of the layer's largest in all rounds.{more}"
+    lead = f"For each layer in the first run of each group, as shares of the layer's largest in all rounds.{more}"
     draw = partial(figures.heat_maps, shown=shown[:MAX_HEAT_MAPS])
     panels = min(len(shown), MAX_HEAT_MAPS)
     size = Size(0.8 + 3.0 * -(-panels // 3), 0.8 + 2.8 * panels)
@@ -181,7 +181,7 @@ def spectra_section(contents: Contents) -> Section:
 
 
 def clients_section(contents: Contents) -> Section:
-    """What is known of single clients at the end."""
+    """The last known values of single clients."""
     tables = [(run, model, *found) for run in contents.runs for model, found in client_tables(run).items()]
     if not tables:
         return Section("Clients", remark=SWITCH_ON["table"])
@@ -210,7 +210,7 @@ def _runs_table(contents: Contents) -> Table:
 
 
 def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
-    """A picture with room for the legend above it."""
+    """Make a picture with room for the legend above it."""
     lines = contents.rows if legend else 0
     return Picture(name, description, draw, Size(size.wide + 0.2 * -(-lines // 3), size.narrow + 0.2 * lines))
 

@@ -1,4 +1,4 @@
-"""In which settings runs differ, and how to say so in few words."""
+"""Finds the settings in which runs differ, and describes them in few words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ABSENT = "—"
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """All settings as ``outer/inner``, each with its value as text.
 
-    Objects that are written as their ``repr`` are opened, too, so that runs can differ in one argument.
+    Objects that are written as their ``repr`` are taken apart too, so that runs can differ in one argument.
 
     Example:
         >>> flat_settings({"seed": 1, "federation": {"algorithm": "Sharding(TopN(), keep_ratio=0.2)"}})
@@ -62,8 +62,8 @@ def _flat_node(name: str, node: ast.expr) -> Iterator[tuple[str, str]]:
 def differing(all_settings: Sequence[Settings]) -> list[str]:
     """The settings in which experiments differ, in order, apart from those of repetitions such as seeds.
 
-    A setting that only some have counts if no outer one says why: the arguments of a class that others do not use are
-    no difference of their own.
+    A setting that only some runs have counts unless an outer setting explains it: the arguments of a class that others
+    do not use are not a difference of their own.
 
     Example:
         >>> a = {"algorithm": "FedAvg", "seed": "0"}
@@ -81,12 +81,12 @@ def differing(all_settings: Sequence[Settings]) -> list[str]:
 
 
 def _names(all_settings: Iterable[Settings]) -> list[str]:
-    """All names, an outer one before those in it."""
+    """All names, each outer one before those inside it."""
     return sorted({name for settings in all_settings for name in settings}, key=lambda name: name.split("/"))
 
 
 def label(settings: Settings, names: Sequence[str]) -> str:
-    """What distinguishes a run: its values of some settings. A class goes without saying if its strategy is named.
+    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is named.
 
     Example:
         >>> label({"a": "Sharding", "a/strategy": "TopN", "a/keep_ratio": "0.2"}, ["a", "a/strategy", "a/keep_ratio"])

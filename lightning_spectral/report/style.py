@@ -1,11 +1,11 @@
-"""One look for all figures: colours that colour-blind readers can tell apart, and markers that say the same."""
+"""One look for all figures: colours that colour-blind readers can tell apart, and markers that match them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Okabe and Ito's colours, without black, which is the text's, and yellow, which is hard to see on white.
+# Okabe and Ito's colours, without black, which is used for text, and yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: 42 groups look different
 WIDTHS = (2.6, 2.0, 1.5, 1.1)
@@ -15,7 +15,7 @@ FONT_POINTS = 9.0
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of what is not data.
+    """Colours of everything but the data.
 
     Attributes:
         ink: Text and axes.
@@ -32,7 +32,7 @@ PRINTED = Theme(ink="#1a1a1a", grid="#d5d5d5", paper="#ffffff")
 
 
 class Look(NamedTuple):
-    """How one group is drawn everywhere."""
+    """The look of one group in all figures."""
 
     colour: str
     marker: str
@@ -43,7 +43,7 @@ BASELINE = Look(PRINTED.ink, "*", 1.6)  # what others are compared with
 
 
 def look(index: int) -> Look:
-    """Colour, marker and width of the lines of the group at a position; thinner ones are drawn on top of wider ones."""
+    """Colour, marker and line width of the group at a position; thinner lines are drawn on top of wider ones."""
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])
 
 
@@ -68,6 +68,6 @@ def settings(theme: Theme) -> Any:
         "text.color": theme.ink,
         "xtick.color": theme.ink,
         "ytick.color": theme.ink,
-        "svg.fonttype": "none",  # text stays text: it can be searched, and takes the reader's fonts
+        "svg.fonttype": "none",  # text stays text: it can be searched, and uses the reader's fonts
         "svg.hashsalt": "report",  # the same runs make the same file
     }

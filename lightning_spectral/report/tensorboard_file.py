@@ -1,4 +1,4 @@
-"""Reads the event files of TensorBoard by TensorBoard's own reader, with what `RoundDashboard` shows in them."""
+"""Reads TensorBoard event files with TensorBoard's own reader, including the records of `RoundDashboard`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LAST_OF_ROW = "epoch"  # Lightning writes the numbers of a row one by one, and t
 
 
 def read_tensorboard(path: Path) -> Run:
-    """Read one event file, up to its last whole record, and the settings in the ``hparams.yaml`` beside it.
+    """Read one event file, up to its last whole record, and the settings in the ``hparams.yaml`` next to it.
 
-    All event files of a folder are parts of one run. Numbers have the precision of float32 in them.
+    All event files of a folder are parts of one run. Their numbers have float32 precision.
 
     Raises:
         ReportError: If TensorBoard is not installed, or if the file has no round.
@@ -40,13 +40,13 @@ def _events(path: Path) -> Iterable[Any]:
 
 
 def _entries(events: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """What was logged at once: rows of numbers, put together again, and each table or histogram by itself."""
+    """Entries that were logged together: reassembled rows of numbers, and each table or histogram on its own."""
     row: dict[str, float] = {}
     row_step = 0
     for event in events:
         for value in event.summary.value:
             kind = value.metadata.plugin_data.plugin_name
-            if kind == "scalars" and not value.tag.startswith(OVER_BYTES):  # these have bytes for a step
+            if kind == "scalars" and not value.tag.startswith(OVER_BYTES):  # whose step is a number of bytes
                 if row and (event.step != row_step or LAST_OF_ROW in row):
                     yield row
                     row = {}
@@ -63,7 +63,7 @@ def _array(value: Any) -> Any:
 
 
 def _media(kind: str, value: Any) -> Histogram | Table | None:
-    """A histogram, or a text that is a table; anything else is none of ours."""
+    """A histogram, or a text that is a table; anything else was not logged by this package."""
     if kind == "histograms":
         left, right, counts = _array(value).T.tolist()
         return Histogram((*left[:1], *right), tuple(counts))
@@ -71,7 +71,7 @@ def _media(kind: str, value: Any) -> Histogram | Table | None:
 
 
 def _table(text: str) -> Table | None:
-    r"""A table in Markdown; ``None`` if the text is none.
+    r"""Parse a table in Markdown; ``None`` if the text is not a table.
 
     Example:
         >>> _table("| client | loss |\n| --- | --- |\n| 3 | 0.5 |\n| 4 |  |")

@@ -1,7 +1,7 @@
 """Reads the ``.wandb`` file of an offline run of Weights & Biases.
 
-wandb has no reader of its own for these files. They are logs as LevelDB writes them, in blocks of 32 KiB: each piece of
-a record has its checksum, length and type before it. A record is a message of wandb's own protocol.
+wandb has no reader of its own for these files. They are logs in LevelDB's format, in blocks of 32 KiB: each piece of a
+record is preceded by its checksum, length and type. A record is a message of wandb's own protocol.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 def read_wandb(path: Path) -> Run:
     """Read an offline run.
 
-    The whole records at the beginning of a file are read if its end is missing, as in a run that was killed.
+    If the end of a file is missing, as for a run that was killed, its whole records up to there are read.
 
     Args:
-        path: The ``.wandb`` file. Tables are looked for in the folder ``files`` beside it.
+        path: The ``.wandb`` file. Tables are looked up in the folder ``files`` next to it.
 
     Raises:
         ReportError: If wandb is not installed, if the file was not written by it, or if it has no round.
@@ -63,7 +63,7 @@ def whole_records(content: bytes) -> Iterator[bytes]:
     """The records of a log up to its end, or up to the first one that is not whole.
 
     Args:
-        content: The file, its header of 7 bytes included.
+        content: The file, including its header of 7 bytes.
     """
     start, pieces = len(FILE_HEADER), b""
     while start + PIECE.size <= len(content):
@@ -92,7 +92,7 @@ def _messages(path: Path, content: bytes) -> Iterator[Any]:
 
 
 def _entry(history: Any, files: Path) -> dict[str, Any]:
-    """What was logged at once, with tables and histograms; ``None`` for a table whose file is gone."""
+    """Values that were logged together, with tables and histograms; ``None`` for a table whose file is missing."""
     nested: dict[str, Any] = {}
     for item in history.item:
         *outer, name = item.nested_key or [item.key]
@@ -110,11 +110,11 @@ def _flat(name: str, value: Any, files: Path) -> Iterator[tuple[str, Any]]:
         yield name, _media(value, files)
     else:
         for key, inner in value.items():
-            yield from _flat(f"{name}.{key}" if name else key, inner, files)  # as wandb itself shows what is nested
+            yield from _flat(f"{name}.{key}" if name else key, inner, files)  # as wandb itself shows nested values
 
 
 def _media(value: Mapping[str, Any], files: Path) -> Table | Histogram | str | None:
-    """A table or a histogram; the name of its type if it is anything else; ``None`` for a table without its file."""
+    """A table or histogram; for anything else, the name of its type; ``None`` for a table whose file is missing."""
     if value["_type"] == "histogram" and "bins" in value:
         return Histogram(tuple(value["bins"]), tuple(value["values"]))
     if value["_type"] != "table-file":

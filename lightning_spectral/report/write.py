@@ -29,12 +29,12 @@ def write_report(
 
     Args:
         runs: Files of runs, or folders of them. Parts of a run that was resumed are joined.
-        output: The HTML file to write; folders that it needs are made.
+        output: The HTML file to write; missing folders are created.
         metric: The evaluation metric; by default the most telling one that all runs have.
-        mode: ``"min"`` or ``"max"``: whether less or more of it is better; by default its name decides.
-        group_by: Settings by which runs are grouped; by default all in which they differ, but for seeds.
-        png: A folder for each figure as a PNG file; none are written by default.
-        title: Of the page.
+        mode: ``"min"`` or ``"max"``: whether lower or higher values are better; by default its name decides.
+        group_by: Settings by which runs are grouped; by default all in which they differ, except seeds.
+        png: A folder to which each figure is written as a PNG file; none are written by default.
+        title: Title of the page.
 
     Returns:
         The files that were written.
@@ -61,7 +61,7 @@ def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
 
 
 def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
-    """How runs were grouped, in a sentence."""
+    """A sentence on how runs were grouped."""
     sizes = sorted({len(group.runs) for group in groups})
     repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
     differ = f", which differ in {', '.join(f'`{name}`' for name in names)}" if names and len(groups) > 1 else ""
@@ -77,7 +77,7 @@ def _noted(run: Run) -> str:
 
 
 def _settings_section(runs: Sequence[Run]) -> Section:
-    """What all runs have in common, so that a page says how it came about."""
+    """The settings that all runs have in common, so that a page documents its origin."""
     settings = [flat_settings(run.config) for run in runs]
     same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
     if not same:

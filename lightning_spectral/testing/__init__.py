@@ -1,4 +1,4 @@
-"""Contract tests for your own methods; they raise ``AssertionError`` if a rule is broken."""
+"""Contract tests for your own methods, which raise ``AssertionError`` if a rule is broken."""
 
 from lightning_spectral.testing.channels import check_channel_choice
 from lightning_spectral.testing.designs import check_design

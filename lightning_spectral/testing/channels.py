@@ -10,11 +10,11 @@ ROUNDS = (0, 1, 5, 1000)
 
 
 def check_channel_choice(channels: ChannelChoice) -> None:
-    """Check that a choice keeps the contract of :class:`~lightning_spectral.ChannelChoice`.
+    """Check that a choice of channels satisfies the contract of :class:`~lightning_spectral.ChannelChoice`.
 
-    Tries groups of one channel to 64, few and all of them kept, in several rounds. Checks number, type and device of
-    the indices, that they are distinct channels of the group, that they depend on nothing but the arguments, and that
-    nothing is drawn from torch's global generator.
+    This tries groups of 1 to 64 channels, of which few or all are kept, in several rounds. It checks the number, type
+    and device of the indices, that they are distinct channels of the group, that they depend only on the arguments, and
+    that nothing is drawn from torch's global generator.
 
     Args:
         channels: The choice.

@@ -24,16 +24,17 @@ def _cases() -> dict[str, Tensor]:
 
 
 def check_design(design: Design, *, num_samples: int = 4000) -> None:
-    """Check that a design keeps the contract of :class:`~lightning_spectral.designs.Design`.
+    """Check that a design satisfies the contract of :class:`~lightning_spectral.designs.Design`.
 
-    Checks exact size, sorted and distinct terms, certain terms always and impossible ones never drawn, the frequencies
-    of terms within five standard deviations of their inclusion probabilities, independent rows, the same draw from the
-    same generator state and a different one from a different state, ``sample`` equal to ``fit`` and ``draw``,
-    ``fit_all`` equal to ``fit``, and errors for bad input.
+    This checks that draws have the exact size, and terms are sorted and distinct; that certain terms are always drawn
+    and impossible ones never; that the frequencies of terms are within five standard deviations of their inclusion
+    probabilities; that rows are independent; that the same generator state gives the same draw and a different state a
+    different one; that ``sample`` equals ``fit`` and ``draw``, and ``fit_all`` equals ``fit``; and that bad input
+    raises errors.
 
     Args:
         design: The design. It must accept any inclusion probabilities.
-        num_samples: Number of draws of each case; more draws reveal smaller deviations.
+        num_samples: Number of draws in each case; more draws reveal smaller deviations.
 
     Raises:
         AssertionError: With the rule, the case and the values, at the first broken rule.

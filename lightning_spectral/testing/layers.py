@@ -20,9 +20,10 @@ TOLERANCE = 1e-10  # rounding of a decomposition in float64
 def check_sharded_layer(layer_type: type[ShardedLayer], dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
     """Check that a sharded layer is equivalent to a dense one, in training mode and in evaluation mode.
 
-    With all terms it computes the same outputs, input gradients and bias gradients, and the gradients of the factors
-    follow from the dense weight's by the chain rule. With some terms it is the truncated singular value decomposition
-    of every block. Loading other terms changes the values of the parameters, never the parameter objects.
+    With all terms, it must compute the same outputs, input gradients and bias gradients, and the gradients of the
+    factors must follow from that of the dense weight by the chain rule. With some terms, it must be the truncated
+    singular value decomposition of every block. Loading other terms must change the values of the parameters, never the
+    parameter objects.
 
     Args:
         layer_type: The sharded class.
@@ -31,7 +32,7 @@ def check_sharded_layer(layer_type: type[ShardedLayer], dense: nn.Module, *input
         num_parts: Number of layers that a packed linear layer combines.
 
     Raises:
-        AssertionError: If a promise is broken; the message names it.
+        AssertionError: If a rule is broken; the message names it.
 
     Example:
         >>> from lightning_spectral.nn import SpectralShardedLinear

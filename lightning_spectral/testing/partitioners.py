@@ -16,11 +16,12 @@ _SEEDS = range(8)
 
 
 def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tensor | None = None) -> None:
-    """Check that a partitioner keeps its promises on one data set.
+    """Check that a partitioner satisfies its contract on one data set.
 
-    Checks that no client is empty, every example is used at most once and indices are in range; that the same generator
-    gives the same split, and other seeds another one unless the partitioner draws nothing or has one client; that the
-    global generators and the labels are left unchanged; and that labels are required if and only if they are needed.
+    This checks that no client is empty, every example is used at most once and indices are in range; that the same
+    generator gives the same split, and other seeds give another one unless the partitioner draws nothing or has one
+    client; that the global generators and the labels are left unchanged; and that labels are required if and only if
+    they are needed.
 
     Args:
         partitioner: The partitioner.
@@ -29,7 +30,7 @@ def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tenso
             needed.
 
     Raises:
-        AssertionError: If a promise is broken; the message names it, and the seed if it depends on one.
+        AssertionError: If a rule is broken; the message names it, and the seed if it depends on one.
 
     Example:
         >>> from lightning_spectral.partition import IIDPartitioner
@@ -73,7 +74,7 @@ def _check_partition(partitioner: Partitioner, partition: Partition, num_example
 
 
 def _check_labels_use(partitioner: Partitioner, num_examples: int, labels: Tensor | None, expected: Partition) -> None:
-    """Check that ``needs_labels`` is true exactly if the split uses the labels."""
+    """Check that ``needs_labels`` is true if and only if the split uses the labels."""
     try:
         without = _split(partitioner, num_examples, None, _SEEDS[0])
     except ValueError:

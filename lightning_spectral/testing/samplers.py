@@ -20,12 +20,13 @@ def _populations() -> Iterator[tuple[str, Population]]:
 
 
 def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
-    """Check that a sampler keeps the contract of :class:`~lightning_spectral.participation.Sampler`.
+    """Check that a sampler satisfies the contract of :class:`~lightning_spectral.participation.Sampler`.
 
-    Tries populations with one model and several, with gaps, and with one processor or several. Checks that
-    probabilities are in [0, 1], that those of a processor sum to at most one and all together to ``active``, or to the
-    number of processors if that is less; that nobody is asked to train what it cannot; that a draw is a pure function
-    of its arguments; and that coefficients are unbiased: over a cycle of rounds the mean of their sums is one.
+    This tries populations with one model or several, with gaps, and with one processor or several. It checks that
+    probabilities are in [0, 1]; that those of a processor sum to at most one, and all of them to ``active``, or to the
+    number of processors if that is less; that no client is asked to train a model that it cannot train; that a draw is
+    a pure function of its arguments; and that coefficients are unbiased: over a cycle of rounds, the mean of their sums
+    is one.
 
     Args:
         sampler: The sampler.
@@ -49,7 +50,7 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
 
 
 def _figures(population: Population) -> Tensor:
-    """Positive figures, one of which is not known."""
+    """Positive figures, one of which is unknown."""
     shape = population.num_examples.shape
     figures = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
     figures[0, 0] = math.nan

@@ -28,12 +28,12 @@ def _spectra() -> dict[str, Tensor]:
 
 
 def check_strategy(strategy: ShardingStrategy, *, num_samples: int = 4000) -> None:
-    """Check that a strategy keeps the contract of :class:`~lightning_spectral.sharding.ShardingStrategy`.
+    """Check that a strategy satisfies the contract of :class:`~lightning_spectral.sharding.ShardingStrategy`.
 
-    Tries spectra with slow and steep decay, ties, gaps, zeros and rank deficiency, several sample sizes and
-    cohorts. Checks shapes and types, the range and sum of the probabilities, finite positive multipliers, that the
-    order and unit of the singular values do not matter, that all results are one for n = N, and that the strategy's own
-    design draws with these probabilities.
+    This tries spectra with slow and steep decay, ties, gaps, zeros and rank deficiency, and several sample sizes and
+    cohorts. It checks shapes and types, the range and sum of the probabilities, that multipliers are finite and
+    positive, that the order and unit of the singular values do not matter, that all results are one for n = N, and that
+    the strategy's own design draws with these probabilities.
 
     Args:
         strategy: The strategy.

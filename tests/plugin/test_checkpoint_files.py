@@ -140,7 +140,7 @@ class TestFinding:
         damaged = bytearray((saved / "two.ckpt").read_bytes())
         damaged[damaged.index(CONTENT["weights"].numpy().tobytes()) + 2000] ^= 1  # type: ignore[attr-defined]
         (saved / "two.ckpt").write_bytes(damaged)
-        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot .* the checksum of archive/data/0 is another"):
+        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot .* the checksum of .*/data/0 does not match"):
             assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
 
     def test_nothing_is_found_where_nothing_is(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks: the boundaries of a round, and what observes rounds."""
+"""Callbacks: the boundaries of a round, and observers of rounds."""
 
 from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
 from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation

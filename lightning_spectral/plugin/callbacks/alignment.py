@@ -26,14 +26,14 @@ from lightning_spectral.server.turn import play
 class UpdateAlignment(RoundCallback):
     """Logs ``fl/fedavg_alignment``: the cosine between the server's update and that of a FedAvg round.
 
-    The same clients train the whole model from the same weights on the same batches; their mean is compared with what
-    the algorithm of the run did, and discarded. It costs one extra dense round each time, so use it rarely.
+    The same clients train the whole model from the same weights on the same batches. Their mean update is compared with
+    that of the run's algorithm, then discarded. Each comparison costs one extra dense round, so use it sparingly.
 
     Args:
         every_n_rounds: Compare in rounds 0, n, 2n, ...
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``every_n_rounds`` is below 1.
 
     Reference:
@@ -54,7 +54,7 @@ class UpdateAlignment(RoundCallback):
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
-        """Train the same clients densely from there, and compare."""
+        """Train the same clients densely from these weights, and compare."""
         sizes = {client.unit: client.num_examples for client in summary.clients if not client.left_out}
         before, options = self._begun.pop(pl_module.name, ({}, []))
         if not before or not sizes:

@@ -1,4 +1,4 @@
-"""Estimates BatchNorm's averages of the server's model anew, over the training data."""
+"""Re-estimates the BatchNorm averages of the server's model over the training data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Estimated(Trained, Protocol):
-    """What an estimation needs from a model."""
+    """The interface of a model for an estimation."""
 
     @property
     def data(self) -> FederatedDataModule:
@@ -39,7 +39,7 @@ class Estimated(Trained, Protocol):
 
 
 class Federation(Host, Protocol):
-    """What an estimation needs from the module that is fitted."""
+    """The interface of the fitted module for an estimation."""
 
     @property
     def members(self) -> Mapping[str, Trained]:
@@ -47,35 +47,35 @@ class Federation(Host, Protocol):
 
 
 class BatchNormEstimation(RoundCallback):
-    """Sets BatchNorm's averages of the server's model to those of its own activations on all training data.
+    """Sets the BatchNorm averages of the server's model to those of its own activations on all training data.
 
-    It acts when the server has made its step, before anything else sees the round: validation, `ClientEvaluation`
-    and checkpoints have the new averages. A copy of your module runs ``training_step`` without gradients on the
-    training examples of all clients, shuffled anew in every round, in batches as equal as possible of at most
-    ``FederatedDataModule(eval_batch_size=...)``. What the step logs is dropped. Each layer gets the mean over batches
-    of a batch's mean, and of its unbiased variance, as `torch.optim.swa_utils.update_bn` makes them. Layers in eval
-    mode, whose averages clients do not learn either, and those that ``training_step`` does not call keep theirs.
+    It acts after the server's step, before anything else sees the round, so validation, `ClientEvaluation` and
+    checkpoints use the new averages. A copy of your module runs ``training_step`` without gradients on the training
+    examples of all clients, reshuffled in every round, in nearly equal batches of at most
+    ``FederatedDataModule(eval_batch_size=...)``. What the step logs is discarded. Each layer gets the mean over batches
+    of the batch mean and of the unbiased batch variance, as with `torch.optim.swa_utils.update_bn`. Layers in eval
+    mode, whose averages clients do not learn either, and layers that ``training_step`` does not call keep theirs.
 
-    So the clients' averages are not needed: with ``keep_buffers=["*.running_*"]`` of the algorithm they do not travel
-    up. What travels down is not used, since training goes by the statistics of the batch.
+    The clients' averages are therefore not needed: with the algorithm's ``keep_buffers=["*.running_*"]`` they are not
+    uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
 
-    Dropout acts, as it does while clients train. The global random generators stay as they are. Of several processes
-    one estimates, and all get the same bits.
+    Dropout is active, as it is while clients train. The global random generators are left unchanged. With several
+    processes, one estimates and all get the same bits.
 
     Args:
-        every_n_rounds: Estimate after rounds n - 1, 2n - 1, ..., from 0, and after the last: those after which
-            ``Trainer(check_val_every_n_epoch=n)`` validates.
-        max_batches: Use no more than this number of batches; ``None`` for all.
+        every_n_rounds: Estimate after rounds n - 1, 2n - 1, ..., counted from 0, after which
+            ``Trainer(check_val_every_n_epoch=n)`` validates, and after the last round.
+        max_batches: Largest number of batches to use; ``None`` for all.
 
     Raises:
-        TypeError: If a number is of another type; when it is set up, if the module is not federated.
-        ValueError: If a number is below 1; when it is set up, if no model has a BatchNorm layer with averages, or one
-            that has optimises manually, since its ``training_step`` cannot run without taking steps; or if with
-            ``averages_per_width`` no client has the whole width, whose averages are estimated.
+        TypeError: If a number has the wrong type; at set-up, if the module is not federated.
+        ValueError: If a number is below 1; at set-up, if no model has a BatchNorm layer with averages, if a model that
+            has one optimises manually, since its ``training_step`` cannot run without taking steps, or if, with
+            ``averages_per_width``, no client has the whole width, whose averages are estimated.
 
     Note:
-        The server of a real federation does not have this data: HeteroFL, which evaluates so, reads it all the same.
-        A round costs one forward pass over all of it, about a third of a local epoch of all clients.
+        The server of a real federation does not have this data; HeteroFL, which evaluates in this way, reads it
+        nevertheless. A round costs one forward pass over all of it, about a third of a local epoch of all clients.
 
     Reference:
         Diao et al. (2021), HeteroFL, section 3: static batch normalization.
@@ -129,7 +129,7 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
     if not found:
         raise ValueError(
             "BatchNormEstimation finds no BatchNorm layer with averages, which `track_running_stats=False` and "
-            "`use_batch_statistics` take away; leave the callback out."
+            "`use_batch_statistics` remove; leave the callback out."
         )
     if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
         raise ValueError(
@@ -139,7 +139,7 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
 
 
 def check_averaged_width(algorithm: Algorithm[Any]) -> None:
-    """Raise ``ValueError`` if the module's averages are those of a narrower model than the whole, which is estimated.
+    """Raise ``ValueError`` if the module's averages are those of a narrower model: the whole model's are estimated.
 
     Example:
         >>> check_averaged_width(WidthSharding(keep_ratio=0.5, step_widths=[0.25, 0.5], averages_per_width=True))
@@ -178,7 +178,7 @@ def estimated(
         trainer: The Trainer of the run.
         model: The model.
         round_idx: The round, from 0; with the run's seed, it determines the order of the data.
-        max_batches: Use no more than this number of batches.
+        max_batches: Largest number of batches to use.
 
     Raises:
         RoundError: If ``training_step`` fails.
@@ -195,7 +195,7 @@ def estimated(
     batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
     seed = derived_seed(model.seed, PURPOSE, round_idx)
     try:
-        with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw
+        with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw random numbers
             _run_steps(copied, trainer, batches)
     except Exception as error:
         raise RoundError(f"Round {round_idx}, BatchNorm estimation: {type(error).__name__}: {error}") from error
@@ -205,7 +205,7 @@ def estimated(
 
 
 def _run_steps(module: pl.LightningModule, trainer: pl.Trainer, batches: Iterable[Any]) -> None:
-    """Run ``training_step`` on one batch after another, where and in the precision in which the Trainer runs."""
+    """Run ``training_step`` on one batch after another, on the Trainer's device and in its precision."""
     user = UserStep(module, defines)
     for batch_idx, batch in enumerate(batches):
         batch = as_in_a_step(batch, module, trainer)

@@ -10,10 +10,10 @@ from lightning_spectral.server.turn import Turn
 
 
 class SVDRefresh(pl.Callback):
-    """Opens a round at its start: prepares it for its cohort from the server's weights.
+    """Opens a round: prepares it for its cohort from the server's weights.
 
     For spectral sharding this factorises every sharded layer and computes inclusion probabilities, multipliers and
-    the fitted design of each keep ratio. `FederatedModule` installs it; an instance of your own replaces that one.
+    the fitted design of each keep ratio. `FederatedModule` installs it; an instance of your own replaces it.
     """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Host) -> None:  # type: ignore[override]
@@ -32,11 +32,11 @@ class SubmodelSampling(pl.Callback):
 
 
 class Aggregation(RoundCallback):
-    """Adds each client's update to the running sums after it trained, and steps the server after the last one.
+    """Adds each client's update to the running sums after its training, and steps the server after the last client.
 
-    This happens inside Lightning's training step, where an optimizer's step is counted: ``global_step`` is the number
-    of finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. It acts
-    after all other round callbacks, wherever it stands in the Trainer's list.
+    This happens inside Lightning's training step, where optimizer steps are counted: ``global_step`` is the number of
+    finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. It acts after
+    all other round callbacks, whatever its position in the Trainer's list.
     """
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]

@@ -29,7 +29,7 @@ from lightning_spectral.server.scheduling import deal
 
 
 class Evaluated(Trained, Protocol):
-    """What an evaluation needs from a model."""
+    """The interface of a model for an evaluation."""
 
     @property
     def data(self) -> FederatedDataModule:
@@ -37,7 +37,7 @@ class Evaluated(Trained, Protocol):
 
 
 class Federation(Host, Protocol):
-    """What an evaluation needs from the module that is fitted."""
+    """The interface of the fitted module for an evaluation."""
 
     @property
     def members(self) -> Mapping[str, Trained]:
@@ -50,26 +50,27 @@ class Federation(Host, Protocol):
 class ClientEvaluation(RoundCallback):
     """Evaluates the server's model on each client's held-out examples, and logs how evenly it serves the clients.
 
-    The examples are those of ``FederatedDataModule(..., client_val_fraction=0.1)``, on which nobody trains. On those of
-    one client after another it runs your ``validation_step``, in eval mode, on a copy of your module with its metrics
-    reset; no other hook but those that move batches. For each metric M that the step logs, and that Lightning averages
-    over examples or computes, it logs ``fl/clients/M/mean`` and the other figures of `ClientTable.figures`.
+    The examples are those held out by ``FederatedDataModule(..., client_val_fraction=0.1)``, on which no client trains.
+    For one client after another, it runs your ``validation_step`` in eval mode on a copy of your module with its
+    metrics reset. No other hooks run, except those that move batches. For each metric M that the step logs, and that
+    Lightning averages over examples or computes, it logs ``fl/clients/M/mean`` and the other figures of
+    `ClientTable.figures`.
 
-    The global random generators stay as they are, and so does the run. Several processes share the clients.
+    The global random generators and the run itself are not affected. Several processes share the clients.
 
     Args:
         every_n_rounds: Evaluate after rounds 0, n, 2n, ... and after the last.
-        clients: Whom to evaluate: ``"all"``, ``"participants"`` (those in the round's average), or a number of clients
-            that are drawn anew each time.
+        clients: Clients to evaluate: ``"all"``, ``"participants"`` (those in the round's average), or a number of
+            clients, drawn anew each time.
 
     Attributes:
-        tables: The last `ClientTable` of each model by its name; that of a single model is ``tables[""]``, or `table`.
-            Part of the checkpoint.
+        tables: The last `ClientTable` of each model, by name; that of a single model is ``tables[""]``, or `table`.
+            They are part of the checkpoint.
 
     Raises:
-        ValueError: If a number is below 1, or ``clients`` is another word; when it is set up, if no example is held
-            out, or there is no ``validation_step``.
-        TypeError: When it is set up, if the module is not federated.
+        ValueError: If a number is below 1, or ``clients`` is any other word; at set-up, if no examples are held out, or
+            there is no ``validation_step``.
+        TypeError: At set-up, if the module is not federated.
 
     Example:
         >>> evaluation = ClientEvaluation(every_n_rounds=10, clients=100)  # Trainer(callbacks=[evaluation])
@@ -89,7 +90,7 @@ class ClientEvaluation(RoundCallback):
         return self.tables.get("")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Check that there is something to evaluate on, and with."""
+        """Check that there are examples to evaluate on, and a step to evaluate with."""
         if stage != "fit":
             return
         if not is_host(pl_module):
@@ -128,7 +129,7 @@ class ClientEvaluation(RoundCallback):
         return {name: table.column(name) for name in table.metrics}
 
     def _chosen(self, pl_module: Evaluated, summary: RoundSummary) -> list[int]:
-        """Ids of those to be evaluated, ascending; a client without held-out examples cannot be."""
+        """Ids of the clients to evaluate, ascending; those without held-out examples cannot be evaluated."""
         held_out = pl_module.data.held_out.sizes > 0
         if self.clients == "participants":
             return sorted(client.client_id for client in summary.averaged if held_out[client.client_id])
@@ -179,10 +180,10 @@ def evaluate_clients(
         trainer: The Trainer of the run.
         model: The model.
         round_idx: The round, from 0.
-        client_ids: Whom to evaluate.
+        client_ids: Clients to evaluate.
 
     Returns:
-        One row for each client, in the same order, the same in all processes.
+        One row for each client, in the order of ``client_ids``; the same rows in all processes.
 
     Raises:
         ClientError: If an evaluation fails.
@@ -219,7 +220,7 @@ def _evaluated(
     seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
     copied.start()
     try:
-        with isolated_rng(seed, [device]):  # a step may draw
+        with isolated_rng(seed, [device]):  # a step may draw random numbers
             for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
                 copied.step(as_in_a_step(batch, copied.module, trainer), batch_idx)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What an evaluation on clients found: one row for each of them, and how evenly they are served."""
+"""Results of an evaluation on clients: one row for each client, and how evenly the clients are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClientRow:
     Attributes:
         client_id: The client, from 0.
         num_examples: Number of its held-out examples.
-        metrics: What ``validation_step`` logged on them, by name.
+        metrics: The values that ``validation_step`` logged on them, by name.
     """
 
     client_id: int
@@ -60,10 +60,10 @@ class ClientTable:
         return {row.client_id: row.metrics[metric] for row in self.rows if metric in row.metrics}
 
     def figures(self) -> dict[str, float]:
-        """How each metric is spread over the clients, as ``<metric>/<figure>``.
+        """The spread of each metric over the clients, as ``<metric>/<figure>``.
 
-        - ``mean``, ``weighted_mean``: each client counts the same; as many times as it has held-out examples.
-        - ``std``: standard deviation over the clients, not weighted. Its square is the variance of q-FFL.
+        - ``mean``, ``weighted_mean``: clients have equal weights; weights are their numbers of held-out examples.
+        - ``std``: unweighted standard deviation over the clients. Its square is the variance of q-FFL.
         - ``lowest_decile``, ``highest_decile``: `decile_means`.
         - ``jain``, ``gini``: `jain_index`, `gini_coefficient`; missing if a value is negative.
         """

@@ -1,4 +1,4 @@
-"""Shows in wandb, TensorBoard and CSV files what a round's numbers do not say."""
+"""Shows in wandb, TensorBoard and CSV files what a round's metrics do not say."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ OVER_BYTES = "over_bytes"
 
 
 class RoundDashboard(RoundCallback):
-    """Shows clients, spectra, draws, and metrics over bytes, in each logger of the Trainer that can hold them.
+    """Shows clients, spectra, draws and metrics over bytes in each of the Trainer's loggers that can hold them.
 
     In every round:
 
-    - ``fl/bytes_total``: bytes of all rounds so far, both ways, as a metric of the Trainer.
-    - ``over_bytes/M`` for ``fl/loss`` and every metric M of validation: M over ``fl/bytes_total``.
+    - ``fl/bytes_total``: bytes of all rounds so far, in both directions, as a metric of the Trainer.
+    - ``over_bytes/M`` for ``fl/loss`` and every validation metric M: M over ``fl/bytes_total``.
 
     Every ``every_n_rounds`` rounds:
 
-    - ``tables/clients``: one row per client, with the columns that other callbacks add by
+    - ``tables/clients``: one row per client, with the columns that other callbacks add through
       `RoundCallback.client_columns`.
     - ``tables/keep_ratios``: one row per keep ratio of the cohort.
-    - With `SpectralSharding` histograms of ``singular_values/<layer>``, ``inclusion_probs/<layer>/<keep ratio>`` and
+    - With `SpectralSharding`, histograms of ``singular_values/<layer>``, ``inclusion_probs/<layer>/<keep ratio>`` and
       ``multipliers/<layer>/<keep ratio>``; ``tables/layers`` with discrepancy, coverage and effective ranks of each
-      layer; and what `SpectralDiagnostics` logs, if that is not there to do it.
-    - With `Zampling` a histogram of ``probs``, the probabilities after the round.
+      layer; and what `SpectralDiagnostics` logs, if that callback does not act itself.
+    - With `Zampling`, a histogram of ``probs``, the probabilities after the round.
 
     A `WandbLogger`, offline or not, gets histograms, tables, and curves with their axis. A ``TensorBoardLogger`` gets
-    histograms, tables as text, and curves whose step is the number of bytes. A ``CSVLogger`` gets a file of each table
-    and one of all histograms in its folder ``dashboard``. Of several models, names begin with the model's, but those of
-    ``fl/bytes_total``, which are the bytes of all, and of ``over_bytes``. The bytes are part of the checkpoint.
+    histograms, tables as text, and curves whose step is the number of bytes. A ``CSVLogger`` gets one file per table
+    and one file of all histograms in its folder ``dashboard``. With several models, names begin with the model's name,
+    except for ``fl/bytes_total``, which counts the bytes of all models, and ``over_bytes``. The bytes are part of the
+    checkpoint.
 
     Args:
         every_n_rounds: Show histograms and tables of rounds 0, n, 2n, ...
@@ -58,7 +59,7 @@ class RoundDashboard(RoundCallback):
     """
 
     def __init__(self, every_n_rounds: int = 10) -> None:
-        self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks it
+        self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks the argument
         self.every_n_rounds = every_n_rounds
         self._bytes: dict[str, int] = {}
         self._opened: dict[str, Any] = {}
@@ -69,13 +70,13 @@ class RoundDashboard(RoundCallback):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rounds so far and of all models, both ways."""
+        """Bytes of all rounds so far and of all models, in both directions."""
         return sum(self._bytes.values())
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the loggers; one process writes."""
         self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
-        self._opened, self._summaries, self._records = {}, [], []  # of a fit that failed
+        self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
 
     def on_round_start(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, opened: Any
@@ -88,7 +89,7 @@ class RoundDashboard(RoundCallback):
                 self._opened[pl_module.name] = opened
 
     def _source(self, trainer: pl.Trainer) -> SpectralDiagnostics:
-        """What computes the figures of the layers in this round: once, even if the user asked for them too."""
+        """The callback that computes the layers' figures in this round: one alone, even if the user has added it."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
@@ -96,7 +97,7 @@ class RoundDashboard(RoundCallback):
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
-        """Count the model's bytes, and note what there is to show."""
+        """Count the model's bytes, and record what there is to show."""
         before = self._bytes.get(summary.model, 0) if summary.round_idx else 0  # another fit begins at round 0
         self._bytes[summary.model] = before + round_bytes(summary)
         if summary.model:
@@ -112,12 +113,12 @@ class RoundDashboard(RoundCallback):
         self._new.mark(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the bytes beside the metrics of validation, so that any logger can plot these over them."""
+        """Log the bytes alongside the validation metrics, so that any logger can plot the metrics over them."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             _log(pl_module, self.total_bytes)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the metrics of validation over the bytes."""
+        """Draw the validation metrics over the bytes."""
         new = self._new.take(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._draw(trainer, {name: value for name, value in new.items() if name not in ("fl/round", BYTES)})
@@ -132,7 +133,7 @@ class RoundDashboard(RoundCallback):
             write(round_idx, records)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the round, whose model is validated by now."""
+        """Show the round, now that its model has been validated."""
         _log(pl_module, self.total_bytes)
         summaries, records = self._summaries, self._records
         self._summaries, self._records = [], []
@@ -154,7 +155,7 @@ class RoundDashboard(RoundCallback):
         return {"bytes": dict(self._bytes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting bytes."""
+        """Restore the bytes of earlier rounds."""
         self._bytes = dict(state_dict["bytes"])
 
 

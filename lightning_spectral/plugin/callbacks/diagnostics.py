@@ -27,24 +27,24 @@ class SpectralDiagnostics(RoundCallback):
     """Logs, averaged over the sharded layers, how well a round's sub-models represent the weights.
 
     - ``fl/discrepancy``: expected squared Frobenius error of the cohort's average over the weight's squared norm.
-    - ``fl/client_error``: that of a single client's sub-model, mean over the clients.
-    - ``fl/expected_coverage``: expected share of terms that a client holds (``fl/terms_visited`` is the realised one).
-    - ``fl/entropy_rank``, ``fl/participation_rank``, ``fl/stable_rank``: effective ranks, each a share of N.
+    - ``fl/client_error``: the same error for a single client's sub-model, averaged over the clients.
+    - ``fl/expected_coverage``: expected share of terms held by some client (``fl/terms_visited`` is the realised one).
+    - ``fl/entropy_rank``, ``fl/participation_rank``, ``fl/stable_rank``: effective ranks, as shares of N.
 
-    To these come the strategy's own `ShardingStrategy.figures`, such as ``fl/effective_cohort`` of `EffectiveCohort`:
-    means over keep ratios, for each layer as ``fl/effective_cohort/<layer>``, and averaged over the layers.
+    It also logs the strategy's own `ShardingStrategy.figures`, such as ``fl/effective_cohort`` of `EffectiveCohort`, as
+    means over keep ratios: for each layer, as ``fl/effective_cohort/<layer>``, and averaged over the layers.
 
-    With an algorithm that shards nothing it logs nothing. The figures are pure functions: see
+    With an algorithm that does not shard layers, it logs nothing. The figures are available as pure functions: see
     `lightning_spectral.functional`.
 
     Args:
         every_n_rounds: Log in rounds 0, n, 2n, ...
 
     Attributes:
-        by_layer: The same figures of each layer in the last round that had any, by model and layer.
+        by_layer: The same figures for each layer in the last round that had any, by model and layer.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``every_n_rounds`` is below 1.
     """
 
@@ -79,7 +79,7 @@ def spectral_figures(
 
     Args:
         opened: The round.
-        by_layer: Its `layer_figures`, if they are known already.
+        by_layer: Its `layer_figures`, if already known.
     """
     by_layer = layer_figures(opened) if by_layer is None else by_layer
     chosen = {name: _chosen_figures(layer) for name, layer in opened.layers.items()}
@@ -100,13 +100,13 @@ def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _chosen_figures(layer: LayerRound) -> dict[str, float]:
-    """What the strategy says of its choices for one layer, mean over keep ratios."""
+    """The strategy's own figures on its choices for one layer, averaged over keep ratios."""
     plans, s = layer.groups.values(), layer.singular_values
     return _means(layer.strategy.figures(s, plan.num_terms, plan.cohort_size) for plan in plans)
 
 
 def _client_error(layer: LayerRound) -> float:
-    """Mean over the clients of all keep ratios."""
+    """Mean error over the clients of all keep ratios."""
     num_clients = {ratio: plan.num_clients for ratio, plan in layer.groups.items()}
     total = sum(error * num_clients[ratio] for ratio, error in layer.client_errors().items())
     return total / sum(num_clients.values())

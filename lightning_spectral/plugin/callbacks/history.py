@@ -17,9 +17,9 @@ from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 
 
 class RoundHistory(RoundCallback):
-    """One row of metrics per round: the round's own (``fl/...``), what clients and callbacks logged, and validation's.
+    """Keeps one row of metrics per round: its own (``fl/...``), those of clients and callbacks, and validation's.
 
-    It is part of the checkpoint, so a resumed run has the rounds before it.
+    It is part of the checkpoint, so a resumed run includes the earlier rounds.
 
     Attributes:
         rows: One dictionary per round, in order.
@@ -31,7 +31,7 @@ class RoundHistory(RoundCallback):
         self._new = NewlyLogged()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Add the row of the round; of several models, each adds its part to it."""
+        """Add the row of the round; with several models, each adds its part to it."""
         own = round_metrics(summary)
         own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
         if not self._belongs_to_last_row(own):
@@ -49,7 +49,7 @@ class RoundHistory(RoundCallback):
         self._new.mark(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note it also where no round precedes: in ``Trainer.validate``."""
+        """Note it here too: in ``Trainer.validate``, no round precedes."""
         if trainer.state.fn != "fit":
             self._new.mark(trainer)
 
@@ -59,7 +59,7 @@ class RoundHistory(RoundCallback):
             self._add_new(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add what other callbacks logged of the round."""
+        """Add what other callbacks logged for the round."""
         self._add_new(trainer)
 
     def _add_new(self, trainer: pl.Trainer) -> None:
@@ -86,12 +86,12 @@ class RoundHistory(RoundCallback):
         figure.savefig(path, dpi=150)
 
     def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
-        """Write the rows into a JSON file, for `load` and for ``python -m lightning_spectral report``.
+        """Write the rows to a JSON file, for `load` and for ``python -m lightning_spectral report``.
 
         Args:
             path: The file; it is overwritten.
-            config: Settings that tell this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. What is not
-                JSON is written as its ``repr``.
+            config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. Values
+                that are not JSON are written as their ``repr``.
         """
         Path(path).write_text(json.dumps({**self.state_dict(), "config": dict(config or {})}, default=repr))
 

@@ -14,19 +14,19 @@ from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 
 
 class LedgerRow(NamedTuple):
-    """What one client's turn cost, and why its update was not used, if so.
+    """The cost of one client's turn, and the reason if its update was not used.
 
     Attributes:
         round_idx: Communication round, from 0.
-        client_id: Which client.
+        client_id: The client, from 0.
         keep_ratio: Share of singular terms it held.
         downlink_bytes: Bytes sent to it.
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
         model: Which model it trained; ``""`` if there is only one.
-        measured: Whether it only measured something for a sampler before the round, and sent one number back.
-        frozen_bytes: Bytes among those sent to it that are of frozen parameters, which it did not have yet.
+        measured: Whether it only measured something for a sampler before the round and sent back one number.
+        frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
     """
 
     round_idx: int
@@ -42,7 +42,7 @@ class LedgerRow(NamedTuple):
 
 
 class CommunicationLedger(RoundCallback):
-    """Counts the tensors that travel: their values, without any framing of a network protocol.
+    """Counts the bytes of the tensors that are sent: their values, without the framing of any network protocol.
 
     It is part of the checkpoint. One row is kept per client and round, so this callback is not installed by default;
     the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
@@ -61,7 +61,7 @@ class CommunicationLedger(RoundCallback):
 
     @property
     def total_bytes(self) -> int:
-        """All bytes of the run so far, both ways."""
+        """All bytes of the run so far, in both directions."""
         return sum(row.downlink_bytes + row.uplink_bytes for row in self.rows)
 
     def bytes_per_client(self) -> dict[float, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""What was logged since a moment, by whomever."""
+"""The values that were logged since some moment, whatever logged them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class NewlyLogged:
         self._before: Mapping[str, Tensor] = {}
 
     def mark(self, trainer: pl.Trainer) -> None:
-        """What is logged from now on is new."""
+        """Treat what is logged from now on as new."""
         self._before = dict(trainer.callback_metrics)
 
     def take(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The new values by name; from now on they are old."""
+        """Return the new values by name, and treat them as old from now on."""
         before = self._before
         self.mark(trainer)
         return {name: float(value) for name, value in self._before.items() if value is not before.get(name)}

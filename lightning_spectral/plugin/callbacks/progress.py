@@ -19,13 +19,13 @@ from lightning_spectral.server.turn import Turn
 
 
 class RoundProgressBar(TQDMProgressBar, RoundCallback):
-    """One bar for all rounds of a run; the time that remains is that of the run.
+    """One bar for all rounds of a run; the remaining time is that of the whole run.
 
     ``Round 3/20:  12%|#2        | [00:31<03:47, clients=4/10, loss=0.52, down=1.2 MB, up=1.1 MB, s/round=12.8]``
 
-    ``loss`` is the clients' so far, then the round's. Bytes and seconds are those of the last finished round. Metrics
-    that were logged with ``prog_bar=True`` stand beside it, as always; an accuracy, for example. There is no bar where
-    the output is neither a terminal nor a notebook.
+    ``loss`` is that of the clients so far, then the round's. Bytes and seconds are those of the last finished round.
+    Metrics logged with ``prog_bar=True``, such as an accuracy, are shown as usual. There is no bar if the output is
+    neither a terminal nor a notebook.
 
     Args:
         refresh_rate: Clients between two updates of the bar.
@@ -66,7 +66,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         )
 
     def init_validation_tqdm(self) -> Tqdm:
-        """No bar within a fit, whose own bar shows that it validates."""
+        """No bar within a fit, whose own bar shows that validation is running."""
         return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -90,7 +90,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         if summary.averaged:
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
-            self._progress.pop(name, None)  # those who trained were left out afterwards
+            self._progress.pop(name, None)  # the clients that trained were left out afterwards
         down, up = map(megabytes, self._bytes)
         self._progress.update({"down": down, "up": up, "s/round": time.perf_counter() - self._start})
 
@@ -106,7 +106,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show that validation runs."""
+        """Show that validation is running."""
         super().on_validation_start(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._describe(trainer, ", validating")
@@ -131,12 +131,12 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
 
 def loss_title(model: str) -> str:
-    """What the loss of a model is called; the only one has no name."""
+    """The title of a model's loss; if there is only one model, it has no name."""
     return f"{model} loss" if model else "loss"
 
 
 def megabytes(num_bytes: float) -> str:
-    """A number of bytes to read.
+    """A number of bytes as text.
 
     Example:
         >>> megabytes(1234567)

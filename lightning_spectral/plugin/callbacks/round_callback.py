@@ -24,7 +24,7 @@ class RoundCallback(pl.Callback):
         """Called once a round is open; ``opened`` is what `Algorithm.open` returned."""
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
-        """Called after a client's local epochs, before its update is received; in the process that trained it.
+        """Called after a client's local epochs, before its update is received, in the process that trained it.
 
         ``turn.unit`` is the client's work unit, ``turn.upload`` what it sent back.
         """
@@ -36,7 +36,7 @@ class RoundCallback(pl.Callback):
         """Called once per round, after the server's step and before validation."""
 
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
-        """What this callback knows of a round's clients: columns of `RoundDashboard`'s table, with values by client.
+        """Columns for `RoundDashboard`'s table: what this callback knows about a round's clients, by client.
 
         Called for each model at the end of some rounds, in one process, after validation.
         """

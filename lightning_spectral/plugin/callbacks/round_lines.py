@@ -1,4 +1,4 @@
-"""Lines about the progress of a run whose progress bar is not drawn."""
+"""Logs the progress of a run whose progress bar is not drawn, in lines."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ LOGGER = "lightning.pytorch.rounds"  # writes where Lightning's messages go
 
 
 class RoundLines(RoundCallback):
-    """Where no progress bar is drawn, logs a line about the finished round, at most one in a while.
+    """Where no progress bar is drawn, logs a line about the finished round every now and then.
 
     ``Round 31/60: loss 0.348, accuracy 0.9, 61.2 MB so far, 1.3 s a round, 37.7 s left``
 
-    Every federation has one: a run of ten seconds is silent, a longer one logs a line every ten seconds and one for its
-    last round. Validation metrics are those of the last validation since the line before. Only the first process has
-    lines. They go where Lightning's messages go, at level INFO, by the logger ``"lightning.pytorch.rounds"``. An
-    instance of your own replaces the default.
+    Every federation has this callback by default: a run of under ten seconds logs nothing, a longer one logs a line
+    every ten seconds and one for its last round. Validation metrics are those of the last validation since the previous
+    line. Only the first process logs lines. They go where Lightning's messages go, at level INFO, through the logger
+    ``"lightning.pytorch.rounds"``. An instance of your own replaces the default one.
 
     Args:
-        every_n_seconds: Least number of seconds between two lines; 0 for a line in every round, ``math.inf`` for none.
+        every_n_seconds: Minimum number of seconds between two lines; 0 for a line in every round, ``math.inf`` for
+            none.
 
     Raises:
-        TypeError: If ``every_n_seconds`` is no number.
+        TypeError: If ``every_n_seconds`` is not a number.
         ValueError: If it is negative.
 
     Example:
@@ -59,7 +60,7 @@ class RoundLines(RoundCallback):
         self._start = self._last = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the losses of the round before."""
+        """Forget the losses of the previous round."""
         self._losses = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
@@ -100,7 +101,7 @@ class RoundLines(RoundCallback):
         return {"bytes": self._bytes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting bytes."""
+        """Restore the number of bytes."""
         self._bytes = state_dict["bytes"]
 
 
@@ -116,7 +117,7 @@ def draws_bar(trainer: pl.Trainer) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds; tenths where it is short.
+    """A duration in hours, minutes and seconds, with tenths if it is short.
 
     Example:
         >>> duration(12.34), duration(3725)

@@ -1,4 +1,4 @@
-"""Validates sampled networks of Zampling beside the expected one, which the server's module holds."""
+"""Validates sampled networks of Zampling alongside the expected one, which the server's module holds."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed, iso
 
 
 class SampledNetworks(pl.Callback):
-    """Logs how well sampled networks Qz do where Lightning validates the expected network Qp.
+    """Logs how well sampled networks Qz do whenever Lightning validates the expected network Qp.
 
     For every metric M that ``validation_step`` logs, and that Lightning averages over examples or computes:
 
     - ``M/sampled_mean``, ``M/sampled_std``: mean and sample standard deviation over the sampled networks.
-    - ``M/sampled_max``, ``M/sampled_min``: of the best and the worst of them, or the other way round.
+    - ``M/sampled_max``, ``M/sampled_min``: largest and smallest value among the sampled networks.
     - ``M/sampling_gap``: M of the expected network minus the mean over the sampled ones.
 
-    With several dataloaders their index stands at the end, as in Lightning's own names. One network has no standard
-    deviation. Each network is a copy of your module with its metrics and buffers, which runs ``validation_step``, and
-    no other hook, on the batches that Lightning validates on. So there are ``num_samples`` copies in memory, which
-    are gone when validation ends. Bits are drawn from the run's seed, the round and the number of the network, and
-    the global random generators stay as they are: the run is the same with and without this callback.
+    With several dataloaders, names end in the dataloader's index, as in Lightning's own names. A single network has no
+    standard deviation. Each network is a copy of your module with its metrics and buffers. It runs ``validation_step``,
+    and no other hook, on the batches that Lightning validates on. During validation there are thus ``num_samples``
+    copies in memory. Bits are drawn from the run's seed, the round and the number of the network, and the global random
+    generators are left unchanged: the run is the same with and without this callback.
 
-    In ``Trainer.validate`` it acts too, and every time. With ``strategy="client_parallel"`` each process validates all
-    networks on all of the data, as it does the server's module.
+    It also acts in every ``Trainer.validate``. With ``strategy="client_parallel"``, each process validates all networks
+    on all of the data, as it does the server's module.
 
     Args:
         num_samples: Number of networks, at least 1.
-        every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check is none.
+        every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check does not count.
 
     Raises:
-        TypeError: If an argument is of another type.
-        ValueError: If a number is below 1; when it is set up, if several processes share the data for validation.
-        TypeError: When it is set up, if the algorithm is not `Zampling`.
+        TypeError: If an argument has the wrong type; at set-up, if the algorithm is not `Zampling`.
+        ValueError: If a number is below 1; at set-up, if several processes share the data for validation.
 
     Example:
         >>> callback = SampledNetworks(num_samples=20)  # Trainer(callbacks=[callback])
@@ -73,7 +72,7 @@ class SampledNetworks(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Decide whether this validation is one of the n-th."""
+        """Decide whether to act in this validation."""
         self._networks = []
         self._is_due = not trainer.sanity_checking
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -86,13 +85,13 @@ class SampledNetworks(pl.Callback):
         """Validate all networks on the batch; before the first one, draw them."""
         if not self._is_due:
             return
-        if not self._networks:  # only now, when the user's hooks have prepared the module for its validation
+        if not self._networks:  # only now, after the user's hooks have prepared the module for validation
             self._networks = list(self._draw(trainer, pl_module))
         seed = derived_seed(
             pl_module.seed, "validation of sampled networks", trainer.current_epoch, dataloader_idx or 0, batch_idx
         )
         for network in self._networks:
-            with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw: all networks the same
+            with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw: the same for all networks
                 network.step(batch, batch_idx, dataloader_idx)
 
     def _draw(self, trainer: pl.Trainer, host: Trained) -> Iterator[ValidatedCopy]:
@@ -121,7 +120,7 @@ class SampledNetworks(pl.Callback):
             pl_module.log(name, tensor, on_step=False, on_epoch=True, add_dataloader_idx=False, batch_size=1)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give up the networks of a validation that failed."""
+        """Discard the networks of a validation that failed."""
         self._networks = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +128,7 @@ class SampledNetworks(pl.Callback):
         return {"num_validations": self._num_validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting validations."""
+        """Restore the number of validations."""
         self._num_validations = state_dict["num_validations"]
 
 

@@ -1,4 +1,4 @@
-"""A copy of the user's module that is validated beside the server's, and what it logs."""
+"""A copy of the user's module that is validated alongside the server's, and the values that it logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ValidatedCopy:
     """Runs ``validation_step`` on a copy of a module with other weights, and keeps what it logs to itself.
 
     Values are averaged over examples as Lightning does, ``torchmetrics`` objects are computed, and names are those
-    that Lightning uses. What is logged for single batches alone, or is reduced otherwise than to its mean, is ignored.
+    that Lightning uses. Values that are logged only for single batches, or are not reduced to their mean, are ignored.
 
     Args:
         module: The user's module within a validation; it is only read.
@@ -52,7 +52,7 @@ class ValidatedCopy:
         self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
-        """Validate on one batch, which stays as it is.
+        """Validate on one batch, which is left unchanged.
 
         Args:
             batch: As ``validation_step`` gets it, on its device.
@@ -68,14 +68,14 @@ class ValidatedCopy:
         self._batch = None
 
     def logged(self) -> dict[str, float]:
-        """What it has logged over all batches, by name."""
+        """The values that it has logged over all batches, by name."""
         return {**self._so_far(), **self._ended}
 
     def _so_far(self) -> dict[str, float]:
         return {name: entry.value for name, entry in self._recorder.finish_client().items()}
 
     def _end_dataloader(self, following: int | None) -> None:
-        """Settle the values of a dataloader, since metrics that are logged for several of them go on accumulating."""
+        """Settle a dataloader's values, since metrics that are logged for several dataloaders keep accumulating."""
         suffix = f"{SUFFIX}{self._dataloader_idx}"
         self._ended.update({name: value for name, value in self._so_far().items() if name.endswith(suffix)})
         self._dataloader_idx = following

@@ -1,1 +1,1 @@
-"""What `RoundDashboard` shows: records of a round that know no logger, and what puts them into one."""
+"""What `RoundDashboard` shows: records of a round that do not depend on a logger, and writers for each logger."""

@@ -1,4 +1,4 @@
-"""Tables of a round's clients, one by one and by keep ratio, and the bytes that they moved."""
+"""Tables of a round's clients, one by one and by keep ratio, and the bytes that they sent and received."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ClientColumns = Mapping[str, Mapping[int, float]]
 
 
 def round_bytes(summary: RoundSummary) -> int:
-    """Bytes that a model's round moved, both ways, with those of measuring before it."""
+    """Bytes sent in a model's round, in both directions, including those of measuring before it."""
     return sum(client.downlink_bytes + client.uplink_bytes for client in (*summary.clients, *summary.measured))
 
 
@@ -23,7 +23,7 @@ def client_table(summary: RoundSummary, more: Sequence[ClientColumns] = ()) -> T
 
     Args:
         summary: The finished round of one model.
-        more: Further columns by title, each with values by client; a client without one has an empty cell.
+        more: Further columns by title, each with values by client; a client without a value has an empty cell.
     """
     titles = {title: values for columns in more for title, values in columns.items()}
     return table(

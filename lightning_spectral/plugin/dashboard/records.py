@@ -1,4 +1,4 @@
-"""What a dashboard shows, in records that any logger can take: histograms, tables, and curves over another metric."""
+"""Contents of a dashboard as records that suit any logger: histograms, tables, and curves over another metric."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NUM_BINS = 64
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values lie between edges.
+    """Numbers of values between edges.
 
     Attributes:
-        name: Under which a logger shows it.
-        edges: Ascending, shape ``(B + 1,)``; the last bin holds its right edge too.
+        name: The name under which a logger shows it.
+        edges: Edges of the bins, ascending, shape ``(B + 1,)``; the last bin includes its right edge.
         counts: Number of values in each bin, shape ``(B,)``.
     """
 
@@ -33,9 +33,9 @@ class Table:
     """Rows of cells.
 
     Attributes:
-        name: Under which a logger shows it.
-        columns: Titles.
-        rows: In order, each as long as ``columns``; an unknown cell is ``None``.
+        name: The name under which a logger shows it.
+        columns: Titles of the columns.
+        rows: The rows in order, each as long as ``columns``; an unknown cell is ``None``.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """The next point of some curves that are drawn over another metric than the round.
+    """The next point of some curves that are drawn over a metric other than the round.
 
     Attributes:
-        values: The points' heights by name.
+        values: Heights of the points, by name of the curve.
         axis: The metric on the horizontal axis.
-        at: Its value.
+        at: The value of that metric.
     """
 
     values: Mapping[str, float]
@@ -62,11 +62,11 @@ Record = Histogram | Table | Curve
 
 
 def histogram(name: str, values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
-    """Count values in bins of equal width between the least and the largest.
+    """Count values in bins of equal width between the smallest and the largest.
 
     Args:
-        name: Under which a logger shows it.
-        values: Any shape and device, not empty; what is not finite is not counted.
+        name: The name under which a logger shows the histogram.
+        values: Any shape and device, not empty; values that are not finite are not counted.
         num_bins: Number B of bins.
 
     Example:
@@ -79,9 +79,9 @@ def histogram(name: str, values: Tensor, *, num_bins: int = NUM_BINS) -> Histogr
 
 
 def table(name: str, rows: Iterable[Mapping[str, Cell]]) -> Table:
-    """Make a table of rows, whose columns are those of all rows in the order of their first appearance.
+    """Make a table of rows; its columns are those of all rows, in order of first appearance.
 
-    Numbers that are not finite become empty cells: a loss of NaN is none.
+    Numbers that are not finite, such as a loss of NaN, become empty cells.
 
     Example:
         >>> table("clients", [{"client": 3, "loss": 0.5}, {"client": 4, "loss": float("nan")}])
@@ -97,5 +97,5 @@ def _cell(value: Cell) -> Cell:
 
 
 def of_model(model: str, records: Iterable[Histogram | Table]) -> list[Histogram | Table]:
-    """The records of one of several models, whose names begin with the model's."""
+    """The records of one of several models, with names that begin with the model's name."""
     return [replace(record, name=f"{model}/{record.name}") if model else record for record in records]

@@ -1,4 +1,4 @@
-"""What an algorithm's round has to show: spectra and draws of each sharded layer, or Zampling's probabilities."""
+"""What a dashboard shows of an algorithm's round: spectra and draws of sharded layers, or Zampling's probabilities."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LayerFigures = Mapping[str, Mapping[str, float]]
 def algorithm_records(
     opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures
 ) -> list[Histogram | Table]:
-    """Everything that a finished round of one model has to show beside its clients; nothing for a dense one.
+    """All records of a finished round of one model, apart from its clients; none for a dense algorithm.
 
     Args:
-        opened: The round, as the algorithm opened it.
-        state: What the algorithm owns between rounds, after the round.
+        opened: The round as the algorithm opened it.
+        state: The algorithm's state between rounds, after this round.
         round_idx: Communication round, from 0.
-        figures: Of each sharded layer, by name: its discrepancy, its effective ranks and the like.
+        figures: Figures of each sharded layer, by name: its discrepancy, effective ranks and the like.
     """
     if isinstance(opened, SpectralRound):
         return [*spectral_histograms(opened.layers), layer_table(opened.layers, round_idx, figures)]
@@ -30,7 +30,7 @@ def algorithm_records(
 
 
 def spectral_histograms(layers: Mapping[str, LayerRound]) -> Iterator[Histogram]:
-    """Of each layer the spectrum, and for each keep ratio inclusion probabilities, and multipliers of what is drawn."""
+    """Each layer's spectrum and, for each keep ratio, inclusion probabilities and multipliers of possible terms."""
     for name, layer in layers.items():
         yield histogram(f"singular_values/{name}", layer.singular_values)
         for ratio, plan in layer.groups.items():

@@ -1,9 +1,9 @@
-"""Pages of a wandb project as code: a short specification, and the workspace that it becomes.
+"""Pages of a wandb project as code: a short specification, and the workspace made from it.
 
     python -m lightning_spectral.plugin.dashboard.workspaces ENTITY PROJECT --metric val_acc --publish
 
 Without ``--publish`` the specification is printed and nothing is sent. Publishing is the only thing here that needs an
-account and the network; for a server of your own set ``WANDB_BASE_URL``. Needs the ``dashboards`` extra.
+account and the network; for a server of your own, set ``WANDB_BASE_URL``. Needs the ``dashboards`` extra.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Rows:
-    """The last table of a name.
+    """The last table with a given name.
 
     Args:
-        name: As `RoundDashboard` calls it.
+        name: Name of the table in `RoundDashboard`.
     """
 
     name: str
@@ -50,9 +50,9 @@ class View:
     """One page.
 
     Args:
-        name: Its title.
-        sections: Panels by the section's title, in order.
-        group_by: Key of the config, with dots, whose values are one curve each; ``None`` for one curve a run.
+        name: Title of the page.
+        sections: Panels by title of their section, in order.
+        group_by: Key of the config, with dots, with one curve for each of its values; ``None`` for one curve per run.
     """
 
     name: str
@@ -69,10 +69,10 @@ class View:
 def run_view(metric: str, model: str = "") -> View:
     """One run: whether it learns, what it costs, how well its sub-models represent the weights, who its clients were.
 
-    wandb adds sections of its own for everything else that is logged, the histograms among it.
+    wandb adds sections of its own for everything else that is logged, including the histograms.
 
     Args:
-        metric: A metric of validation, as the model's module logs it, such as ``"val_acc"``.
+        metric: A validation metric, as the model's module logs it, such as ``"val_acc"``.
         model: Which of several models; empty if there is only one.
 
     Example:
@@ -105,7 +105,7 @@ def comparison_view(metric: str, model: str = "", group_by: str = STRATEGY) -> V
     """Many runs: accuracy by round and by byte, and how evenly clients are served, with one curve for each group.
 
     Args:
-        metric: A metric of validation.
+        metric: A validation metric.
         model: Which of several models; empty if there is only one.
         group_by: Key of the config, with dots.
     """
@@ -127,12 +127,12 @@ def _over_bytes(own: str, metric: str) -> list[Lines | Rows]:
 
 
 def workspace(view: View, entity: str, project: str) -> Workspace:
-    """The workspace of a page; nothing is sent until its ``save`` is called.
+    """Make the workspace of a page; nothing is sent until its ``save`` is called.
 
     Args:
         view: The page.
         entity: User or team.
-        project: Its project.
+        project: Project of the user or team.
     """
     from wandb_workspaces import workspaces as ws
 

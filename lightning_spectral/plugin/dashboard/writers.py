@@ -1,4 +1,4 @@
-"""Puts a dashboard's records into a logger; one function for each logger that can hold them."""
+"""Writes a dashboard's records to a logger, with one function for each logger that can hold them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Write = Callable[[int, Sequence[Record]], None]
 
 
 def writers_of(loggers: Iterable[Logger]) -> list[Write]:
-    """What writes a round's records into each logger that can hold any, called with the round and the records."""
+    """Functions that write a round's records to each logger that can hold any, given the round and the records."""
     return [partial(write, logger) for logger in loggers for kind, write in WRITERS.items() if isinstance(logger, kind)]
 
 
 def prefixed(logger: TensorBoardLogger | WandbLogger, name: str) -> str:
-    """The name that a metric has in a logger, which may begin all names alike."""
+    """The name of a metric in a logger, which may put a prefix before all names."""
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
 
 
@@ -43,7 +43,7 @@ def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) 
         elif isinstance(record, Table):
             row[record.name] = wandb.Table(columns=list(record.columns), data=[list(cells) for cells in record.rows])
         else:
-            for name in record.values:  # exactly: of two patterns that match, wandb does not say which wins
+            for name in record.values:  # exactly: wandb does not specify which of two matching patterns wins
                 logger.experiment.define_metric(prefixed(logger, name), step_metric=prefixed(logger, record.axis))
             logger.log_metrics({**record.values, record.axis: record.at, "fl/round": float(round_idx)})
     if row:
@@ -51,7 +51,7 @@ def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) 
 
 
 def write_tensorboard(logger: TensorBoardLogger, round_idx: int, records: Sequence[Record]) -> None:
-    """Add histograms, tables as text, and curves with their axis, in whole units, as step."""
+    """Add histograms, tables as text, and curves with their axis, in whole units, as the step."""
     for record in records:
         if isinstance(record, Histogram):
             _add_histogram(logger.experiment, prefixed(logger, record.name), record, round_idx)
@@ -88,9 +88,9 @@ def _shown(cell: Cell) -> str:
 
 
 def write_csv(logger: CSVLogger, round_idx: int, records: Sequence[Record]) -> None:
-    """Write every table into a file of its own, and all histograms into one, beside ``metrics.csv``.
+    """Write every table to a file of its own, and all histograms to one file, next to ``metrics.csv``.
 
-    A file is one round's, so that a run that is resumed in the same folder writes it again. Curves are left out: the
+    Each file belongs to one round, so a run that is resumed in the same folder overwrites it. Curves are left out: the
     rows of ``metrics.csv`` have both their columns.
     """
     tables = [record for record in records if isinstance(record, Table)]

@@ -1,4 +1,4 @@
-"""What each figure shows."""
+"""The figures of a report."""
 
 from lightning_spectral.report.figures.curves import bits, coverage, curves, fairness
 from lightning_spectral.report.figures.heat_maps import heat_maps

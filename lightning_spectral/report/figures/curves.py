@@ -25,7 +25,7 @@ from lightning_spectral.report.style import look
 
 
 def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
-    """A metric against rounds and, if they were counted in all runs, against megabytes."""
+    """Draw a metric against rounds and, if all runs counted them, against megabytes."""
     costed = all(megabytes(run) is not None for group in groups for run in group.runs)
     axes = panels(canvas, 2 if costed else 1, sharey=True)
     for group in groups:
@@ -42,7 +42,7 @@ def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
 
 
 def fairness(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
-    """The low, the middle and the high of a metric over clients, against rounds: a panel for each."""
+    """Draw the low, middle and high values of a metric over clients against rounds, in a panel each."""
     axes = panels(canvas, 3, sharey=True)
     for position, title in enumerate(("low end of the clients", "middle of the clients", "high end of the clients")):
         for group in groups:
@@ -56,7 +56,7 @@ def fairness(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
 
 
 def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
-    """The share of terms that some client held; dotted, what was expected."""
+    """Draw the share of terms held by some client; dotted, the expected share."""
     (axes,) = panels(canvas, 1)
     for group in groups:
         visited = band(group.each(lambda run: curve(run, VISITED)))
@@ -71,7 +71,7 @@ def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
 
 
 def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
-    """How far the bits of Zampling are decided, and what sampling costs: a panel for each figure that a run has."""
+    """Draw how far Zampling's bits are decided, and the cost of sampling: a panel for each figure that a run has."""
     titles = {**BITS, metric + SAMPLING_GAP: f"{metric}: expected minus sampled"}
     found = {
         name: [(group, one) for group in groups if (one := band(group.each(_named(name)))) is not None]

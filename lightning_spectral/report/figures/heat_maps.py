@@ -21,14 +21,14 @@ SMALLEST = 1e-4  # as a share of the largest singular value of the layer in all 
 
 
 class HeatMap(NamedTuple):
-    """What one panel shows: singular values of a layer, by round."""
+    """The contents of one panel: singular values of a layer, by round."""
 
     title: str
     by_round: Spectrum
 
 
 def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:
-    """Singular values over rounds: a panel for each layer."""
+    """Draw singular values over rounds, with a panel for each layer."""
     axes = panels(canvas, len(shown), columns=3)
     scale = LogNorm(SMALLEST, 1.0)
     for panel, (title, by_round) in zip(axes, shown, strict=True):
@@ -56,7 +56,7 @@ def matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
 
 
 def edges(rounds: Numbers) -> Numbers:
-    """Limits halfway between rounds, so that each column is around its own.
+    """Edges halfway between rounds, so that each column is centred on its own round.
 
     Example:
         >>> edges(np.array([1.0, 11.0, 21.0]))

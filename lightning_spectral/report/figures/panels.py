@@ -1,4 +1,4 @@
-"""Panels, axes and bands that figures share."""
+"""Panels, axes and bands shared by several figures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_spectral.report.printed import draw_line, draw_spread, log_axis
 from lightning_spectral.report.style import look
 
 MEGABYTES = "megabytes sent, both ways, all clients"
-LOG_FROM = 20  # costs that span more than this factor have a logarithmic axis
+LOG_FROM = 20  # costs that span more than this factor get a logarithmic axis
 
 
 def panels(canvas: Canvas, number: int, columns: int = 0, stacked: bool = False, **shared: Any) -> list[Axes]:
-    """Panels beside each other; below each other on a narrow canvas, or if they are stacked anyway."""
+    """Add panels side by side, or one below another if the canvas is narrow or ``stacked`` is set."""
     ncols = 1 if canvas.narrow or stacked else min(columns or number, number)
     grid = canvas.figure.subplots(-(-number // ncols), ncols, squeeze=False, **shared)
     for unused in grid.flat[number:]:
@@ -27,7 +27,7 @@ def panels(canvas: Canvas, number: int, columns: int = 0, stacked: bool = False,
 
 
 def draw_band(axes: Axes, group: Group, found: Band, x: Numbers) -> None:
-    """A mean with its band. Curves that lie on each other stay visible: later ones are thinner, with other marks."""
+    """Draw a mean with its band. Overlapping curves stay visible: later ones are thinner, with other marks."""
     own = look(group.index)
     draw_line(axes, x, found.mean, own, group.label, first_mark=group.index)
     if found.std.any():
@@ -35,13 +35,13 @@ def draw_band(axes: Axes, group: Group, found: Band, x: Numbers) -> None:
 
 
 def value_axis(canvas: Canvas, axes: Sequence[Axes], label: str) -> None:
-    """What panels share stands beside the first of a row."""
+    """Label the axis that panels share, next to the first panel of each row."""
     for panel in axes if canvas.narrow else axes[:1]:
         panel.set_ylabel(label)
 
 
 def cost_axis(axes: Axes, costs: Sequence[float]) -> None:
-    """Megabytes, logarithmic if they span a lot."""
+    """Set up an axis of megabytes, logarithmic if they span a wide range."""
     axes.set_xlabel(MEGABYTES)
     positive = [cost for cost in costs if cost > 0]
     if positive and max(positive) > LOG_FROM * min(positive):

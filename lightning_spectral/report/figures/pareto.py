@@ -1,4 +1,4 @@
-"""An evaluation metric against what it cost."""
+"""An evaluation metric against its cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME = 0.02  # costs are the same if they differ by less than this share of all 
 
 
 def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool) -> None:
-    """The last evaluation of every run against what was sent until then; below it the spread over clients."""
+    """Draw every run's last evaluation against what was sent until then; below it, the spread over clients."""
     with_clients = any(clients_at_end(run, metric) for group in groups for run in group.runs)
     axes = panels(canvas, 2 if with_clients else 1, stacked=True, sharex=True)
     ends = [np.array([run_end(run, metric) for run in group.runs]) for group in groups]
@@ -37,7 +37,7 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
 
 
 def _points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
-    """A small mark for each run and a large one for their mean; ``points`` has the shape ``(runs, 2)``."""
+    """Draw a small mark for each run and a large one for their mean; ``points`` has shape ``(runs, 2)``."""
     style = look(group.index)
     (x, y), repeated = points.mean(axis=0), len(points) > 1
     if repeated:
@@ -52,13 +52,13 @@ def _points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
 
 
 def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
-    """A bar from the low to the high clients, means of repetitions, and a mark in the middle, moved by some points."""
+    """Draw a bar from low to high clients, as means of repetitions, with a mark in the middle, shifted sideways."""
     found = [three for run in group.runs if (three := clients_at_end(run, metric)) is not None]
     if not found:
         return
     style, (low, middle, high) = look(group.index), np.mean(found, axis=0)
     at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
-    axes.update_datalim([(x, low), (x, high)])  # what is moved does not count by itself
+    axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
     axes.plot([x, x], [low, high], color=style.colour, lw=2.5, transform=at)
     edge = canvas.theme.paper
     (mark,) = axes.plot(x, middle, marker=style.marker, ms=7, color=style.colour, mec=edge, transform=at)
@@ -66,7 +66,7 @@ def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, sh
 
 
 def shifts(costs: Numbers) -> list[float]:
-    """How far to move each bar sideways, in points, so that those of the same cost stand beside each other.
+    """How far to move each bar sideways, in points, so that bars of the same cost stand side by side.
 
     Example:
         >>> shifts(np.array([1.0, 2.0, 1.01]))

@@ -1,4 +1,4 @@
-"""Where the time of a round went."""
+"""The time of a round by stage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_spectral.report.groups import Group
 from lightning_spectral.report.measures import mean_stage_seconds
 from lightning_spectral.report.style import COLOURS
 
-HATCHES = ("", "///", "...")  # for when the colours begin again
+HATCHES = ("", "///", "...")  # for when the colours repeat
 
 
 def seconds(canvas: Canvas, groups: Sequence[Group]) -> None:
-    """Mean seconds of a round by stage, the longest first: a bar for each group."""
+    """Draw the mean seconds of a round by stage, longest first, with a bar for each group."""
     (axes,) = panels(canvas, 1)
     times = [mean_stage_seconds(group.runs) for group in groups]
     stages = {stage: sum(one.get(stage, 0.0) for one in times) for one in times for stage in one}

@@ -76,7 +76,7 @@ class FedAvg(Algorithm[DenseRound]):
     """The dense baseline, "no sharding" in the papers: the example-weighted mean of whole models.
 
     Args:
-        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
 
     Raises:
         ValueError: If patterns are not a sequence of strings.

@@ -47,7 +47,7 @@ class OpenAdapter:
         layer: The layer.
         B: The server's left factor, shape ``(c_out, R)``.
         A: The server's right factor, shape ``(R, c_in)``.
-        cohort: Who takes part.
+        cohort: The clients that take part.
         ranks: Rank of the clients of each keep ratio in the cohort.
         is_mixed: Whether the federation has clients of different ranks.
     """
@@ -95,7 +95,7 @@ class AdapterRound(ABC):
         """
 
     def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
-        """Largest magnitude that `add` would compute and sum, or a bound on it; by default 0, for factors alone.
+        """Largest magnitude that `add` would compute and sum, or a bound on it; by default 0, if it sums only factors.
 
         Args:
             parts: As for `add`.

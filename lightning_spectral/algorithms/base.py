@@ -125,7 +125,7 @@ class Algorithm(ABC, Generic[RoundT]):
         Args:
             server: The server's module.
             state: What `start` returned.
-            cohort: Who takes part.
+            cohort: The clients that take part.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) 
     Args:
         server: The server's module.
         before: Some of its parameters and buffers, by name.
-        cohort: Who takes part.
+        cohort: The clients that take part.
     """
     buffers = {name for name, _ in server.named_buffers()}
     return MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers & before.keys())

@@ -61,7 +61,7 @@ class DenseRound:
     """One open round in which tensors travel whole.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         mean: Running mean of the clients' changes.
     """

@@ -37,7 +37,7 @@ class FIARSERound:
     """One open round.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         held: For each keep ratio and each weight, the ascending indices of the entries that are held.
         masked: Running mean over the entries of the weights.

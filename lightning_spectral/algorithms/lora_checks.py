@@ -86,7 +86,7 @@ def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed:
     )
     if merge_every and not plain:
         raise ValueError(
-            f"With `merge_every={merge_every}` adapters begin anew, so that a server optimizer such as "
+            f"With `merge_every={merge_every}` adapters restart, so that a server optimizer such as "
             f"{type(optimizer).__name__} would step along terms that are gone; leave `server_optimizer` or "
             "`merge_every` out."
         )

@@ -60,7 +60,7 @@ class LoRARound:
     """One open round of federated LoRA.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: What every client is sent: bases, and all else but factors, by name.
         adapters: The adapted layers with their open rounds.
         dense: Running mean of the changes of what is trained whole.

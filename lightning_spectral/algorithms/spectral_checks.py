@@ -31,7 +31,7 @@ def check_by_round(strategy: object, design: object) -> None:
 
 
 def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
-    """Choices that exclude some layers.
+    """Layer choices that exclude some layers.
 
     Raises:
         ValueError: If ``layers`` is given too.

@@ -92,7 +92,7 @@ class LayerRound:
         """Add what one unit sends back, weighted by its coefficient.
 
         Args:
-            cohort: Who takes part.
+            cohort: The clients that take part.
             unit: The unit.
             terms: The indices that `draw` returned.
             trained: Its ``u`` and ``v``.
@@ -143,7 +143,7 @@ class SpectralRound:
     """One open round of spectral sharding.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         plan: How clients hold each layer.
         layers: The sharded layers by dotted name.
         tensors: The tensors that travel whole, by name.
@@ -190,7 +190,7 @@ def open_layer(
         mean: Holds its vectors, and will hold the sums of the clients'.
         strategy: Gives probabilities and multipliers.
         design: Draws terms; ``None`` for the strategy's own.
-        cohort: Who takes part.
+        cohort: The clients that take part.
         sizes: For each keep ratio, the number of clients that the strategy is given.
         granularity: Numbers of terms are rounded up to a multiple of this.
     """

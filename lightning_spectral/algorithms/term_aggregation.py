@@ -62,7 +62,7 @@ class LayerMean(ABC):
         multipliers: Callable[[], Tensor],
         magnitudes: tuple[float, float],
     ) -> float:
-        """Largest magnitude that `add` would compute for a client and sum, or a bound on it; 0 for its vectors alone.
+        """Largest magnitude that `add` would compute for a client and sum, or a bound on it; 0 if it sums only vectors.
 
         Args:
             terms: As for `add`.
@@ -87,7 +87,7 @@ class TermAggregation(ABC):
         Args:
             u: As for `LayerMean`.
             v: As for `LayerMean`.
-            cohort: Who takes part.
+            cohort: The clients that take part.
             held_rows: As for `LayerMean`.
         """
 

@@ -73,7 +73,7 @@ class WidthRound:
     """One open round.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         plan: Which channels belong together.
         tensors: All tensors of the server's module, by name.
         mean: Running mean of the clients' changes.

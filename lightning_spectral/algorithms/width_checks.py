@@ -50,12 +50,12 @@ def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
     """Raise ``ValueError`` if clients do not train the first channels as a model of their own."""
     if not isinstance(channels, PrefixChannels):
         raise ValueError(
-            f"Narrow models are those of the first channels, which {channels!r} does not train alone; train with "
+            f"Narrow models have the first channels, which {channels!r} does not train alone; train with "
             "PrefixChannels(), or take the whole model: `model.module`."
         )
     if scaler:
         raise ValueError(
-            "With `scaler` clients train outputs that are divided, and a narrow model has none of that; train with "
+            "With `scaler` clients train outputs that are divided, which those of a narrow model are not; train with "
             "scaler=False, or take the whole model: `model.module`."
         )
 

@@ -68,7 +68,7 @@ class Zampling(Algorithm[ZamplingRound]):
         downlink_bits: Number of bits per probability in the download, from 1 to 16, rounded at random; ``None`` for a
             float.
         coordinated: Whether clients draw the bits that they send jointly, each with its own probabilities. The mean of
-            the bits is then closer to that of the probabilities than with independent draws, the published choice. Each
+            the bits is then closer to that of the probabilities than with independent draws, which the paper uses. Each
             client is told its place in the round, in eight bytes.
         skip_settled: Whether to omit bits whose probability is 0 or 1, which the server knows, because an absorbing
             `Clip` never changes them. As published, all are sent.

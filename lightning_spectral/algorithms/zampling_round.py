@@ -39,7 +39,7 @@ class ZamplingRound:
     """One open round of Zampling.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: What every client is sent: probabilities and dense tensors, by name.
         probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
         bits: Running mean of the clients' bits.

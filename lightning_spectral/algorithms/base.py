@@ -31,7 +31,7 @@ class Algorithm(ABC, Generic[RoundT]):
 
     Attributes:
         updates_have_norms: Whether devices send back new values of the tensors that they were sent.
-        acts_alone: Whether the server takes a step even in a round without clients, e.g. using what it stores about
+        acts_alone: Whether the server takes a step even in a round without clients, e.g. from what it has stored of
             them.
     """
 

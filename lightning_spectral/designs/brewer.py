@@ -14,7 +14,7 @@ from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_te
 class Brewer(Design):
     """Brewer's draw-by-draw method: exact inclusion probabilities without a fit, in O(N n) for each sample.
 
-    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It serves to reproduce the
+    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It is meant for reproducing the
     comparison of Korzhenkov & Louizos (2024), Table 4. Joint probabilities have no closed form.
 
     Reference:

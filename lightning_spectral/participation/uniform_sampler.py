@@ -15,8 +15,8 @@ class Uniform(Sampler):
     """Every processor that can train something is equally likely to be active, with any of the models it can train.
 
     With a design, one model and one processor per client, it draws the same cohort as
-    :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize``, its coefficients are also the
-    numbers of examples.
+    :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize``, its coefficients are the
+    numbers of examples too.
 
     Args:
         active: Expected number m of active processors in a round, above zero.

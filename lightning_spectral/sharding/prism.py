@@ -17,7 +17,7 @@ from lightning_spectral.sharding.unbiased import inverse_probs
 
 @dataclass(frozen=True)
 class PriSM(ShardingStrategy):
-    """Successive sampling of sizes :math:`s_i^k`, i.e. ``numpy.random.choice(replace=False)``, unscaled.
+    """Successive sampling with sizes :math:`s_i^k`, as in ``numpy.random.choice(replace=False)``, unscaled.
 
     Args:
         exponent: The power k > 0. ``None`` follows Korzhenkov & Louizos (2024): 4 for keep ratios up to 0.2, 2.5 above.

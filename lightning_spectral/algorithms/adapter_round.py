@@ -1,6 +1,6 @@
-"""The contract of an aggregation of adapters: what a client gets of the server's factors, and what becomes of them."""
+"""The contract of an aggregation of adapters: what clients get of the server's factors, and how these are averaged."""
 
-# Annotations are evaluated here, as in `base.py`.
+# Annotations are evaluated eagerly, as in `base.py`.
 
 import math
 from abc import ABC, abstractmethod
@@ -18,15 +18,15 @@ from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Tensors = Mapping[str, Tensor]
-ROW_NORM = (1 / 3) ** 0.5  # of a row of A as it is drawn
+ROW_NORM = (1 / 3) ** 0.5  # norm of a row of A as it is drawn
 
 
 class Adapter(nn.Module):
-    """What the server has of one adapted layer between rounds.
+    """What the server stores of one adapted layer between rounds.
 
     Attributes:
-        base: The weight without its adapter, in the weight's own shape; ``None`` for an adapter of PEFT, whose weight
-            the server's module holds unmerged.
+        base: The weight without its adapter, in the weight's own shape; ``None`` for a PEFT adapter, whose weight the
+            server's module holds unmerged.
         B: Left factor, shape ``(c_out, R)``.
         A: Right factor, shape ``(R, c_in)``.
     """
@@ -47,7 +47,7 @@ class OpenAdapter:
         layer: The layer.
         B: The server's left factor, shape ``(c_out, R)``.
         A: The server's right factor, shape ``(R, c_in)``.
-        cohort: Who takes part.
+        cohort: The clients that take part.
         ranks: Rank of the clients of each keep ratio in the cohort.
         is_mixed: Whether the federation has clients of different ranks.
     """
@@ -67,8 +67,8 @@ class OpenAdapter:
 class AdapterRound(ABC):
     """One adapted layer in one open round.
 
-    By default a client of rank r gets the first r terms. Parts are named ``"A"`` and ``"B"``, and ``"omega"`` the
-    multipliers of the terms.
+    By default a client of rank r gets the first r terms. Parts are named ``"A"``, ``"B"`` and, for the multipliers of
+    the terms, ``"omega"``.
 
     Args:
         opened: The layer and the cohort.
@@ -95,7 +95,7 @@ class AdapterRound(ABC):
         """
 
     def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
-        """Largest magnitude of what `add` would compute and sum, or a bound on it; by default 0, for factors alone.
+        """Largest magnitude that `add` would compute and sum, or a bound on it; by default 0, if it sums only factors.
 
         Args:
             parts: As for `add`.
@@ -105,7 +105,7 @@ class AdapterRound(ABC):
 
     @abstractmethod
     def means(self) -> Sequence[RunningMean]:
-        """Its running sums, for several processes; ``NotImplementedError`` if it has none."""
+        """Its running sums, which several processes add up; raises ``NotImplementedError`` if it has none."""
 
     @abstractmethod
     def close(self, adapter: Adapter) -> None:
@@ -113,10 +113,10 @@ class AdapterRound(ABC):
 
 
 class AdapterAggregation(ABC):
-    """How adapters of many clients become one.
+    """How the adapters of many clients are combined into one.
 
     Attributes:
-        has_multipliers: Whether terms have multipliers where clients have different ranks.
+        has_multipliers: Whether terms have multipliers if clients have different ranks.
     """
 
     has_multipliers: ClassVar[bool] = False
@@ -154,9 +154,9 @@ def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, seed: int, *ids: in
     Args:
         layer: The layer.
         rank: Number of rows.
-        like: Its weight, for type and device.
+        like: Its weight, for dtype and device.
         seed: The run's seed.
-        *ids: What else they are derived from, besides the layer's name.
+        *ids: What else the draw depends on, in addition to the layer's name.
     """
     generator = derived_generator(seed, "adapter", *ids, layer.name)
     rows: Tensor = torch.rand(rank, layer.in_features, generator=generator, dtype=torch.float64) * 2 - 1

@@ -1,6 +1,6 @@
 """The interface of the server half of an algorithm."""
 
-# Annotations are evaluated here: jsonargparse evaluates those that a class inherits in the file of the subclass.
+# Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,29 +19,30 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
-# Of `ClientSide`; both halves have a `start`.
+# Methods of `ClientSide`, except `start`, which both halves have.
 DEVICE_METHODS = ("build", "load", "local_optimizer", "collect", "watched")
 
 
 class Algorithm(ABC, Generic[RoundT]):
     """Decides what the server sends, and how it averages the uploads. The other half, `ClientSide`, runs on devices.
 
-    An algorithm is immutable, so several runs can use it at once. The state of one round belongs to the value that
-    `open` returns and other methods receive; state that lasts from round to round, to the module that `start` returns.
+    An algorithm is immutable, so several runs can use it at once. The state of a round belongs to the value that `open`
+    returns and other methods receive; state that lasts between rounds belongs to the module that `start` returns.
 
     Attributes:
-        updates_have_norms: Whether a device sends back new values of tensors that it was sent.
-        acts_alone: Whether the server moves even in a round without clients, e.g. by what it remembers of them.
+        updates_have_norms: Whether devices send back new values of the tensors that they were sent.
+        acts_alone: Whether the server takes a step even in a round without clients, e.g. from what it has stored of
+            them.
     """
 
     updates_have_norms: ClassVar[bool] = True
     acts_alone: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Refuse a class whose device half would never be called.
+        """Refuse a class that defines methods of the device half, which would never be called here.
 
         Raises:
-            TypeError: If it defines a method of `ClientSide`.
+            TypeError: If the class defines a method of `ClientSide`.
         """
         super().__init_subclass__()
         if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
@@ -51,7 +52,7 @@ class Algorithm(ABC, Generic[RoundT]):
             )
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
-        """Keep ratio of every client; a pure function of its arguments. By default 1 for all."""
+        """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""
         return assign(1.0, num_clients, seed, "keep ratios")
 
     def check(self, server: nn.Module) -> None:
@@ -61,7 +62,7 @@ class Algorithm(ABC, Generic[RoundT]):
     def prepare(self: AlgorithmT, server: nn.Module) -> AlgorithmT:
         """Decide everything that depends on the server's module, once for all rounds, and return the result.
 
-        By default the algorithm is returned as it is.
+        By default the algorithm is returned unchanged.
         """
         return self
 
@@ -70,50 +71,50 @@ class Algorithm(ABC, Generic[RoundT]):
         return None
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` if the server cannot step with ``optimizer``. By default it can with any."""
+        """Raise ``ValueError`` if the server cannot step with ``optimizer``. By default any will do."""
         return None
 
     @abstractmethod
     def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half, which is built once and sent to each device once."""
+        """The device half, which is built once and sent once to each device."""
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Change the server's initial weights, once, before the first round of a run that is not resumed.
 
-        By default they stay as they are.
+        By default they are unchanged.
 
         Args:
             server: The server's module; this algorithm was prepared for it.
             workers: The processes of the run. All of them call this, and must end up with the same weights.
 
         Returns:
-            What was done, for the user to read; empty for nothing.
+            A message that tells the user what was done; empty if nothing was.
         """
         return ""
 
     def start(self, server: nn.Module, seed: int) -> nn.Module | None:
-        """What the algorithm owns between rounds, as a module; by default ``None``, for nothing.
+        """The state that the algorithm keeps between rounds, as a module; by default ``None``.
 
-        The ``FederatedModule`` registers it as ``state``. So Lightning saves, moves and resumes it, and the server
+        The ``FederatedModule`` registers it as ``state``, so Lightning saves, moves and resumes it, and the server
         optimizer steps those of its parameters that have a gradient after `close`.
 
         Args:
             server: The server's module.
-            seed: The run's seed, for what is drawn.
+            seed: The run's seed, for random draws.
         """
         return None
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
-        """The tensors of every download that stay the same from round to round: each client is sent them once.
+        """The tensors of every download that do not change between rounds: they are sent to each client once.
 
-        If a value changes all the same, it is sent again. By default the parameters that need no gradient.
+        A value that does change is sent again. By default, the parameters that need no gradient.
 
         Args:
             server: The server's module.
             state: What `start` returned.
 
         Returns:
-            Values by the names of the download; the same names in every round.
+            Tensors by their names in the download; the names are the same in every round.
         """
         return frozen_parameters(server)
 
@@ -124,14 +125,14 @@ class Algorithm(ABC, Generic[RoundT]):
         Args:
             server: The server's module.
             state: What `start` returned.
-            cohort: Who takes part.
+            cohort: The clients that take part.
         """
 
     @abstractmethod
     def send(self, opened: RoundT, unit: WorkUnit) -> tuple[Download, Receipt]:
         """The download of one unit, and the receipt that the server keeps of it.
 
-        Draws depend on the run's seed, the round and ``unit.ids`` alone.
+        Random draws depend only on the run's seed, the round and ``unit.ids``.
         """
 
     @abstractmethod
@@ -139,22 +140,22 @@ class Algorithm(ABC, Generic[RoundT]):
         """Add one unit's update to the round's running sums."""
 
     def largest_summand(self, opened: RoundT, receipt: Receipt, upload: Upload) -> float:
-        """Largest magnitude of what `add` computes from an update and sums exactly, or a bound on it; asked before it.
+        """Largest magnitude that `add` will compute from an update and sum exactly, or a bound on it.
 
-        A client whose own values are small enough for an exact sum is left out all the same if this is not. By default
-        0, for algorithms that sum the uploaded values themselves.
+        If it is too large for an exact sum, the client is left out even if the values it sent are small enough. By
+        default 0, for algorithms that sum the uploaded values themselves.
         """
         return 0.0
 
     def expected_update(self, opened: RoundT, unit: WorkUnit) -> Mapping[str, Tensor]:
-        """The change that the server reckons with before a unit trains, by name, e.g. its last one. By default none."""
+        """The change that the server expects before a unit trains, by name, e.g. its last one. By default none."""
         return {}
 
     def running_means(self, opened: RoundT) -> Sequence[RunningMean]:
         """The round's running sums, which several processes add up before `close`.
 
         Raises:
-            NotImplementedError: By default. An algorithm without this method trains in a single process.
+            NotImplementedError: By default. An algorithm that does not define this method trains in a single process.
         """
         raise NotImplementedError(
             f"{type(self).__name__} runs in one process; define `running_means(opened)`, which returns the "
@@ -163,21 +164,19 @@ class Algorithm(ABC, Generic[RoundT]):
 
     @abstractmethod
     def close(self, server: nn.Module, state: nn.Module | None, opened: RoundT) -> None:
-        """Finish the average: pseudo-gradients into ``server``'s or ``state``'s parameters, buffers in place."""
+        """Finish the average: set pseudo-gradients of ``server``'s or ``state``'s parameters, and buffers in place."""
 
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
         """Update ``server`` from the state, before the first round and after each step of the server optimizer.
 
-        By default nothing.
-
-        Evaluation and checkpoints see the weights that are in ``server`` afterwards.
+        By default this does nothing. Evaluation and checkpoints see the weights that ``server`` has afterwards.
         """
         return None
 
     def concerns(self, opened: RoundT) -> Sequence[str]:
-        """What the user should be warned of before the first round trains, sentence and remedy. By default nothing."""
+        """Warnings for the user before the first round trains, each with its remedy. By default none."""
         return ()
 
     def diagnostics(self, opened: RoundT) -> Mapping[str, float]:
-        """Figures of a round to log, by name. By default none."""
+        """Figures to log for a round, by name. By default none."""
         return {}

@@ -1,6 +1,6 @@
 """Algorithms whose clients get sub-models of a keep ratio."""
 
-# Annotations are evaluated here, as in `base.py`.
+# Annotations are evaluated eagerly, as in `base.py`.
 
 from lightning_spectral.algorithms.base import Algorithm, RoundT
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
@@ -10,7 +10,7 @@ class ByKeepRatio(Algorithm[RoundT]):
     """An algorithm with a keep ratio: one for all clients, ``{ratio: share of clients}``, or one per client.
 
     Attributes:
-        keep_ratio: What its field of this name says.
+        keep_ratio: The algorithm's field of this name.
     """
 
     keep_ratio: PerClient[float]

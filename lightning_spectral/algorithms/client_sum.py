@@ -1,4 +1,4 @@
-"""The sum over all clients of what the server remembers of each, kept up to date without reading them all."""
+"""The sum over all clients of what the server stores for each, kept up to date without reading them all."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Tensors = Mapping[str, Tensor]
 
 
 class ClientSum(nn.Module):
-    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of the tensors v that the server's store holds of each.
+    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of the tensors v that the server's store holds for each.
 
-    Here d is a client's share of all examples, which must be the same in every round. Clients without an entry count
-    as zeros. A round replaces the entries of its clients alone, so V changes by :math:`\sum_i d_i (v_i' - v_i)` over
-    these, and nobody reads the entries of the others. Each round's change is an exact sum (`MeanChange`); adding it
+    Here d is a client's share of all examples, which must be the same in every round. Clients without an entry count as
+    zeros. A round replaces only the entries of its own clients, so V changes by :math:`\sum_i d_i (v_i' - v_i)` over
+    these, and the entries of the others are not read. Each round's change is an exact sum (`MeanChange`); adding it
     rounds V to float64.
 
     Args:
@@ -44,7 +44,7 @@ class ClientSum(nn.Module):
         self.register_buffer("values", torch.zeros(size, dtype=torch.float64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClientSum:
-        """Follow to another device, but stay in float64."""
+        """Move to another device, but stay in float64."""
         self.values = self.values.to(fn(self.values).device)
         return self
 
@@ -54,7 +54,7 @@ class ClientSum(nn.Module):
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def change(self, names: Collection[str], cohort: Cohort) -> MeanChange:
-        """The running sum, over the clients of one round, of how much some of the tensors change."""
+        """The running sum, over the clients of one round, of the changes of some of the tensors."""
         pieces = self.pieces()
         return sum_of({name: pieces[name] for name in names}, by_share(cohort))
 
@@ -73,7 +73,7 @@ def own_sum(state: nn.Module | None) -> ClientSum:
 
 
 def sum_of(like: Tensors, cohort: Cohort) -> MeanChange:
-    """A running sum, or mean, of float64 tensors that are given for each client, in place of changes of the server's.
+    """A running sum, or mean, of float64 tensors that are given for each client, not of changes of the server's.
 
     Args:
         like: Tensors of the same names, shapes and device.

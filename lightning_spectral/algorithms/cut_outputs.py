@@ -1,4 +1,4 @@
-"""Tensors of which clients hold the leading entries only: what of them travels, and what becomes of the change."""
+"""Tensors of which clients hold only the leading entries: what travels, and how the change is padded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 def leading_entries(tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> dict[str, Tensor]:
-    """Named tensors, of some only the leading entries; views.
+    """Named tensors, some of them cut to their leading entries; views.
 
     Args:
         tensors: By name.
-        held: How many entries of the first dimension, by name; others stay whole.
+        held: Number of entries of the first dimension to keep, by name; other tensors stay whole.
 
     Example:
         >>> import torch
@@ -25,7 +25,7 @@ def leading_entries(tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> d
 def of_whole_tensors(
     changes: Iterable[tuple[str, Tensor]], server: nn.Module, held: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The changes of leading entries as those of the server's tensors: entries that nobody holds do not change.
+    """Pad changes of leading entries to the server's tensors: entries that no client holds do not change.
 
     Args:
         changes: Names and changes, read one at a time.

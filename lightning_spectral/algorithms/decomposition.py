@@ -1,4 +1,4 @@
-"""The matrices that are factorised: all of a module's, what each costs, and whose fault it is if one cannot be."""
+"""The matrices of a module that are factorised, the cost of each, and errors that name the layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sharded_matrices(module: nn.Module, plan: ModulePlan) -> list[NamedMatrix]:
 
 @contextmanager
 def naming_layer(name: str) -> Iterator[None]:
-    """Name the layer whose weight is at fault."""
+    """Name the layer in errors about its weight."""
     try:
         yield
     except ValueError as error:
@@ -27,7 +27,7 @@ def naming_layer(name: str) -> Iterator[None]:
 
 
 def decomposition_cost(named_matrix: NamedMatrix) -> float:
-    """Multiplications of a singular value decomposition, up to a factor.
+    """Number of multiplications of a singular value decomposition, up to a constant factor.
 
     Example:
         >>> import torch

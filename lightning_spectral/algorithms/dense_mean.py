@@ -1,4 +1,4 @@
-"""The running mean of what travels whole, for any algorithm."""
+"""The running mean of tensors that travel whole, for any algorithm."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_spectral.protocol.statistics import MeanChange
 
 
 def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) -> MeanChange:
-    """The running mean of how much some of the server's tensors change.
+    """The running mean of the changes of some of the server's tensors.
 
-    Buffers are averages of data, such as BatchNorm's variances. Their weights are always divided by their sum: those of
-    an unbiased sampler may sum to 2 in a round, and a variance that moved twice as far could become negative.
+    Buffers hold averages of data, such as BatchNorm's variances. Their weights are always divided by their sum: an
+    unbiased sampler's weights may sum to 2 in a round, and a variance that moved twice as far could become negative.
 
     Args:
         server: The server's module.
         before: Some of its parameters and buffers, by name.
-        cohort: Who takes part.
+        cohort: The clients that take part.
     """
     buffers = {name for name, _ in server.named_buffers()}
     return MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers & before.keys())

@@ -18,7 +18,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class PaddedRound(AdapterRound):
-    """Factors of smaller ranks count with zeros in place of the terms that they lack."""
+    """Factors of smaller ranks are padded with zeros for the terms that they lack."""
 
     def __init__(self, opened: OpenAdapter) -> None:
         super().__init__(opened)
@@ -41,7 +41,7 @@ class PaddedRound(AdapterRound):
 
 
 class TermMeanRound(AdapterRound):
-    """Each term is averaged over the clients that held it, and stays as it is if nobody did."""
+    """Each term is averaged over the clients that held it; terms held by no client are unchanged."""
 
     def __init__(self, opened: OpenAdapter, trained: Sequence[str], mean: MeanTermChange | None = None) -> None:
         super().__init__(opened)
@@ -60,7 +60,7 @@ class TermMeanRound(AdapterRound):
         return [self.mean]
 
     def changes(self) -> dict[str, Tensor]:
-        """Mean change of both factors, float64: zero where a term was held by nobody."""
+        """Mean change of both factors, float64: zero for terms held by no client."""
         visited, b, a = self.mean.finish()
         changes = {"A": torch.zeros_like(self.opened.A, dtype=torch.float64)}
         changes["B"] = torch.zeros_like(self.opened.B, dtype=torch.float64)
@@ -78,7 +78,7 @@ class PaddedFactors(AdapterAggregation):
     """The mean of the factors, in which those of smaller ranks are padded with zeros.
 
     With equal ranks this is FedIT, plain federated LoRA. With mixed ranks a term that small clients lack is pulled to
-    zero in every round, whether or not anybody trains it. The mean of factors is not the factor of the mean.
+    zero in every round, whether or not any client trains it. The mean of factors is not the factor of the mean.
 
     Reference:
         Zhang et al. (2024), FedIT; Cho et al. (2024), HetLoRA, without its pruning and its weights by sparsity.
@@ -91,7 +91,7 @@ class PaddedFactors(AdapterAggregation):
 
 @dataclass(frozen=True)
 class FrozenA(AdapterAggregation):
-    """A stays as it was drawn, so that the mean of the products is the product of the mean: only B is trained.
+    """Only B is trained. A stays as it was drawn, so the mean of the products is the product of the means.
 
     A term is averaged over the clients that hold it.
 
@@ -118,7 +118,7 @@ class FrozenA(AdapterAggregation):
 
 @dataclass(frozen=True)
 class AlternatingFactors(AdapterAggregation):
-    """Clients train B in rounds 0, 2, ... and A in rounds 1, 3, ...: each round averages products exactly.
+    """Clients train B in rounds 0, 2, ... and A in rounds 1, 3, ..., so each round averages products exactly.
 
     A term is averaged over the clients that hold it.
 
@@ -131,5 +131,5 @@ class AlternatingFactors(AdapterAggregation):
         return TermMeanRound(opened, self.trained(opened.cohort.round_idx))
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
-        """B first: as long as it is zero, A has no gradient."""
+        """B first: while it is zero, A has no gradient."""
         return ("B",) if round_idx % 2 == 0 else ("A",)

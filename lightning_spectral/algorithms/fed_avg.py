@@ -61,7 +61,7 @@ class DenseRound:
     """One open round in which tensors travel whole.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         mean: Running mean of the clients' changes.
     """
@@ -76,7 +76,7 @@ class FedAvg(Algorithm[DenseRound]):
     """The dense baseline, "no sharding" in the papers: the example-weighted mean of whole models.
 
     Args:
-        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
 
     Raises:
         ValueError: If patterns are not a sequence of strings.

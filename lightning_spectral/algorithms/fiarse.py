@@ -1,4 +1,4 @@
-"""FIARSE: a client's sub-model is the largest weights of the server's."""
+"""FIARSE: a client's sub-model consists of the server's largest weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class FIARSERound:
     """One open round.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         held: For each keep ratio and each weight, the ascending indices of the entries that are held.
         masked: Running mean over the entries of the weights.
-        dense: Running mean of what everybody holds whole.
+        dense: Running mean of the tensors that all clients hold whole.
     """
 
     cohort: Cohort
@@ -53,29 +53,29 @@ class FIARSERound:
 
 @dataclass(frozen=True)
 class FIARSE(ByKeepRatio[FIARSERound]):
-    r"""Each client trains the largest weights of the server's model; to it, all others are zero.
+    r"""Each client trains the largest weights of the server's model; all others are zero on the client.
 
-    A client of keep ratio r gets the ceil(r m) largest in magnitude of all m weights of the module together. They are
-    what trainable parameters of two or more dimensions hold; biases, normalisations and buffers travel whole. In local
-    training a weight below the threshold, the smallest magnitude that was sent, is not used, and the gradient of the
-    others is :math:`1 + 2\theta|w| / (|w| + \theta)^2` times that of a plain weight, for the threshold
-    :math:`\theta`. An entry averages over the clients that held it, and stays as it is if nobody did.
+    A client of keep ratio r gets the ceil(r m) weights of largest magnitude among all m weights of the module. Weights
+    are the entries of trainable parameters of two or more dimensions; biases, normalisation layers and buffers travel
+    whole. The threshold :math:`\theta` is the smallest magnitude that was sent. In local training, weights below it are
+    not used, and the gradient of the others is :math:`1 + 2\theta|w| / (|w| + \theta)^2` times that of a plain weight.
+    Each entry is averaged over the clients that held it; entries held by no client are unchanged.
 
-    Traffic shrinks and nothing else does: the sub-model has the shapes of the whole one. Down travel the values and a
-    bit for each weight, held or not; up travel the values.
+    Only traffic shrinks: the sub-model has the same shapes as the whole model. The download holds the values and one
+    bit for each weight, held or not; the upload holds the values.
 
     Args:
         keep_ratio: Share r of the weights a client holds: one for all, ``{ratio: share of clients}`` or one per client.
-        exclude: Patterns of parameters that travel whole.
-        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
+        exclude: Patterns of the names of parameters that travel whole.
+        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
 
     Raises:
         TypeError: If an argument is of another type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, or patterns are not a sequence of strings.
 
     Note:
-        The published code masks the biases of linear layers and convolutions, too, and counts clients where this weighs
-        them. With ``keep_ratio=1`` there is no threshold, and this is `FedAvg`, bit for bit.
+        The published code also masks the biases of linear layers and convolutions, and counts clients, whereas this
+        class weighs them. With ``keep_ratio=1`` there is no threshold, and this is `FedAvg`, bit for bit.
 
     Reference:
         Wu et al. (2024), "FIARSE: Model-heterogeneous federated learning via importance-aware submodel extraction".
@@ -98,7 +98,7 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         )
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
-        """Names of the parameters of which clients hold large entries only."""
+        """Names of the parameters of which clients hold only the largest entries."""
         return tuple(
             name
             for name, parameter in server.named_parameters()
@@ -106,7 +106,7 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         )
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if there is nothing to choose from."""
+        """Raise ``ValueError`` if there is no weight to choose from."""
         if not self.masked_weights(server):
             raise ValueError(
                 f"FIARSE finds no weight to cut in {type(server).__name__}: none that is trained, has two dimensions "
@@ -118,7 +118,7 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
-        """The one number m of weights of which a client of keep ratio r holds ceil(r m)."""
+        """The number m of weights, as a set of one: a client of keep ratio r holds ceil(r m) of them."""
         return {sum(server.get_parameter(name).numel() for name in self.masked_weights(server))}
 
     def client_side(self, server: nn.Module) -> ClientSide:
@@ -134,7 +134,7 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         return FIARSERound(cohort, travelling_tensors(server), held, masked, dense_mean(server, averaged, cohort))
 
     def send(self, opened: FIARSERound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send what everybody holds, the largest weights and where they belong; nothing is drawn."""
+        """Send what all clients hold, the largest weights and their positions; nothing is drawn."""
         keep_ratio = opened.cohort.keep_ratio_of(unit)
         tensors = dict(opened.tensors)
         if keep_ratio < 1:
@@ -163,7 +163,7 @@ class FIARSE(ByKeepRatio[FIARSERound]):
 
 @torch.no_grad()
 def largest_entries(weights: Mapping[str, Tensor], keep_ratio: float) -> dict[str, Tensor]:
-    """Indices of the ceil(r m) entries of the largest magnitude among all m of some tensors; of equal ones the first.
+    """Indices of the ceil(r m) entries of largest magnitude among all m of some tensors; of equal ones, the first.
 
     Args:
         weights: By name.

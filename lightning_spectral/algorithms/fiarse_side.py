@@ -14,15 +14,16 @@ from lightning_spectral.functional.zampling.bits import unpack_bits
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Tensors, Upload
 
-HELD = "held:"  # before the name of a weight: one bit for each of its entries
+HELD = "held:"  # prefix to the name of a weight: one bit for each of its entries
 THRESHOLDED = "_thresholded_weights"  # of a sub-model, in its `__dict__`
 
 
 class ThresholdedWeight:
-    r"""A weight of which a step uses the entries that are at least as large as a threshold.
+    r"""A weight of which a step uses only the entries that are at least as large as a threshold.
 
-    The gradient of :math:`w\,[|w| \ge \theta]` takes that of the step to be :math:`2\theta / (|w| + \theta)^2` where
-    the entry is used, and zero elsewhere. So entries near the threshold have up to 3/2 of the gradient.
+    In the gradient of :math:`w\,[|w| \ge \theta]`, the derivative of the step function is taken to be
+    :math:`2\theta / (|w| + \theta)^2` where the entry is used, and zero elsewhere. So entries near the threshold have
+    up to 3/2 of the gradient.
 
     Args:
         weight: The parameter, zero where nothing is held.
@@ -43,14 +44,14 @@ class ThresholdedWeight:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give small entries their values back."""
+        """Restore the values of small entries."""
         if self._below is not None:
             self.weight.copy_(self._below)
             self._below = None
 
     @torch.no_grad()
     def correct_gradient(self) -> None:
-        """Multiply the gradient as the threshold demands."""
+        """Multiply the gradient by the factor that follows from the threshold."""
         if self.weight.grad is not None:
             magnitude = self.weight.abs()
             whole = (magnitude + self._threshold).clamp(min=torch.finfo(magnitude.dtype).tiny)
@@ -73,7 +74,7 @@ class FIARSESide(DenseSide):
         load_tensors(client, values)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        """Apply a threshold, the smallest magnitude sent, in each step; do nothing for who holds all weights."""
+        """Apply a threshold, the smallest magnitude sent, in each step; do nothing if the client holds all weights."""
         held = held_entries(client, download.tensors)
         smallest = [float(download.tensors[name].abs().min()) for name in held if download.tensors[name].numel()]
         weights = [ThresholdedWeight(client.get_parameter(name), mask, min(smallest)) for name, mask in held.items()]
@@ -93,15 +94,15 @@ class FIARSESide(DenseSide):
         return StepActions(use, correct) if weights else None
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The trained values of what was sent; the server knows where they are."""
+        """The trained values of what was sent; the server knows their positions."""
         for weight in vars(client).pop(THRESHOLDED, ()):
-            weight.restore()  # from a step that was begun and not taken
+            weight.restore()  # from a step that was begun but not taken
         tensors, held = select_tensors(client, self.returned), held_entries(client, download.tensors)
         return Upload(download.unit, {n: t[held[n]] if n in held else t for n, t in tensors.items()})
 
 
 def held_entries(client: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
-    """Which entries of its weights a client was sent, as booleans in their shapes; nothing of those sent whole."""
+    """Which entries of its weights a client was sent, as booleans in their shapes; weights sent whole are left out."""
     packed = {n.removeprefix(HELD): bits for n, bits in tensors.items() if n.startswith(HELD)}
     shapes = {name: client.get_parameter(name).shape for name in packed}
     return {name: unpack_bits(bits, shapes[name].numel()).view(shapes[name]) for name, bits in packed.items()}

@@ -68,30 +68,33 @@ ALPHA = 8.0
 class LoRA(Algorithm[LoRARound]):
     r"""Clients train adapters of linear layers, :math:`W_0 + s B A`, and the rest of the model is frozen.
 
-    The server's module keeps plain weights: after each round they are :math:`W_0 + s B A`. Clients hold frozen
-    :math:`W_0`, which travels to each once, and the factors B, ``(c_out, r)``, zero at first, and A, ``(r, c_in)``.
-    Everything else is frozen, but for what ``train`` names: that is averaged as in `FedAvg`.
+    The server's module keeps plain weights: after each round they are :math:`W_0 + s B A`. Clients hold the frozen
+    :math:`W_0`, which is sent to each of them once, and the factors B, ``(c_out, r)``, initially zero, and A,
+    ``(r, c_in)``. Everything else is frozen, except for what ``train`` names, which is averaged as in `FedAvg`.
 
-    If the module has adapters of PEFT already, these are trained, as PEFT scales them, and so is all that PEFT has not
-    frozen. R is their rank. Nothing is merged, so the module can be saved in PEFT's format as ever.
+    If the module already has PEFT adapters, these are trained with PEFT's scaling, and so is everything that PEFT has
+    not frozen. R is their rank. Nothing is merged, so the module can be saved in PEFT's format as usual.
 
-    With R the largest rank, everybody has the same :math:`s = \alpha / \sqrt{R}`. So a term means the same to all who
-    hold it and learns at the same rate: the rank of a client is its capacity, not its learning rate. And the expected
-    first step of SGD on W at full rank, :math:`-\eta s^2 R \sigma^2 G` for the variance :math:`\sigma^2` of A, is the
-    same for any R.
+    With R the largest rank, all clients have the same :math:`s = \alpha / \sqrt{R}`. So a term means the same to all
+    clients that hold it and learns at the same rate: a client's rank is its capacity, not its learning rate. The
+    expected first step of SGD on W at full rank, :math:`-\eta s^2 R \sigma^2 G` for entries of A of variance
+    :math:`\sigma^2`, is also the same for any R.
 
     Args:
-        rank: Rank r of a client's adapters: one for all; ``{rank: share of clients}``; or one per client. A client's
-            keep ratio, in ledger and logs, is its rank over R.
-        alpha: Numerator of the scale s; ``None`` for 8, and where PEFT has made the adapters.
-        aggregation: How adapters of many clients become one.
-        layers: Patterns of the linear layers that get an adapter; the ``Conv1D`` of transformers is one, too.
-        train: Patterns of what is trained whole, such as heads and norms: names of modules or of parameters. Floating-
-            point buffers among it are averaged, others keep the server's value. What it names gets no adapter.
-        keep_buffers: Patterns of buffers that keep the server's value even so.
-        merge_every: After each so many rounds adapters go into the base, which then travels to every client again, and
-            begin anew: B is zero, and A another one. If nobody is left to average then, after the next round in which
-            somebody is. ``None`` for never.
+        rank: Rank r of a client's adapters: one for all; ``{rank: share of clients}``; or one per client. In the ledger
+            and logs, a client's keep ratio is its rank divided by R.
+        alpha: Numerator of the scale s; ``None`` for 8. It must be ``None`` if PEFT has made the adapters, which have
+            their own scale.
+        aggregation: How the clients' adapters are combined into one.
+        layers: Patterns of the names of linear layers that get an adapter; the ``Conv1D`` of transformers counts as
+            one.
+        train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Of the buffers
+            that match, floating-point ones are averaged, and others keep the server's value. What matches gets no
+            adapter.
+        keep_buffers: Patterns of the names of buffers that keep the server's value even then.
+        merge_every: Number of rounds after which adapters are merged into the base, which is then sent to every client
+            again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
+            follows the next round that has one. ``None`` for never.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -99,8 +102,8 @@ class LoRA(Algorithm[LoRARound]):
             sequence of strings.
 
     Note:
-        :math:`W_0` is what the weights are when the first fit begins, and what is written into them later is lost. The
-        server needs the memory of the adapted weights twice.
+        :math:`W_0` holds the weights at the start of the first fit; changes made to them later are lost. The server
+        keeps the adapted weights in memory twice.
 
     Reference:
         Hu et al. (2022), LoRA; Kalajdzievski (2023) for the square root.
@@ -138,12 +141,12 @@ class LoRA(Algorithm[LoRARound]):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are clients of different ranks."""
+        """Whether clients have different ranks."""
         return len(set(entries_of(self.rank))) > 1
 
     @property
     def scale(self) -> float:
-        """Factor s on the product of the factors."""
+        """The factor s on the product B A."""
         return (ALPHA if self.alpha is None else self.alpha) / math.sqrt(self.max_rank)
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
@@ -161,7 +164,7 @@ class LoRA(Algorithm[LoRARound]):
         return adapted_layers(server, self.layers, self.train, self.scale)
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if a pattern matches nothing, a rank is impossible, or adapters of PEFT do not fit."""
+        """Raise ``ValueError`` if a pattern matches nothing, a rank is impossible, or PEFT adapters do not fit."""
         layers = self.adapted(server)
         for layer in layers:
             layer.check_rank(self.max_rank)
@@ -180,11 +183,11 @@ class LoRA(Algorithm[LoRARound]):
         check_holds(template, server, [*dict.fromkeys(origins), *self.trained_whole(server)])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` for any but plain averaging, if something else than its steps sets new factors."""
+        """Raise ``ValueError`` for any but plain averaging, if its steps do not set the new factors."""
         check_steps(optimizer, self.aggregation, self.is_mixed, self.merge_every)
 
     def trained_whole(self, server: nn.Module) -> dict[str, Tensor]:
-        """What is trained whole: what `train` names, and what PEFT has not frozen; parameters and averaged buffers."""
+        """Parameters and averaged buffers that are trained whole: those `train` names and those PEFT has not frozen."""
         return self._trained_whole(server, self.adapted(server))
 
     def _trained_whole(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:
@@ -197,7 +200,7 @@ class LoRA(Algorithm[LoRARound]):
         return {name: tensor for name, tensor in averaged.items() if name in chosen - factors}
 
     def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half: adapters in the place of weights."""
+        """The device half: adapters in place of weights."""
         layers = self.adapted(server)
         dense = tuple(self._trained_whole(server, layers))
         return LoRASide(layers, self.max_rank, self.aggregation, self.is_mixed, dense)
@@ -210,7 +213,7 @@ class LoRA(Algorithm[LoRARound]):
         total = sum(parameter.numel() for parameter in server.parameters())
         return (
             f"LoRA: adapters of {len(layers)} layers, of rank up to {self.max_rank}, have {adapters:,} parameters; "
-            f"{whole:,} values are trained whole, and the other of {total:,} parameters are frozen."
+            f"{whole:,} values are trained whole, and the rest of the {total:,} parameters are frozen."
         )
 
     def start(self, server: nn.Module, seed: int) -> LoRAState:
@@ -231,7 +234,7 @@ class LoRA(Algorithm[LoRARound]):
         return adapter
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
-        """All that is not trained; A, too, if the aggregation never changes it and everybody has all of it."""
+        """All that is not trained, and A if the aggregation never changes it and all clients have all of it."""
         layers = own_state(state).layers
         trained, tensors = self._trained_whole(server, layers), _sent_to_all(server, layers, state)
         frozen = {name: tensor for name, tensor in tensors.items() if name not in trained}
@@ -253,7 +256,7 @@ class LoRA(Algorithm[LoRARound]):
         return LoRARound(cohort, _sent_to_all(server, layers, state), adapters, mean)
 
     def send(self, opened: LoRARound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the terms that the aggregation chooses, with all that a client may not have yet."""
+        """Send the terms that the aggregation chooses, and everything that a client may not have yet."""
         keep_ratio = opened.cohort.keep_ratio_of(unit)
         tensors, terms = dict(opened.tensors), {}
         for layer, adapter in opened.adapters.items():
@@ -268,7 +271,7 @@ class LoRA(Algorithm[LoRARound]):
             adapter.add(receipt.unit, receipt.drawn[layer.name], *_factors(upload, layer))
 
     def largest_summand(self, opened: LoRARound, receipt: Receipt, upload: Upload) -> float:
-        """That of any layer: some aggregations sum products of factors, which may be large though these are not."""
+        """The largest of any layer: some aggregations sum products, which may be large where the factors are not."""
         found = (adapter.largest_summand(*_factors(upload, layer)) for layer, adapter in opened.adapters.items())
         return max(found, default=0.0)
 
@@ -289,7 +292,7 @@ class LoRA(Algorithm[LoRARound]):
 
     @torch.no_grad()
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Write ``W0 + s B A`` or factors into the server's module; before the first round, take in what it has."""
+        """Write ``W0 + s B A`` or factors into the server's module; before the first round, take over its values."""
         own = own_state(state)
         for layer, adapter in zip(own.layers, adapters_of(state), strict=True):
             if not own.has_begun:
@@ -310,7 +313,7 @@ def _factors(upload: Upload, layer: AdaptedLayer) -> tuple[dict[str, Tensor], di
 
 
 def _sent_to_all(server: nn.Module, layers: Sequence[AdaptedLayer], state: nn.Module | None) -> dict[str, Tensor]:
-    """What every client is sent: bases in the place of adapted weights, and the rest of the module but factors."""
+    """What every client is sent: bases in place of adapted weights, and the rest of the module except factors."""
     bases = [(layer.weight, adapter.base) for layer, adapter in zip(layers, adapters_of(state), strict=True)]
     whole = travelling_tensors(server, without=factors_of(layers))
     return {**whole, **{name: base.detach() for name, base in bases if base is not None}}

@@ -31,27 +31,27 @@ def rank_for(
 ) -> int | list[int]:
     """The largest rank of `LoRA` whose cost fits a budget.
 
-    Exactly one budget is given: a number, for clients of one rank; or a sequence with one for each client. A list of
-    the answers is what `LoRA` takes as ``rank``; for a list, multipliers travel where the aggregation has them.
+    Give exactly one budget: a number, for clients of equal rank, or a sequence with one entry per client. `LoRA` takes
+    the resulting list as ``rank``; for a list, multipliers travel if the aggregation has them.
 
     Args:
-        module: Any plain module; it is not changed. For adapters of PEFT choose its r instead.
-        example_input: As in `cost_table`; needed for ``budget_macs`` alone.
-        budget_bytes: Bytes that may travel in a round, down and up together, without the frozen base, which travels
-            once.
-        budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
-        budget_params: Number of parameters that a client's model may have, with the frozen ones.
-        aggregation: This and what follows: as in `lora_cost_table`.
-        layers: As there.
-        train: As there.
-        keep_buffers: As there.
+        module: Any plain module; it is not changed. With PEFT adapters, choose PEFT's ``r`` instead.
+        example_input: As in `cost_table`; needed only for ``budget_macs``.
+        budget_bytes: Number of bytes that may travel in a round, down and up together, without the frozen base, which
+            travels once.
+        budget_macs: Number of multiply-accumulate operations of one forward pass of ``example_input``.
+        budget_params: Number of parameters that a client's model may have, including frozen ones.
+        aggregation: As for `LoRA`; ``None`` for `SampledTerms`.
+        layers: As for `LoRA`.
+        train: As for `LoRA`.
+        keep_buffers: As for `LoRA`.
 
     Returns:
         A rank of at most the smallest side of all adapted layers, or a list of them.
 
     Raises:
-        ValueError: If not exactly one budget is given, nothing fits, the module has adapters of PEFT, or as
-            `lora_cost_table`.
+        ValueError: If not exactly one budget is given, nothing fits, the module has PEFT adapters, or `lora_cost_table`
+            would raise it.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32))  # a term has 320 + 288 values
@@ -78,7 +78,7 @@ def rank_for(
 
 
 def _largest(ends: Sequence[int], most: int, name: str, budget: float) -> int:
-    """The largest rank that fits, by what ranks 1 and 2 need; all else is on the line through these."""
+    """The largest rank that fits, from the needs of ranks 1 and 2: the cost is linear in the rank."""
     first, step = ends[0], ends[-1] - ends[0]
     rank = bisect_right(range(1, most + 1), budget, key=lambda rank: first + (rank - 1) * step)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""What federated LoRA refuses, with the rule, the value and the remedy."""
+"""What federated LoRA refuses; errors name the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_trained(server: nn.Module, patterns: Sequence[str], factors: Collectio
 
 
 def check_merges(aggregation: AdapterAggregation, merge_every: int | None) -> None:
-    """Raise ``ValueError`` if an aggregation that has no adapters between rounds is to merge them."""
+    """Raise ``ValueError`` if adapters are to be merged by an aggregation that keeps none between rounds."""
     if merge_every is not None and "base" in aggregation.steps(is_mixed=True):
         raise ValueError(
             f"{type(aggregation).__name__} adds to the base in every round and keeps no adapters between rounds; leave "
@@ -46,7 +46,7 @@ def check_brought(
     alpha: float | None,
     merge_every: int | None,
 ) -> None:
-    """Raise ``ValueError`` if the adapters that PEFT has made could not be kept as they are."""
+    """Raise ``ValueError`` if the adapters that PEFT has made could not keep their form."""
     if alpha is not None:
         raise ValueError(
             f"`alpha` must be None where PEFT has made the adapters, which it scales itself, got {alpha}; give PEFT's "
@@ -67,7 +67,7 @@ def check_brought(
 
 
 def check_holds(template: Optimizer, server: nn.Module, wanted: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless the user's optimizer holds the parameters among some names."""
+    """Raise ``ValueError`` unless the user's optimizer holds all parameters among the given names."""
     held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
     parameters = dict(server.named_parameters())
     if missing := [name for name in wanted if name in parameters and id(parameters[name]) not in held]:
@@ -80,13 +80,13 @@ def check_holds(template: Optimizer, server: nn.Module, wanted: Sequence[str]) -
 
 
 def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed: bool, merge_every: int | None) -> None:
-    """Raise ``ValueError`` for any server optimizer but plain averaging, if something else sets new factors."""
+    """Raise ``ValueError`` for any server optimizer but plain averaging if its steps do not set the new factors."""
     plain = isinstance(optimizer, SGD) and all(
         group[name] == value for group in optimizer.param_groups for name, value in PLAIN.items()
     )
     if merge_every and not plain:
         raise ValueError(
-            f"With `merge_every={merge_every}` adapters begin anew, so that a server optimizer such as "
+            f"With `merge_every={merge_every}` adapters restart, so that a server optimizer such as "
             f"{type(optimizer).__name__} would step along terms that are gone; leave `server_optimizer` or "
             "`merge_every` out."
         )
@@ -104,5 +104,5 @@ def trained_parts(aggregation: AdapterAggregation) -> tuple[str, ...]:
 
 
 def changes_base(aggregation: AdapterAggregation, merge_every: int | None) -> bool:
-    """Whether what a fit has learned is not an adapter on the weights with which it began."""
+    """Whether a fit changes the base, so that its result is not just an adapter on the weights it started from."""
     return merge_every is not None or "base" in aggregation.steps(is_mixed=True)

@@ -19,11 +19,11 @@ from lightning_spectral.protocol.exchange import copy_module
 
 
 class LoRACostTable(CostRows[Cost]):
-    """The cost of a client of `LoRA`, whole and at each rank; ``print`` shows it as a table.
+    """The cost of `LoRA` to a client, for the whole model and at each rank; ``print`` shows it as a table.
 
     Attributes:
         full: The whole model, as `FedAvg` trains it.
-        at: From ranks to costs, in the order in which they were asked for.
+        at: Maps ranks to costs, in the order in which they were given.
     """
 
     title = "rank"
@@ -40,29 +40,30 @@ def lora_cost_table(
     train: Sequence[str] = (),
     keep_buffers: Sequence[str] = (),
 ) -> LoRACostTable:
-    """What each rank of `LoRA` costs a client, before any training.
+    """The cost of each rank of `LoRA` to a client, before any training.
 
-    A round is opened on a copy, and what it sends to clients of these ranks is counted, and one forward pass of each.
+    A round is opened on a copy of the module. What it sends to clients of these ranks is counted, as is one forward
+    pass of each.
 
     Args:
         module: Any module; it is not changed.
-        ranks: The ranks of one federation: if they differ, multipliers travel where the aggregation has them. If the
-            module has adapters of PEFT, the largest is theirs.
+        ranks: The ranks in one federation: if they differ, multipliers travel if the aggregation has them. If the
+            module has PEFT adapters, the largest is theirs.
         example_input: As in `cost_table`.
-        aggregation: This and what follows: as for `LoRA`; ``None`` for `SampledTerms`.
-        layers: As there.
-        train: As there.
-        keep_buffers: As there.
+        aggregation: As for `LoRA`; ``None`` for `SampledTerms`.
+        layers: As for `LoRA`.
+        train: As for `LoRA`.
+        keep_buffers: As for `LoRA`.
 
     Returns:
-        Parameters are all of the client's, with the frozen ones. "Down" is what travels in each round, and "down once"
-        the frozen base. Of rounds that differ, as in `AlternatingFactors`, it is the costlier.
+        The table. Parameters are all those of the client, including frozen ones. "Down" is what travels in each round,
+        and "down once" the frozen base. If rounds differ, as in `AlternatingFactors`, the larger cost counts.
 
     Raises:
-        ValueError: If a rank is below 1 or above that of a layer, there is no example, or as for `LoRA`.
+        ValueError: If a rank is below 1 or above that of a layer, there is no example, or `LoRA` would raise it.
 
     Note:
-        With ``merge_every=k`` the adapted weights travel in one of k rounds besides.
+        With ``merge_every=k``, the adapted weights also travel in one of every k rounds.
 
     Example:
         >>> import torch
@@ -92,7 +93,7 @@ def _costlier(costs: Sequence[Cost]) -> Cost:
 
 
 def _cost(algorithm: LoRA, server: nn.Module, rank: int, round_idx: int, example: Example) -> Cost:
-    """The cost of one rank in one round; bases to which every round adds travel in each."""
+    """The cost of one rank in one round; bases that every round adds to travel in each."""
     moves = "base" in algorithm.aggregation.steps(algorithm.is_mixed)
     bases = {layer.weight for layer in algorithm.adapted(server) if moves}
     return turn_cost(algorithm, server, rank / algorithm.max_rank, example, round_idx, bases)

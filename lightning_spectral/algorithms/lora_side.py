@@ -17,13 +17,13 @@ from lightning_spectral.protocol.records import Download, Upload
 
 @dataclass(frozen=True)
 class LoRASide(ClientSide):
-    """Sub-models whose chosen layers compute ``W0 x + s B A x``, with A and B alone to be trained.
+    """Sub-models whose chosen layers compute ``W0 x + s B A x``, in which only A and B are trained.
 
     Attributes:
         layers: The layers with adapters.
         max_rank: Largest rank in the federation; a capacity is a share of it.
         aggregation: Says which factors are trained in a round, and whether terms have multipliers.
-        is_mixed: Whether the federation has clients of different ranks; only then there are multipliers.
+        is_mixed: Whether the federation has clients of different ranks; only then are there multipliers.
         dense: Names of the tensors that are trained whole and travel back.
     """
 
@@ -35,7 +35,7 @@ class LoRASide(ClientSide):
 
     @cached_property
     def _weight_of(self) -> dict[str, str]:
-        """For each trained parameter the one of the server whose optimizer options it gets."""
+        """Maps each trained parameter to the server's parameter whose optimizer options it gets."""
         factors = [layer.origins for layer in self.layers]
         return {name: origin for part in ({n: n for n in self.dense}, *factors) for name, origin in part.items()}
 
@@ -50,7 +50,7 @@ class LoRASide(ClientSide):
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Copy all values, and let the factors of this round be trained."""
+        """Copy all values, and make the factors of this round trainable."""
         load_tensors(client, download.tensors)
         trained, parameters = self.aggregation.trained(download.round_idx), dict(client.named_parameters())
         for layer in self.layers:
@@ -58,7 +58,7 @@ class LoRASide(ClientSide):
                 parameters[name].requires_grad_(part in trained)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, with both factors in the place of each adapted weight."""
+        """The user's optimizer, with both factors in place of each adapted weight."""
         return rebuild_optimizer(recipe, client, origin=lambda name: self._weight_of.get(name, ""))
 
     def collect(self, client: nn.Module, download: Download) -> Upload:

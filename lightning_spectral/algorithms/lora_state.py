@@ -1,4 +1,4 @@
-"""What the server of federated LoRA owns: bases and factors between rounds, running means within one."""
+"""What the server of federated LoRA holds: bases and factors between rounds, running means within one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_spectral.protocol.statistics import MeanChange
 
 
 class LoRAState(nn.Module):
-    """What the server owns between rounds.
+    """What the server holds between rounds.
 
     Args:
         layers: The adapted layers.
@@ -27,8 +27,8 @@ class LoRAState(nn.Module):
     Attributes:
         layers: The adapted layers, found once for all rounds.
         has_begun: Whether a fit has begun; until then bases follow the weights, which a user may still load.
-        num_rounds: Number of rounds up to the last that was averaged.
-        merge_is_due: Whether adapters begin anew when this round is settled.
+        num_rounds: Number of rounds up to the last one that was averaged.
+        merge_is_due: Whether adapters are merged and restarted when this round is settled.
     """
 
     has_begun: Tensor
@@ -44,13 +44,13 @@ class LoRAState(nn.Module):
         self.merge_is_due = False
 
     def note_round(self, round_idx: int, merge_every: int | None) -> None:
-        """Note a round that is averaged; a merge is due if it was so in this round, or in one without clients before.
+        """Note a round that is averaged; a merge is due if this round, or one without clients before it, calls for one.
 
         Args:
             round_idx: The round.
             merge_every: Number of rounds after which a merge is due; ``None`` for never.
         """
-        before, now = min(int(self.num_rounds), round_idx), round_idx + 1  # another fit begins to count anew
+        before, now = min(int(self.num_rounds), round_idx), round_idx + 1  # another fit counts from zero again
         self.merge_is_due = merge_every is not None and now // merge_every > before // merge_every
         self.num_rounds.fill_(now)
 
@@ -60,7 +60,7 @@ class LoRARound:
     """One open round of federated LoRA.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: What every client is sent: bases, and all else but factors, by name.
         adapters: The adapted layers with their open rounds.
         dense: Running mean of the changes of what is trained whole.
@@ -78,14 +78,14 @@ def adapters_of(state: nn.Module | None) -> list[Adapter]:
 
 
 def own_state(state: nn.Module | None) -> LoRAState:
-    """The state of federated LoRA, as which every algorithm is given its own."""
+    """The state of an algorithm, as that of federated LoRA."""
     assert isinstance(state, LoRAState)
     return state
 
 
 @torch.no_grad()
 def take_in(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
-    """Begin with what the server's module holds of a layer: its weight, or the factors that it brings."""
+    """Start from what the server's module holds of a layer: its weight, or the factors it brings."""
     if adapter.base is None:
         load_tensors(adapter, {part: server.get_parameter(name).detach() for part, name in layer.factors.items()})
     else:
@@ -96,7 +96,7 @@ def take_in(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
 def write_back(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
     """Write what the server's module holds of a layer between rounds: the merged weight, or the factors it brings.
 
-    In place and block by block, so that there is never a second copy of a weight.
+    This is done in place and block by block, so that a weight is never copied as a whole.
     """
     if adapter.base is not None:
         write_merged(layer, adapter, server.get_parameter(layer.weight))
@@ -120,7 +120,7 @@ def write_merged(layer: AdaptedLayer, adapter: Adapter, weight: Tensor) -> None:
 
 @torch.no_grad()
 def restart(adapter: Adapter, weight: Tensor, rows: Tensor) -> None:
-    """Begin anew on the server's weight, which becomes the base bit for bit: B is zero again, and A is new.
+    """Restart from the server's weight, which becomes the base bit for bit: B is zero again, and A is new.
 
     Args:
         adapter: The adapter.

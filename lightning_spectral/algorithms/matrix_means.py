@@ -20,8 +20,8 @@ class MeanOfMatrices(LayerMean):
     r"""The mean of :math:`U_c\,\mathrm{diag}(\omega_c)\,V_c - W` over all clients c.
 
     It is summed in two parts: how far a client's training moved its own matrix, and how far that matrix was from the
-    weight when it was sent, which is a multiple of each term. So a client of all terms that did not train adds exact
-    zeros, however the factors were rounded.
+    weight when it was sent, which is a multiple of each term. So a client that holds all terms and did not train adds
+    exact zeros, however the factors were rounded.
     """
 
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
@@ -33,12 +33,12 @@ class MeanOfMatrices(LayerMean):
 
     @property
     def running(self) -> MeanChange:
-        """The sums of who held each term, of the multiples of the terms, and of what training moved."""
+        """The sums of each term's holders, of the terms' multiples, and of the changes from training."""
         return self._mean
 
     @property
     def visited(self) -> Tensor:
-        """Terms whose holders have a weight."""
+        """Terms held by clients of positive weight."""
         _, holders = next(self._mean.finish())
         return holders > 0
 
@@ -70,13 +70,13 @@ class MeanOfMatrices(LayerMean):
         multipliers: Callable[[], Tensor],
         magnitudes: tuple[float, float],
     ) -> float:
-        """A bound on the matrix, which is multiplied out only where the bound is too large."""
+        """A bound on the matrix, which is multiplied out only if the bound is too large."""
         omega, (u, v), (u_after, v_after) = multipliers().double(), self._before, magnitudes
         bound = len(terms) * float(omega.abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
         return largest_within(bound, lambda: self._matrix(terms, trained, omega))
 
     def weight_change(self) -> Tensor:
-        """Both parts together; rows that no client holds stay as they are."""
+        """Both parts together; rows that no client holds are unchanged."""
         mean = dict(self._mean.finish())
         truncation = (self.u[: self.held_rows].double() * mean["multiples"]) @ self.v.double()
         return with_absent_rows(mean["matrix"] + truncation, len(self.u))
@@ -87,10 +87,10 @@ class MatrixMeans(TermAggregation):
     r"""The weight becomes the mean of the clients' matrices, :math:`U_c\,\mathrm{diag}(\omega_c)\,V_c`.
 
     A client's matrix is zero in the terms that it lacks. So a term that half of the clients hold is halved in every
-    round, and one that nobody holds is gone: with `TopN` and without clients of keep ratio 1 the smallest terms are
-    lost in the first round. With keep ratio 1 for all, this is the mean of whole matrices, in which nothing is lost.
+    round, and a term that no client holds is lost: with `TopN` and no clients of keep ratio 1, the smallest terms are
+    lost in the first round. With keep ratio 1 for all clients, this is the mean of whole matrices, and nothing is lost.
 
-    A process keeps one sum of the size of each sharded weight, in float64, and multiplies out the terms of each client.
+    Each process keeps one float64 sum of the size of each sharded weight, and multiplies out the terms of each client.
 
     Reference:
         Yao et al. (2021), FedHM, with `TopN`.

@@ -1,22 +1,22 @@
-"""What the user's optimizer must be like where a change is the learning rate times a sum of gradients."""
+"""Checks that the user's optimizer is plain SGD, so that a change is the learning rate times a sum of gradients."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options with which a step is something else
+UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make a step something else
 
 
 def check_plain_sgd(template: Optimizer, server: nn.Module) -> None:
-    """Check that one optimizer steps all trainable parameters by the learning rate times the gradient.
+    """Check that one optimizer steps all trainable parameters, by the learning rate times the gradient.
 
     Args:
         template: One of the user's optimizers.
         server: The server's module.
 
     Raises:
-        ValueError: If it is not SGD, has a momentum or several learning rates, or leaves out a trainable parameter.
+        ValueError: If it is not SGD, has momentum or several learning rates, or leaves out a trainable parameter.
     """
     if type(template) is not SGD:
         raise ValueError(

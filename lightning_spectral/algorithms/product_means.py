@@ -27,9 +27,9 @@ Tensors = Mapping[str, Tensor]
 
 
 class TruncatedRound(AdapterRound):
-    """The factors of all clients side by side, as terms that one client each holds: small next to a weight.
+    """The factors of all clients side by side, as terms that are each held by one client: small next to a weight.
 
-    So they are a sum over clients like any other, of which a process has those that it trains.
+    So they are a sum over clients like any other, and each process has the part of those that it trains.
     """
 
     def __init__(self, opened: OpenAdapter) -> None:
@@ -62,7 +62,7 @@ class TruncatedRound(AdapterRound):
 
 @torch.no_grad()
 def set_factors(adapter: Adapter, left: Tensor, right: Tensor) -> None:
-    """Set the balanced factors of the best approximation of a product that an adapter has room for."""
+    """Set the balanced factors of the best approximation of a product at an adapter's rank."""
     eps = torch.finfo(adapter.B.dtype).eps
     b, a = balanced_factors(left, right, len(adapter.A), ROW_NORM, eps)
     adapter.B.copy_(b)
@@ -73,9 +73,9 @@ def set_factors(adapter: Adapter, left: Tensor, right: Tensor) -> None:
 class TruncatedProducts(AdapterAggregation):
     """The mean of the products, truncated by SVD to the largest rank; a client of rank r gets the r largest terms.
 
-    The decomposition is that of the stacked factors, by QR; no full matrix is formed. With mixed ranks the mean has
-    zeros where a small client lacks a term, so what small clients lack is pulled to zero. The server holds the factors
-    of all clients of a round, in float64.
+    The stacked factors are decomposed by QR; no full matrix is formed. With mixed ranks the mean has zeros where a
+    small client lacks a term, so terms that small clients lack are pulled to zero. The server holds the factors of all
+    clients of a round, in float64.
 
     Reference:
         Bai et al. (2024), FlexLoRA.
@@ -103,7 +103,7 @@ class StackedRound(AdapterRound):
         self.mean.add({"product": self._product(parts)}, unit.coefficient)
 
     def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
-        """A bound on the product, which is multiplied out only where the bound is too large."""
+        """A bound on the product, which is multiplied out only if the bound is too large."""
         bound = len(parts["A"]) * abs(self.opened.layer.scale) * largest["B"] * largest["A"]
         return largest_within(bound, lambda: self._product(parts))
 
@@ -122,9 +122,10 @@ class StackedRound(AdapterRound):
 
 @dataclass(frozen=True)
 class StackedProducts(AdapterAggregation):
-    """The exact mean of the products is added to the base in each round, and adapters begin anew, with another A.
+    """The exact mean of the products is added to the base in each round, and adapters restart with a new A.
 
-    That is what stacked factors multiply to. The base is no longer frozen: it travels to every client in every round.
+    This mean is the product of the stacked factors. The base is no longer frozen: it travels to every client in
+    every round.
 
     Reference:
         Wang et al. (2024), FLoRA.

@@ -35,7 +35,7 @@ class SampledRound(TermMeanRound):
 
     @torch.no_grad()
     def close(self, adapter: Adapter) -> None:
-        """Set the singular terms of the product of the mean factors; nothing, if none of these has changed."""
+        """Set the singular terms of the product of the mean factors, unless neither factor has changed."""
         changes = self.changes()
         if any(bool(change.any()) for change in changes.values()):
             set_factors(adapter, self.opened.B.double() + changes["B"], self.opened.A.double() + changes["A"])
@@ -45,16 +45,16 @@ class SampledRound(TermMeanRound):
 class SampledTerms(AdapterAggregation):
     """A client of rank r gets r sampled singular terms of the server's product, as in `SpectralSharding`.
 
-    The server factorises its product B A anew after each round, by QR of the factors. A strategy turns singular values
-    into inclusion probabilities and multipliers, a design draws, and each term is averaged over the clients that held
-    it: what nobody holds stays. In the first round the product is zero, and all terms are equally likely; later, a term
-    that is zero is as likely as the smallest that is not.
+    After each round, the server factorises its product B A anew, by QR of the factors. A strategy turns singular values
+    into inclusion probabilities and multipliers, a design draws terms, and each term is averaged over the clients that
+    held it; terms held by no client are unchanged. In the first round the product is zero and all terms are equally
+    likely; later, a zero term is as likely as the smallest non-zero one.
 
-    With equal ranks everybody holds all terms: that is plain federated LoRA, and nothing is factorised.
+    With equal ranks all clients hold all terms: this is plain federated LoRA, and nothing is factorised.
 
     Args:
-        strategy: Turns singular values into inclusion probabilities and multipliers. A term's multiplier scales its
-            gradients, too.
+        strategy: Turns singular values into inclusion probabilities and multipliers. A term's multiplier also scales
+            its gradients.
         design: Draws terms with those probabilities; ``None`` for the strategy's own.
 
     Raises:
@@ -83,7 +83,7 @@ class SampledTerms(AdapterAggregation):
         return self.open_all([opened])[0]
 
     def open_all(self, opened: Sequence[OpenAdapter]) -> list[AdapterRound]:
-        """The same for all layers; their designs are fitted together."""
+        """Do the same for all layers, whose designs are fitted together."""
         if not opened or not opened[0].is_mixed:
             return [TermMeanRound(one, ("A", "B")) for one in opened]
         cohort = opened[0].cohort
@@ -98,7 +98,7 @@ class SampledTerms(AdapterAggregation):
 
 
 def _by_size(opened: OpenAdapter) -> tuple[Tensor, OpenAdapter]:
-    """Sizes of the terms, and both factors in their order: a user's own adapter has them in any."""
+    """Sizes of the terms, descending, and both factors in this order: a user's own adapter may have any."""
     norms, order = term_sizes(opened.B, opened.A).sort(descending=True, stable=True)
     return norms, replace(opened, B=opened.B[:, order], A=opened.A[order])
 
@@ -106,7 +106,7 @@ def _by_size(opened: OpenAdapter) -> tuple[Tensor, OpenAdapter]:
 def term_sizes(B: Tensor, A: Tensor) -> Tensor:
     """Norms of the terms of a product, shape ``(R,)``, float64: its singular values, if the factors are balanced.
 
-    Terms that are zero are as large as the smallest that is not; if all are zero, they are 1.
+    Zero terms get the size of the smallest non-zero one; if all are zero, they get 1.
 
     Example:
         >>> term_sizes(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0], [1.0]]))

@@ -40,7 +40,7 @@ class ScaffoldRound(DenseRound):
         return {name: t.double() for name, t in store[unit].items()} if unit in store else dict(self.change.before)
 
     def new_controls(self, receipt: Receipt, upload: Upload, distance: float) -> dict[str, Tensor]:
-        """The control of one client after its steps, whose number times learning rate is ``distance``, above 0."""
+        """The new control of one client; ``distance`` is its number of steps times the learning rate, above 0."""
         after = {}
         for name, correction in corrections(receipt.drawn).items():
             moved = upload.tensors[name].double() - self.tensors[name].double()
@@ -49,7 +49,7 @@ class ScaffoldRound(DenseRound):
 
     @cached_property
     def largest(self) -> dict[str, tuple[float, float]]:
-        """Largest magnitude of each trained parameter before the round, and of the server's control of it."""
+        """Largest magnitude of each trained parameter before the round, and of the server's control for it."""
         names, pieces = self.change.names, self.control.pieces()
         weights = largest_magnitudes({name: self.tensors[name] for name in names})
         controls = largest_magnitudes({name: pieces[name] for name in names})
@@ -58,30 +58,30 @@ class ScaffoldRound(DenseRound):
 
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
-    r"""Federated averaging whose clients add :math:`c - c_i` to their gradients, so that they do not drift apart.
+    r"""Federated averaging in which clients add :math:`c - c_i` to their gradients, so that they do not drift apart.
 
-    The control :math:`c_i` of a client is the mean of the gradients of its last local steps, before correction; that
-    of the server is :math:`c = \sum_i d_i c_i` over all clients, with their shares d of all examples, the same in
-    every round. All are zeros in the beginning. After K local steps with learning rate :math:`\eta`, from x to y,
+    A client's control :math:`c_i` is the mean gradient over the local steps of its last turn, before correction. The
+    server's control is :math:`c = \sum_i d_i c_i` over all clients, where d is a client's share of all examples, the
+    same in every round. All controls start at zero. After K local steps with learning rate :math:`\eta`, from x to y,
 
     .. math:: c_i \leftarrow c_i - c + \frac{x - y}{K \eta}, \qquad c \leftarrow c + \sum_{i \in A} d_i \, \delta c_i,
 
-    with the sum over the changes of the round's clients A. The server's weights move as in `FedAvg`. Clients need plain
-    SGD. Weight decay may be used: it counts as a part of the gradient. So does what local hooks make of gradients,
-    as the correction is added after them; a parameter that is not in a step's loss has the gradient zero. A client
-    that takes no step, or has learning rate 0, keeps its control, as does one that is left out.
+    where the sum is over the round's clients A. The server's weights are updated as in `FedAvg`. Clients need plain
+    SGD. Weight decay is allowed and counts as part of the gradient. So do changes that local hooks make to gradients,
+    because the correction is added after them. A parameter that is not in a step's loss has gradient zero. A client
+    that takes no step, has learning rate 0 or is left out keeps its control.
 
-    A download holds the correction besides the model and so has twice the bytes of a model whose parameters are all
-    trained. The server computes the new controls itself, so an upload is that of `FedAvg` and the learning rate, 8
-    bytes. The memory for N clients is N times the trainable parameters, logged as ``fl/store_bytes``.
+    A download holds the model and the correction, which doubles its size if all parameters are trained. The server
+    computes the new controls itself, so an upload is that of `FedAvg` plus the learning rate, 8 bytes. For N clients,
+    the server stores N times the trainable parameters, logged as ``fl/store_bytes``.
 
     Note:
-        The new control is option II of the paper's. K counts steps, where some implementations count epochs. With
-        gradient scaling (``precision="16-mixed"``) it includes the steps that are skipped because a gradient
-        overflowed, so the controls of such rounds are too small.
+        The new control is the paper's option II. K counts steps, whereas some implementations count epochs. With
+        gradient scaling (``precision="16-mixed"``) K includes steps that are skipped because a gradient overflowed, so
+        the controls of such rounds are too small.
 
     Reference:
-        Karimireddy et al. (2020), SCAFFOLD, Algorithm 1 and equation (4); there all shares are 1/N.
+        Karimireddy et al. (2020), SCAFFOLD, Algorithm 1 and equation (4), where all shares are 1/N.
 
     Example:
         >>> line = nn.Linear(2, 1)
@@ -101,7 +101,7 @@ class Scaffold(FedAvg):
         check_plain_sgd(template, server)
 
     def start(self, server: nn.Module, seed: int) -> ClientSum:
-        """The server's control: zeros."""
+        """The server's control, initially zero."""
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ScaffoldRound:
@@ -111,7 +111,7 @@ class Scaffold(FedAvg):
         return ScaffoldRound(cohort, dense.tensors, dense.mean, control, control.change(trained, cohort))
 
     def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the whole model and the client's correction, which the receipt holds, too."""
+        """Send the whole model and the client's correction, which the receipt also holds."""
         own = own_round(opened)
         server = own.control.pieces()
         correction = {
@@ -121,17 +121,17 @@ class Scaffold(FedAvg):
         return Download(unit, 1.0, {**own.tensors, **correction}), Receipt(unit, 1.0, correction)
 
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change, and that of its control."""
+        """Add the client's change, and the change of its control."""
         super().add(opened, receipt, upload)
         own, unit, distance = own_round(opened), receipt.unit, _distance(upload)
         if distance == 0.0:
-            return  # nothing to learn from: the control stays
+            return  # nothing to learn from: the control is unchanged
         before, after = own.controls(unit), own.new_controls(receipt, upload, distance)
         own.change.add({name: after[name].double() - before[name] for name in after}, own.cohort.shares[unit.key])
         own.cohort.store[unit] = after
 
     def largest_summand(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> float:
-        r"""That of the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound on it."""
+        r"""Largest magnitude in the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound."""
         own, distance = own_round(opened), _distance(upload)
         if distance == 0.0:
             return 0.0
@@ -144,11 +144,11 @@ class Scaffold(FedAvg):
         return largest_within(max(bounds, default=0.0), change)
 
     def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
-        """The sum of the model's changes, and that of the control's."""
+        """The sum of the model's changes, and that of the control's changes."""
         return [opened.mean, own_round(opened).change]
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        """Set the pseudo-gradients, and bring the server's control up to date."""
+        """Set the pseudo-gradients, and update the server's control."""
         super().close(server, state, opened)
         own_sum(state).add(own_round(opened).change)
 

@@ -15,7 +15,7 @@ from lightning_spectral.protocol.exchange import load_tensors
 from lightning_spectral.protocol.records import Download, Tensors, Upload
 
 CORRECTION = "correction:"  # before the name of a parameter: what is added to its gradients
-LEARNING_RATE = "learning_rate:"  # of the round, which goes back because the server needs it
+LEARNING_RATE = "learning_rate:"  # of the round; sent back because the server needs it
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ScaffoldSide(DenseSide):
     """Whole models whose gradients are corrected before each step, after the user's local hooks."""
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Copy the server's values; corrections stay apart."""
+        """Copy the server's values, but not the corrections."""
         load_tensors(client, {n: t for n, t in download.tensors.items() if not n.startswith(CORRECTION)})
 
     def start(self, client: nn.Module, download: Download) -> StepActions:

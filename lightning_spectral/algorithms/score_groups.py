@@ -1,4 +1,4 @@
-"""What the user's optimizer must be like to step one vector of scores in the place of many weights."""
+"""What the user's optimizer must be like to step one vector of scores in place of many weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spectral.errors import SpectralWarning
 
 
 def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Check that one optimizer steps all scores with the same options, and say what weight decay does not do.
+    """Check that one optimizer steps all scores with the same options, and warn that weight decay does not act on them.
 
     Args:
         template: One of the user's optimizers.

@@ -64,39 +64,39 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         strategy: Turns a layer's singular values into inclusion probabilities and multipliers; or a `Schedule` of
             strategies.
         keep_ratio: Share r of the terms a client holds: one for all; ``{ratio: share of clients}``; or one per client.
-        design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling;
-            for PriSM successive sampling, the rule of its paper). A `Schedule` of them, too.
+        design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling; for
+            PriSM successive sampling, as in its paper). May also be a `Schedule` of designs.
         clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
             Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
-            ``weight_decay`` of the user's optimizer never acts on the factors: it is added here.
-        exclude: Shell-style patterns of layer names that stay dense: short for
-            ``layers=LayerChoices(exclude=...)``, and kept there.
+            ``weight_decay`` of the user's optimizer never acts on the factors; it is added to lambda instead.
+        exclude: Shell-style patterns of the names of layers that stay dense: short for
+            ``layers=LayerChoices(exclude=...)``, where they are stored.
         layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
-            returned, which fixes the outcome for every layer. From choices it is made when training starts, with a
-            traced forward pass if the module has an ``example_input_array``.
+            returned, which fixes the outcome for every layer. Given choices, the plan is made when training starts,
+            with a traced forward pass if the module has an ``example_input_array``.
         clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
-            nominal one; without it, a term of singular value s moves the weight 2 omega^2 s times as fast as the same
-            step in a dense layer would. With 1 no step is faster than in the dense layer; ``float("inf")`` for none.
-        spectral_start: Moves the energy of random weights into their first terms before the first round; ``None``
-            to train from the weights as they are. Weights that look trained are left alone.
-        weigh_clients: Whether the strategy gets Kish's effective number of clients, which accounts for unequal numbers
-            of examples, in place of their number.
-        output_ratio: Share q of the output channels that a client computes of each sharded layer, the leading ones; the
-            others are zero on the client, and there they take no memory: short for
-            ``layers=LayerChoices(output_ratio=...)``, and kept there.
-        aggregation: How the sub-models of many clients become one weight again: `TermMeans`, or `MatrixMeans` as in
+            nominal one; ``float("inf")`` for none. Without a bound, the weight moves along a term of singular value s
+            at 2 omega^2 s times the rate of a dense layer; with 1, never faster than in a dense layer.
+        spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
+            train from the weights as they are. Weights that look trained are unchanged.
+        weigh_clients: Whether the strategy is given Kish's effective number of clients, which accounts for unequal
+            numbers of examples, instead of their actual number.
+        output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
+            others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
+            where it is stored.
+        aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM.
 
     Raises:
         TypeError: If an argument is of another type.
-        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1,
-            ``clip_weight_lr`` is not positive, ``frobenius_decay`` is negative, or ``layers`` is given beside
-            ``exclude``, or with another ``output_ratio``.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1, ``clip_weight_lr`` is
+            not positive, ``frobenius_decay`` is negative, or ``layers`` is given together with ``exclude``, or has
+            another ``output_ratio``.
 
     Note:
         Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
-        clients in this round, as the 2024 paper does.
+        clients in this round, as in the 2024 paper.
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.1. Niu et al. (2023), section 3.2.1 and Eq. (5), for ``output_ratio``.
@@ -118,7 +118,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
     weigh_clients: bool = False
     clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
-    output_ratio: float | None = field(default=None, repr=False, compare=False)  # moves into `layers`, too
+    output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation = field(default_factory=TermMeans)
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         keep_ratio: PerClient[float] = 0.2,
         **options: Any,
     ) -> SpectralSharding:
-        """The recipe of the paper: weights as they are initialised, no bound on the learning rate of the weight.
+        """The paper's recipe: weights as they are initialised, and no bound on the learning rate of the weight.
 
         Args:
             strategy: As for the class; ``None`` for `Collective`.
@@ -167,7 +167,8 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         """How clients hold every layer and buffer of ``server``.
 
         Raises:
-            ValueError: With every problem at once, or if ``layers`` is the plan of another module.
+            ValueError: If ``server`` cannot be sharded, with all problems at once, or if ``layers`` is the plan of
+                another module.
         """
         return plan_of(server, self.layers)
 
@@ -193,7 +194,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         return str(report)
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Warn where the optimizer's weight decay goes, and about optimizers that undo the clip."""
+        """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
         if self.plan(server).sharded:
             warn_of_optimizer(template, self.clip_tau, self.frobenius_decay)
 
@@ -247,7 +248,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
             layer.add(opened.cohort, receipt.unit, receipt.drawn[name], *_vectors(upload, name))
 
     def largest_summand(self, opened: SpectralRound, receipt: Receipt, upload: Upload) -> float:
-        """That of any layer: some aggregations sum products of factors, which may be large though these are not."""
+        """The largest of any layer: some aggregations sum products, which may be large where the factors are not."""
         layers, (cohort, unit) = opened.layers.items(), (opened.cohort, receipt.unit)
         found = (a.largest_summand(cohort, unit, receipt.drawn[name], *_vectors(upload, name)) for name, a in layers)
         return max(found, default=0.0)
@@ -266,7 +267,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
             weight.grad = -assemble(blocks, changes, weight)
 
     def concerns(self, opened: SpectralRound) -> Sequence[str]:
-        """Whether the sub-models of a keep ratio have little of the weights in them."""
+        """A warning if the sub-models of a keep ratio retain little of the weights."""
         return noisy_sub_models(opened.layers, starts_random=self.spectral_start is None)
 
     def diagnostics(self, opened: SpectralRound) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of spectral sharding, and warnings about modules and optimizers that it fits badly."""
+"""Checks of the arguments of spectral sharding, and warnings about modules and optimizers that do not suit it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_spectral.sharding import ShardingStrategy
 
 
 def check_by_round(strategy: object, design: object) -> None:
-    """Raise ``TypeError`` unless both are what they should be, in every round if they are schedules."""
+    """Raise ``TypeError`` unless both have the right type, in every round if they are schedules."""
     for name, setting in {"strategy": strategy, "design": design}.items():
         if isinstance(setting, Mapping):
             raise TypeError(f"`{name}` by round is a Schedule, got {setting!r}; write Schedule({setting!r}).")
@@ -31,10 +31,10 @@ def check_by_round(strategy: object, design: object) -> None:
 
 
 def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
-    """The layers but for some.
+    """Layer choices that exclude some layers.
 
     Raises:
-        ValueError: If both are given.
+        ValueError: If ``layers`` is given too.
     """
     choices = LayerChoices(exclude=exclude)
     if layers != LayerChoices():
@@ -46,10 +46,10 @@ def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> Laye
 
 
 def cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoices | ModulePlan:
-    """The same layers, of which clients compute a share of the outputs.
+    """The same layers, with clients computing only a share of the outputs.
 
     Raises:
-        ValueError: If they compute another share already, or are a plan.
+        ValueError: If ``layers`` sets another share, or is a plan made with another one.
     """
     choices = layers if isinstance(layers, LayerChoices) else layers.choices
     wanted = replace(choices, output_ratio=output_ratio)

@@ -22,12 +22,12 @@ from lightning_spectral.protocol.statistics import MeanChange
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
 
-TINY = torch.finfo(torch.float64).tiny  # for a weight of zeros, of which nothing is missing
+TINY = torch.finfo(torch.float64).tiny  # keeps the missing share of a weight of zeros at zero
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """How the clients of one keep ratio get their terms of one layer.
+    """How the clients of one keep ratio draw their terms of one layer.
 
     Attributes:
         inclusion_probs: Shape ``(N,)``, float64, on the CPU.
@@ -59,7 +59,7 @@ class LayerRound:
         name: Its dotted name.
         singular_values: Shape ``(N,)``, float64, on the CPU.
         groups: A plan for each keep ratio of the round.
-        mean: Holds the vectors, with absorbed singular values, and what those of the clients sum to.
+        mean: Holds the vectors, which have absorbed the singular values, and the sums of the clients' vectors.
         strategy: Scales the drawn terms.
     """
 
@@ -92,7 +92,7 @@ class LayerRound:
         """Add what one unit sends back, weighted by its coefficient.
 
         Args:
-            cohort: Who takes part.
+            cohort: The clients that take part.
             unit: The unit.
             terms: The indices that `draw` returned.
             trained: Its ``u`` and ``v``.
@@ -109,7 +109,7 @@ class LayerRound:
         trained: tuple[Tensor, Tensor],
         magnitudes: tuple[float, float],
     ) -> float:
-        """Largest magnitude of what `add` would compute and sum of the same, or a bound on it."""
+        """Largest magnitude that `add` would compute and sum for the same arguments, or a bound on it."""
         plan = self.groups[cohort.keep_ratio_of(unit)]
         return self.mean.largest_summand(terms, trained, lambda: self._multipliers(plan, terms.cpu()), magnitudes)
 
@@ -119,7 +119,7 @@ class LayerRound:
     def client_errors(self) -> dict[float, float]:
         r"""Expected :math:`\|W - \hat W\|_F^2 / \|W\|_F^2` of a single client's sub-model, for each keep ratio.
 
-        For `Scaled` it is that of the multipliers of the expected draw.
+        For `Scaled`, it is the error with the multipliers of the expected draw.
         """
         s = self.singular_values
         squared_norm = (s**2).sum().clamp(min=TINY)
@@ -143,11 +143,11 @@ class SpectralRound:
     """One open round of spectral sharding.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         plan: How clients hold each layer.
         layers: The sharded layers by dotted name.
         tensors: The tensors that travel whole, by name.
-        mean: Running mean of the clients' changes of these.
+        mean: Running mean of the clients' changes to these tensors.
     """
 
     cohort: Cohort
@@ -185,14 +185,14 @@ def open_layer(
     """Plan every group's draws of one factorised matrix.
 
     Args:
-        name: Dotted name of what holds its terms.
+        name: Its dotted name.
         singular_values: Shape ``(N,)``, descending.
-        mean: Holds its vectors, and what they will sum to.
+        mean: Holds its vectors, and will hold the sums of the clients'.
         strategy: Gives probabilities and multipliers.
         design: Draws terms; ``None`` for the strategy's own.
-        cohort: Who takes part.
+        cohort: The clients that take part.
         sizes: For each keep ratio, the number of clients that the strategy is given.
-        granularity: Numbers of terms are rounded up to a multiple of it.
+        granularity: Numbers of terms are rounded up to a multiple of this.
     """
     (opened,) = open_layers({name: (singular_values, mean)}, strategy, design, cohort, sizes, granularity)
     return opened
@@ -206,15 +206,15 @@ def open_layers(
     sizes: Mapping[float, float],
     granularity: int = 1,
 ) -> list[LayerRound]:
-    """Do so for several matrices, whose designs are fitted together.
+    """Plan every group's draws of several matrices, whose designs are fitted together.
 
     Args:
         layers: For each matrix, by its name, its singular values and its mean.
-        strategy: See `open_layer`, as for the rest.
-        design: The same.
-        cohort: The same.
-        sizes: The same.
-        granularity: The same.
+        strategy: As for `open_layer`.
+        design: As for `open_layer`.
+        cohort: As for `open_layer`.
+        sizes: As for `open_layer`.
+        granularity: As for `open_layer`.
     """
     drafts: list[_Draft] = []
     for name, (singular_values, _) in layers.items():
@@ -231,7 +231,7 @@ def open_layers(
 
 
 class _Draft(NamedTuple):
-    """What one group is to get of one matrix, before its design is fitted."""
+    """One group's plan for one matrix, before its design is fitted."""
 
     name: str
     keep_ratio: float
@@ -251,6 +251,6 @@ class _Draft(NamedTuple):
 
 
 def _fit(drafts: Sequence[_Draft]) -> list[FittedDesign]:
-    """Fit the designs of all drafts, those that follow each other in one design together."""
+    """Fit the designs of all drafts; consecutive drafts of one design are fitted together."""
     groups = [list(alike) for _, alike in groupby(drafts, key=lambda draft: id(draft.design))]
     return [fitted for own in groups for fitted in own[0].design.fit_all([draft.inclusion_probs for draft in own])]

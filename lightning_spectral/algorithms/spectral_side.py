@@ -29,7 +29,7 @@ class SpectralSide(ClientSide):
         dense: Names of the tensors that travel back whole.
         clip_tau: Bound on the learning rate of a term's vectors.
         clip_weight_lr: Bound on the learning rate of the weight.
-        frobenius_decay: Coefficient of the penalty on sharded layers, beside the optimizer's own weight decay.
+        frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
     """
 
     plan: ModulePlan
@@ -47,7 +47,7 @@ class SpectralSide(ClientSide):
 
     @cached_property
     def returned(self) -> tuple[str, ...]:
-        """Names of the tensors that travel back; multipliers stay."""
+        """Names of the tensors that travel back; multipliers do not."""
         return (*self.dense, *self.weight_of)
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
@@ -62,7 +62,7 @@ class SpectralSide(ClientSide):
         load_tensors(client, download.tensors)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer with factors in groups without weight decay, Frobenius decay, then clipping."""
+        """The user's optimizer, with factors in groups without weight decay, then Frobenius decay, then clipping."""
         local = rebuild_optimizer(
             recipe,
             client,

@@ -1,4 +1,4 @@
-"""The spectral start: initial weights of which a few terms are worth training."""
+"""The spectral start: initial weights in which a few terms are worth training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from lightning_spectral.protocol.cohort import Alone, SharesWork
 class SpectralStart:
     r"""Moves the energy of random weights into their first terms, once, before the first round.
 
-    The first n singular values of each sharded matrix keep their size, the others are multiplied by ``tail``, and the
-    whole is scaled back to its old Frobenius norm. Singular vectors, dense layers and biases stay as they are.
+    In each sharded matrix, the first n singular values are kept, the others are multiplied by ``tail``, and the matrix
+    is rescaled to its old Frobenius norm. Singular vectors, dense layers and biases are unchanged.
 
     Args:
-        tail: Factor f of the terms beyond the first n, in [0, 1]. With 0 they are gone for good: a term of size zero
+        tail: Factor f on the terms beyond the first n, in [0, 1]. With 0 they are lost for good: a term of size zero
             has no gradient.
-        keep_ratio: The n terms are this share of all, rounded as for clients; ``None`` for the smallest keep ratio of
-            the clients, so that all of them can hold the energy.
-        trained: Whether to change weights that look trained, too.
+        keep_ratio: Share of all terms that makes up the first n, rounded as for clients; ``None`` for the clients'
+            smallest keep ratio, so that every client can hold the energy.
+        trained: Whether to change even weights that look trained.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -44,8 +44,8 @@ class SpectralStart:
 
     Note:
         A weight looks trained if its largest singular value exceeds that of a random matrix of its size and norm. A
-        weight whose next term is at most ``tail`` times the n-th has nothing to move: so fitting again with the same
-        ratio does not repeat a start, whether or not it can be seen in the largest value (it cannot in small matrices).
+        weight whose next term is at most ``tail`` times the n-th has nothing to move. So fitting again with the same
+        ratio does not repeat a start, even in small matrices, where the start does not show in the largest value.
 
     Example:
         >>> SpectralStart(tail=0.02)
@@ -62,7 +62,7 @@ class SpectralStart:
 
 @dataclass(frozen=True)
 class StartReport:
-    """What a spectral start did.
+    """The outcome of a spectral start.
 
     Attributes:
         keep_ratio: Share of the terms into which energy was moved.
@@ -99,14 +99,15 @@ def spectral_start(
 
     Args:
         module: Its sharded weights are changed.
-        keep_ratio: Share of the terms that keep their size, before all are scaled alike; that of the smallest clients.
-        tail: Factor of the other terms, in [0, 1].
-        trained: Whether to change weights that look trained, too.
+        keep_ratio: Share of the terms that keep their size before the matrix is rescaled: the keep ratio of the
+            smallest clients.
+        tail: Factor on the other terms, in [0, 1].
+        trained: Whether to change even weights that look trained.
         layers: Which layers are sharded: choices, or the plan that `validate` returned.
-        workers: Processes that share the work; ``None`` for this one.
+        workers: Processes that share the work; ``None`` for this process alone.
 
     Returns:
-        What was changed. Printed, it is one sentence.
+        A report of what was changed, which prints as one sentence.
 
     Raises:
         ValueError: If an argument is out of range, a weight is not finite, or the module cannot be sharded.
@@ -135,7 +136,7 @@ def spectral_start(
 
 
 def _moved(piece: NamedMatrix, start: SpectralStart, keep_ratio: float, granularity: int) -> tuple[Tensor, ...]:
-    """The new matrix, in the weight's type; nothing where it stays as it is."""
+    """The new matrix, in the weight's type; an empty tuple if it is unchanged."""
     name, matrix = piece
     with naming_layer(name):
         factors = factorize(matrix)

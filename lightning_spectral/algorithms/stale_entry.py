@@ -14,7 +14,7 @@ Tensors = Mapping[str, Tensor]
 
 @torch.no_grad()
 def update_of(before: Tensors, after: Tensors) -> dict[str, Tensor]:
-    """The change of each tensor of ``before``, in its own type but in single precision at least.
+    """The change of each tensor of ``before``, in its own type but at least in single precision.
 
     Example:
         >>> before, after = torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
@@ -27,17 +27,17 @@ def update_of(before: Tensors, after: Tensors) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def compress(update: Tensors, num_terms: int | None) -> dict[str, Tensor]:
-    """An update as the server's store keeps it.
+    """Compress an update for the server's store.
 
     Args:
         update: A client's changes by name, finite.
-        num_terms: Number of leading singular terms to keep of each tensor of two dimensions or more, seen as the
-            matrix of shape ``(c_out, c_in k_1 ...)``; ``None`` to keep tensors whole. A tensor that its terms would
-            not make smaller is kept whole.
+        num_terms: Number of leading singular terms to keep of each tensor of two dimensions or more, seen as the matrix
+            of shape ``(c_out, c_in k_1 ...)``; ``None`` to keep tensors whole. A tensor is kept whole if its terms
+            would be no smaller.
 
     Returns:
-        Tensors under their own names; of a tensor in terms, the factors u, shape ``(c_out, num_terms)``, and v, shape
-        ``(num_terms, c_in k_1 ...)``.
+        Whole tensors under their own names; for a tensor kept as terms, the factors u, shape ``(c_out, num_terms)``,
+        and v, shape ``(num_terms, c_in k_1 ...)``.
 
     Example:
         >>> entry = compress({"weight": torch.ones(4, 3), "bias": torch.ones(4)}, num_terms=1)
@@ -56,7 +56,7 @@ def compress(update: Tensors, num_terms: int | None) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(entry: Tensors, like: Tensors) -> dict[str, Tensor]:
-    """The update that an entry stands for, float64, the same bits whenever it is restored.
+    """Restore the update that an entry stands for, in float64 and bit for bit the same every time.
 
     Args:
         entry: What `compress` returned.

@@ -1,4 +1,4 @@
-"""Aggregation with stale updates: clients that do not take part in a round count with their last update."""
+"""Aggregation with stale updates: clients that do not take part in a round contribute their last update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 Coefficients = Literal["sampled", "data"]
 Unseen = Literal["zero", "mean"]
 Tensors = Mapping[str, Tensor]
-SEEN = "share:seen"  # beside the parameters in the server's sum: 1 for each client in the table, weighted by its share
+SEEN = "share:seen"  # next to the parameters in the server's sum: 1 for each client in the table, weighted by its share
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class StaleRound(DenseRound):
     """One open round with stale updates.
 
     Attributes:
-        unseen: What a client counts with that has never taken part.
+        unseen: What a client that has never taken part contributes.
         total: The sum H of all clients' stale updates, as it was when the round opened.
         entries: What the table held of the round's clients when it opened.
         drawn: Running mean of their stale updates, with the weights of their new ones.
@@ -59,7 +59,7 @@ class StaleRound(DenseRound):
 
     @cached_property
     def over_all(self) -> Tensors:
-        """The sum over all clients, shares times stale updates; those that were never seen as `unseen` says."""
+        """The sum of shares times stale updates over all clients; unseen clients contribute what `unseen` says."""
         pieces = self.total.pieces()
         seen = float(pieces[SEEN])
         divisor = seen if self.unseen == "mean" and seen > 0.0 else 1.0
@@ -75,7 +75,7 @@ class StaleRound(DenseRound):
         return restore(self.entries[unit.key], self.trained) if unit.key in self.entries else self.zero
 
     def stale_update(self, unit: WorkUnit) -> Tensors:
-        """What a client counts with unless it takes part, float64."""
+        """What a client contributes unless it takes part, float64."""
         if unit.key in self.entries or self.unseen == "zero":
             return self.entry(unit)
         return self.over_all
@@ -83,45 +83,46 @@ class StaleRound(DenseRound):
 
 @dataclass(frozen=True)
 class StaleUpdates(FedAvg):
-    r"""Federated averaging in which the server reckons with the last update of every client.
+    r"""Federated averaging in which the server also uses the last update of every client.
 
-    The server keeps a table with the last update :math:`h_i` of each client, the change of its trainable parameters.
-    With the updates :math:`\Delta_i` of a round's clients A it steps by
+    The server keeps a table of each client's last update :math:`h_i`, the change of its trainable parameters. Given the
+    updates :math:`\Delta_i` of a round's clients A, it takes the step
 
     .. math:: w \leftarrow w + \beta \sum_i d_i h_i + \sum_{i \in A} c_i (\Delta_i - \beta h_i),
 
     and only then sets :math:`h_i \leftarrow \Delta_i` for those clients. Here d is a client's share of all examples,
-    the same in every round, and c its coefficient. With the coefficients d/p of an unbiased sampler the step is
-    unbiased whatever the table holds, and it varies the less, the closer the table comes to the updates. Under uniform
-    participation p is not known here: the second sum is divided by the sum of the coefficients of those who
-    reported, as in the published FedVARP. That is unbiased for clients of equal size.
+    the same in every round, and c is its coefficient. With the coefficients d/p of an unbiased sampler, the step is
+    unbiased whatever the table holds, and its variance falls as the table gets closer to the updates. Under uniform
+    participation p is not known here, so the second sum is divided by the sum of the coefficients of the clients that
+    reported, as in the published FedVARP. This is unbiased for clients of equal size.
 
     ``StaleUpdates()`` is FedVARP and the rule of GVR*, ``StaleUpdates(beta=0.5)`` is FedStale, ``beta=0`` moves the
-    server as `FedAvg` does, and `mifa` is MIFA. A client that is left out of a round changes nothing in the table.
-    Buffers are averaged, and tensors travel, as in `FedAvg`.
+    server as `FedAvg` does, and `mifa` is MIFA. A client that is left out of a round does not change the table. Buffers
+    are averaged and tensors travel as in `FedAvg`.
 
     Args:
-        beta: How much of the stale updates to count on, in [0, 1].
-        coefficients: ``"sampled"`` for the cohort's c; ``"data"`` for d in its place, however likely it was that the
-            client takes part. With beta 1 the step is then the mean of all clients' latest updates, which is biased,
-            because those of clients that rarely take part are old.
-        unseen: What a client counts with that has never taken part: ``"zero"``, or the ``"mean"`` of those that have,
+        beta: Weight of the stale updates, in [0, 1].
+        coefficients: ``"sampled"`` for the cohort's c; ``"data"`` for d instead, however likely the client was to take
+            part. With beta 1 the step is then the mean of all clients' latest updates, which is biased, because those
+            of clients that rarely take part are old.
+        unseen: What a client that has never taken part contributes: ``"zero"``, or the ``"mean"`` of those that have,
             weighted by their shares. Both are known before the round's clients are drawn, so neither adds a bias.
-        num_terms: Of tensors of two dimensions or more, the number of leading singular terms to keep in the table, a
-            fraction of the memory; ``None`` for all. The same truncated update stands in both sums.
+        num_terms: Number of leading singular terms that the table keeps of each tensor of two dimensions or more, which
+            takes a fraction of the memory; ``None`` for all. Both sums use the same truncated update.
 
     Raises:
         TypeError: If an argument is of another type.
         ValueError: If ``beta`` is outside [0, 1], a choice is unknown or ``num_terms`` is below 1.
 
     Note:
-        The memory for N clients is N times the trainable parameters, logged as ``fl/store_bytes``, besides three
-        float64 numbers for each parameter. In a round without clients the server moves by the stale updates alone;
-        otherwise the average over rounds would be biased.
+        For N clients, the server stores N times the trainable parameters, logged as ``fl/store_bytes``, plus three
+        float64 numbers per parameter. In a round without clients the server steps by the stale updates alone; otherwise
+        the average over rounds would be biased.
 
         The slides of GVR* print the same condition, i in A, for both cases of h; the second should be i not in A. The
-        official code of MIFA waits until each client was seen once, and fills the table with a full round. This
-        server trains from the first round; with ``unseen="mean"`` its steps are as long as later ones from the second.
+        official code of MIFA waits until each client has been seen once, and fills the table with a full round. This
+        server trains from the first round; with ``unseen="mean"``, its steps are as long as later ones from the second
+        round on.
 
     Reference:
         Jhunjhunwala et al. (2022), FedVARP; Rodio & Neglia (2024), FedStale; Gu et al. (2021), MIFA.
@@ -150,15 +151,15 @@ class StaleUpdates(FedAvg):
 
     @classmethod
     def mifa(cls) -> StaleUpdates:
-        """MIFA: the mean over all clients of their latest updates, with a table of zeros in the beginning."""
+        """MIFA: the mean of all clients' latest updates, with a table that starts at zero."""
         return cls(coefficients="data")
 
     def start(self, server: nn.Module, seed: int) -> ClientSum:
-        """The sum over all clients: zeros."""
+        """The sum over all clients, initially zero."""
         return ClientSum({**{name: p.shape for name, p in server.named_parameters()}, SEEN: ()})
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> StaleRound:
-        """Look up what the table holds of the round's clients; `add` replaces it."""
+        """Look up what the table holds for the round's clients; `add` replaces it."""
         weighted = by_share(cohort) if self.coefficients == "data" else cohort
         dense, total = super().open(server, state, cohort), own_sum(state)
         mean = dense_mean(server, dense.mean.before, weighted)
@@ -176,7 +177,7 @@ class StaleUpdates(FedAvg):
         )
 
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's update and its stale one, and put the former into the table."""
+        """Add the client's update and its stale one, and put the new one into the table."""
         own, unit = own_round(opened), receipt.unit
         share = own.cohort.shares[unit.key]
         weight = share if self.coefficients == "data" else unit.coefficient
@@ -189,9 +190,9 @@ class StaleUpdates(FedAvg):
         own.cohort.store[unit] = entry
 
     def largest_summand(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> float:
-        """Twice that of the client's update, or a bound on it: the table changes by the difference of two updates.
+        """Twice the client's largest change, or a bound on it: the table changes by the difference of two updates.
 
-        An entry of the leading terms of an update is at most the norm of the update.
+        No entry of an update's leading terms exceeds the norm of the update.
         """
         own = own_round(opened)
         norms = [
@@ -215,7 +216,7 @@ class StaleUpdates(FedAvg):
         return [own.mean, own.drawn, own.table]
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        """Set the corrected pseudo-gradients, then bring the sum over all clients up to date."""
+        """Set the corrected pseudo-gradients, then update the sum over all clients."""
         own = own_round(opened)
         apply_mean_change(server, self._corrected(own))
         own_sum(state).add(own.table)

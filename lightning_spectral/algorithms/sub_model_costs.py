@@ -1,4 +1,4 @@
-"""The cost to a client of each keep ratio of sub-models by width and of FIARSE, and the largest one for a device."""
+"""The cost to a client of each keep ratio of `WidthSharding` and `FIARSE`, and the largest ratio for a device."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def sub_model_cost_table(
     keep_ratios: Sequence[float] = (0.25, 0.5, 0.75),
     example_input: Example = None,
 ) -> CostTable:
-    """What each keep ratio of `WidthSharding` or `FIARSE` costs a client, before any training.
+    """The cost of each keep ratio of `WidthSharding` or `FIARSE` to a client, before any training.
 
-    A round is opened on a copy for each, and what it sends, what the client holds and what it sends back is counted,
-    and one forward pass of the client's model.
+    For each, a round is opened on a copy of the module. What the server sends, what the client holds and what it sends
+    back are counted, as is one forward pass of the client's model.
 
     Args:
         module: Any module; it is not changed.
-        algorithm: With the options that the run has; its own keep ratio makes no difference.
+        algorithm: The algorithm with the run's options; its own keep ratio makes no difference.
         keep_ratios: Each in ``(0, 1]``.
-        example_input: As in `cost_table`. Channels that belong together are found with it too, if the module has no
+        example_input: As in `cost_table`. It also serves to find channels that belong together if the module has no
             ``example_input_array`` and the algorithm no plan.
 
     Raises:
@@ -44,7 +44,7 @@ def sub_model_cost_table(
         ValueError: If a ratio is out of range, there is no example, or the algorithm refuses the module.
 
     Note:
-        Sub-models by width that draw a width for each step cost at most this: it is counted at the client's own.
+        Sub-models that draw a width for each step cost at most this much: costs are counted at the client's own width.
 
     Example:
         >>> import torch
@@ -73,24 +73,24 @@ def sub_model_keep_ratio_for(
 ) -> float | list[float]:
     """The largest keep ratio of `WidthSharding` or `FIARSE` whose sub-model fits a budget.
 
-    Exactly one budget is given: a number, or a sequence with one for each client. A list of the answers is what both
-    take as ``keep_ratio``.
+    Give exactly one budget: a number, or a sequence with one entry per client. Both algorithms take the resulting list
+    as ``keep_ratio``.
 
     Args:
         module: Any module; it is not changed.
         algorithm: As in `sub_model_cost_table`.
-        example_input: As there; `FIARSE` needs it for ``budget_macs`` alone.
-        budget_bytes: Bytes that may travel in a round, down and up together, without what travels once.
-        budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``. Those of `FIARSE` are the
-            whole model's, whatever the keep ratio.
-        budget_params: Number of parameters that the sub-model may have; likewise.
+        example_input: As there; `FIARSE` needs it only for ``budget_macs``.
+        budget_bytes: Number of bytes that may travel in a round, down and up together, without what travels once.
+        budget_macs: Number of multiply-accumulate operations of one forward pass of ``example_input``. With `FIARSE`
+            they are the whole model's, whatever the keep ratio.
+        budget_params: Number of parameters that the sub-model may have; with `FIARSE`, likewise the whole model's.
 
     Returns:
         A keep ratio in ``(0, 1]``, or a list of them.
 
     Raises:
         TypeError: If it is another algorithm.
-        ValueError: If not exactly one budget is given, nothing fits, or as `sub_model_cost_table`.
+        ValueError: If not exactly one budget is given, nothing fits, or `sub_model_cost_table` would raise it.
 
     Example:
         >>> import torch
@@ -118,5 +118,5 @@ def _prepared(
     if example_of(server) is None:
         server.example_input_array = example
     prepared = algorithm.prepare(server)
-    prepared.check(server)  # in this order channels are found once
+    prepared.check(server)  # after `prepare`, so that channels are found only once
     return lambda keep_ratio: turn_cost(prepared, server, keep_ratio, counted), prepared

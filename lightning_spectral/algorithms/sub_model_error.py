@@ -1,4 +1,4 @@
-"""How far single sub-models are from the weights: whether what a client trains is the server's model."""
+"""How far single sub-models are from the weights, and a warning if they are too far."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
 
 
 def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> Sequence[str]:
-    """What to tell the user if the sub-models of a keep ratio are far from the weights; of the worst ratio alone.
+    """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only.
 
     Args:
         layers: The sharded layers of an open round.
-        starts_random: Whether the run has no spectral start, so that one may help.
+        starts_random: Whether the run has no spectral start, which might then help.
 
     Returns:
-        The figures and their remedies, or nothing.
+        The warning with its remedies, or nothing.
     """
     if not layers:
         return []
@@ -38,7 +38,7 @@ def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> S
 
 
 def _remedies(least: float, starts_random: bool) -> str:
-    """What can lower the error: a strategy only if some choice of terms is good enough."""
+    """What can lower the error; a strategy is named only if some choice of terms is good enough."""
     start = ["`spectral_start=SpectralStart()`"] if starts_random else []
     strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
     return " or ".join([*start, "a larger keep ratio", *strategy])

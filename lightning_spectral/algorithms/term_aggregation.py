@@ -1,6 +1,6 @@
-"""The contract of an aggregation of singular terms: what the clients' factors of one matrix sum to."""
+"""The contract of an aggregation of singular terms: how the clients' factors of one matrix are summed."""
 
-# Annotations are evaluated here, as in `base.py`.
+# Annotations are evaluated eagerly, as in `base.py`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class LayerMean(ABC):
     @property
     @abstractmethod
     def visited(self) -> Tensor:
-        """Which terms some client held, shape ``(N,)``, bool."""
+        """Which terms were held by some client, shape ``(N,)``, bool."""
 
     @abstractmethod
     def add(
@@ -50,7 +50,7 @@ class LayerMean(ABC):
         Args:
             terms: Indices of the terms it held, shape ``(n,)``.
             trained: Its vectors after training, shapes ``(held rows, n)`` and ``(n, c_in k)``.
-            multipliers: Returns those of its terms, shape ``(n,)``, as they were sent.
+            multipliers: Returns the multipliers of its terms, shape ``(n,)``, as they were sent.
             weight: Its weight.
             magnitudes: The largest magnitudes of the trained vectors.
         """
@@ -62,7 +62,7 @@ class LayerMean(ABC):
         multipliers: Callable[[], Tensor],
         magnitudes: tuple[float, float],
     ) -> float:
-        """Largest magnitude of what `add` would compute of a client and sum, or a bound on it; 0 for its vectors alone.
+        """Largest magnitude that `add` would compute for a client and sum, or a bound on it; 0 if it sums only vectors.
 
         Args:
             terms: As for `add`.
@@ -74,11 +74,11 @@ class LayerMean(ABC):
 
     @abstractmethod
     def weight_change(self) -> Tensor:
-        """Change of the matrix, float64: exactly zero where nothing changed; rows that no client holds included."""
+        """Change of the matrix, float64, including rows that no client holds; exactly zero where nothing changed."""
 
 
 class TermAggregation(ABC):
-    """How the sub-models of many clients become one weight again."""
+    """How the sub-models of many clients are combined into one weight."""
 
     @abstractmethod
     def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
@@ -87,7 +87,7 @@ class TermAggregation(ABC):
         Args:
             u: As for `LayerMean`.
             v: As for `LayerMean`.
-            cohort: Who takes part.
+            cohort: The clients that take part.
             held_rows: As for `LayerMean`.
         """
 
@@ -106,7 +106,7 @@ class MeanOfTerms(LayerMean):
 
     @property
     def visited(self) -> Tensor:
-        """Terms whose holders have a weight."""
+        """Terms held by clients of positive weight."""
         return self._mean.weight > 0
 
     def add(
@@ -117,13 +117,13 @@ class MeanOfTerms(LayerMean):
         weight: float,
         magnitudes: tuple[float, float],
     ) -> None:
-        """Add the changes of a client's vectors; multipliers play no part."""
+        """Add the changes of a client's vectors; multipliers are not used."""
         self._mean.add(terms, *trained, weight, magnitudes)
 
     def weight_change(self) -> Tensor:
         """The change that follows from the new vectors.
 
-        Rows of ``u`` that no client holds stay as they are, but their terms go on with the new ``v``.
+        Rows of ``u`` that no client holds are unchanged, but are multiplied by the new ``v``.
         """
         visited, u_change, v_change = self._mean.finish()
         u_change = with_absent_rows(u_change, len(self.u))
@@ -132,9 +132,9 @@ class MeanOfTerms(LayerMean):
 
 @dataclass(frozen=True)
 class TermMeans(TermAggregation):
-    """Each term is averaged over the clients that held it, and stays as it is if nobody did.
+    """Each term is averaged over the clients that held it; terms held by no client are unchanged.
 
-    Left and right vectors are averaged by themselves; the weight is the sum of their products.
+    Left and right vectors are averaged separately; the weight is the sum of their products.
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.1, step 3.

@@ -1,4 +1,4 @@
-"""What a client's turn costs, by the functions that a round uses."""
+"""The cost of a client's turn, computed with the functions that a round uses."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def turn_cost(
     """Open a round for one client, and count what it is sent, holds and sends back, and one forward pass.
 
     Args:
-        algorithm: It has been prepared for ``server``.
+        algorithm: The algorithm, prepared for ``server``.
         server: A copy of the user's module.
-        keep_ratio: The client's.
+        keep_ratio: The client's keep ratio.
         example: Input of the pass; ``None`` to count none.
         round_idx: Communication round, from 0.
-        moving: Names of frozen tensors that change from round to round, and travel in each.
+        moving: Names of frozen tensors that change between rounds, and travel in each.
     """
     unit = WorkUnit(0, coefficient=1.0)
     state = algorithm.start(server, 0)
     opened = algorithm.open(server, state, Cohort(0, round_idx, {keep_ratio: (unit,)}))
     download, _ = algorithm.send(opened, unit)
-    download = replace(download, round_idx=round_idx)  # by which the device knows what it trains
+    download = replace(download, round_idx=round_idx)  # tells the device what it trains
     side = algorithm.client_side(server)
     client = side.build(server, download.capacity)
     side.load(client, download)

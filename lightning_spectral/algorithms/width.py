@@ -73,12 +73,13 @@ class WidthRound:
     """One open round.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         plan: Which channels belong together.
         tensors: All tensors of the server's module, by name.
         mean: Running mean of the clients' changes.
-        averages: The running averages of each width that has its own at the server, by name.
-        names: Names of the averages of which each width has its own; those of others are the module's first entries.
+        averages: The running averages of each width that has its own on the server, by name.
+        names: Names of the averages that are kept for each width; a width without its own uses the module's first
+            entries.
     """
 
     cohort: Cohort
@@ -94,34 +95,35 @@ class WidthSharding(ByKeepRatio[WidthRound]):
     """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
 
     Which channels belong together is found in a forward pass of the module's ``example_input_array``
-    (`lightning_spectral.width_plan`). Every entry of a weight averages over the clients that held it; what nobody held
-    stays as it is. Inputs and outputs of the module are never cut.
+    (`lightning_spectral.width_plan`). Every entry of a weight is averaged over the clients that held it; entries held
+    by no client are unchanged. Inputs and outputs of the module are never cut.
 
     Args:
         channels: Which channels a client gets: the first ones (HeteroFL), a window that moves on in every round
             (FedRolex), or random ones (Federated Dropout).
         keep_ratio: Share r of the channels a client holds: one for all; ``{ratio: share of clients}``; or one per
-            client. It is a share of the width: where inputs and outputs of a layer are cut, its parameters and
-            multiplications fall as the square.
-        scaler: Divide the outputs of layers with fewer outputs by r while training, so that they are as large as those
-            of the whole model, which is evaluated: the Scaler of HeteroFL.
-        exclude: Patterns of layers of which nothing is cut.
-        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
-        step_widths: Keep ratios among which each local step draws its own: all up to the client's, equally likely. It
-            uses and trains the first of the client's channels. This is FjORD's ordered dropout; empty for steps as
-            wide as the client. Modules that compute activations again in the backward pass
-            (``torch.utils.checkpoint``), which would be at the client's own width, are refused in their first step.
-        averages_per_width: Give each of ``step_widths`` running averages of its own in every BatchNorm, as published:
-            clients send back those of all widths they may draw, and `narrow_model` puts them into the model of a width.
-            The server's module has those of the largest keep ratio. Otherwise narrower steps leave averages alone.
-        plan: What `width_plan` returned for the module, which then needs no ``example_input_array``; ``None`` to make
-            it when training starts.
+            client. It is a share of the width: where both inputs and outputs of a layer are cut, its parameters and
+            multiplications shrink with the square of r.
+        scaler: While training, divide the outputs of narrowed layers by r, so that they are as large as those of the
+            whole model, which is the one that is evaluated: HeteroFL's Scaler.
+        exclude: Patterns of the names of layers that are not cut.
+        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
+        step_widths: Keep ratios from which each local step draws its own, uniformly among those up to the client's. The
+            step uses and trains the first of the client's channels: FjORD's ordered dropout. If empty, all steps have
+            the client's width. Modules that recompute activations in the backward pass (``torch.utils.checkpoint``),
+            which would happen at the client's own width, are refused in their first step.
+        averages_per_width: Give each of ``step_widths`` its own running averages in every BatchNorm, as published.
+            Clients send back those of all widths they may draw, and `narrow_model` puts them into the model of a width.
+            The server's module has those of the largest keep ratio. If false, narrower steps do not change the
+            averages.
+        plan: The plan that `width_plan` returned for the module, which then needs no ``example_input_array``; ``None``
+            to make it when training starts.
 
     Raises:
         TypeError: If an argument is of another type.
-        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, patterns are not a sequence of strings, or
-            ``step_widths`` lack a keep ratio of the clients, or are combined with other ``channels`` than the first
-            ones, or with ``scaler``; or there are ``averages_per_width`` without ``step_widths``.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, patterns are not a sequence of strings,
+            ``step_widths`` lack one of the clients' keep ratios or are combined with ``scaler`` or with ``channels``
+            other than the first ones, or ``averages_per_width`` is set without ``step_widths``.
 
     Reference:
         Diao et al. (2021), HeteroFL; Alam et al. (2022), FedRolex; Caldas et al. (2018), Federated Dropout; Horvath et
@@ -195,11 +197,11 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         return self.plan
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
-        """The numbers N of channels of which a client of keep ratio r holds ceil(r N)."""
+        """The numbers N of channels in the groups; of each, a client of keep ratio r holds ceil(r N)."""
         return {group.num_units for group in self._plan(server).groups}
 
     def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half: small modules, of which parameters and averaged buffers travel back."""
+        """The device half: small modules whose parameters and averaged buffers travel back."""
         plan = self._plan(server)
         returned = tuple(averaged_tensors(server, keep_buffers=self.keep_buffers))
         scaled = cut_outputs(server, plan) if self.scaler else ()
@@ -215,15 +217,15 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         return max(entries_of(self.keep_ratio))
 
     def start(self, server: nn.Module, seed: int) -> WidthAverages | None:
-        """The running averages of narrower widths than the widest clients', if they have their own."""
+        """The running averages of widths narrower than the widest clients', if these have their own."""
         names, widths = self._averages(server), [width for width in self.step_widths if width < self.widest]
         return WidthAverages(server, self._plan(server), names, widths) if names and widths else None
 
     def narrow(self, server: nn.Module, state: nn.Module | None, keep_ratio: float) -> nn.Module:
-        """A copy of the server's module with the first channels alone, and the averages of that width.
+        """A copy of the server's module with only the first channels, and with the averages of that width.
 
         Raises:
-            ValueError: If clients do not train it; see `lightning_spectral.narrow_model`.
+            ValueError: If clients do not train such a model; see `lightning_spectral.narrow_model`.
         """
         check_narrow(self.channels, self.scaler)
         averages: Mapping[float, Mapping[str, Tensor]] = averages_of(state) if has_begun(state) else {}
@@ -238,7 +240,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         return small
 
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Before the first round, let narrower widths begin with the averages that the module then has."""
+        """Before the first round, let narrower widths start from the averages that the module then has."""
         if isinstance(state, WidthAverages):
             state.begin(server)
 
@@ -249,12 +251,12 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
         total = sum(parameter.numel() for parameter in server.parameters())
         untrained = isinstance(self.channels, PrefixChannels) and self.widest < 1 and plan.groups
-        alone = f"No client trains the channels above keep ratio {self.widest:g}, which the server's module has, too."
+        alone = f"No client trains the channels above keep ratio {self.widest:g}, which stay in the server's module."
         notes = "".join(f"\n{note}" for note in [*[alone] * bool(untrained), *plan.notes])
         return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
-        """The parameters that need no gradient and are never cut; of others a client may get another part each time."""
+        """The parameters that need no gradient and are never cut; of cut ones a client may get a new part each time."""
         plan = self._plan(server)
         return {name: tensor for name, tensor in frozen_parameters(server).items() if name not in plan.labels}
 
@@ -270,7 +272,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         )
 
     def send(self, opened: WidthRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Choose the unit's channels of each group, and send what is left of every tensor without the others."""
+        """Choose the unit's channels of each group, and send the part of every tensor that belongs to them."""
         keep_ratio = opened.cohort.keep_ratio_of(unit)
         kept = {group.name: self._kept(opened.cohort, unit, group, keep_ratio) for group in opened.plan.groups}
         indices = opened.plan.indices(kept)
@@ -280,7 +282,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
 
     def _narrower(self, opened: WidthRound, keep_ratio: float) -> dict[str, Tensor]:
-        """Each width's own averages, of those that a client uses besides its own."""
+        """Each width's own averages, for the narrower widths that a client may draw."""
         widths = [width for width in self.step_widths if width < keep_ratio] if opened.names else []
         cut = partial(first_entries, opened.tensors, opened.plan, opened.names)
         return by_width({w: opened.averages[w] if w in opened.averages else cut(w) for w in widths})

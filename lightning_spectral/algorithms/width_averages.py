@@ -14,7 +14,7 @@ from lightning_spectral.protocol.exchange import averaged_tensors, travelling_te
 from lightning_spectral.protocol.records import Upload
 
 Tensors = Mapping[str, Tensor]
-STEP_COUNTS = "steps@widths"  # of a client, which goes back because averages are those of clients that took steps
+STEP_COUNTS = "steps@widths"  # sent back by a client, because averages are taken over clients that took steps
 
 
 def at_width(name: str, width: float) -> str:
@@ -28,7 +28,7 @@ def at_width(name: str, width: float) -> str:
 
 
 def running_averages(server: nn.Module, keep_buffers: Sequence[str]) -> tuple[str, ...]:
-    """Names of the running averages of all normalisation layers that have some.
+    """Names of the running averages of all normalisation layers that have them.
 
     Raises:
         ValueError: If one of them keeps the server's value.
@@ -49,13 +49,13 @@ class WidthAverages(nn.Module):
     """The server's running averages at each width below that of the widest clients, whose own are in its module.
 
     Args:
-        server: The server's module, of whose averages the first entries are those of each width, to begin with.
+        server: The server's module; each width starts from the first entries of its averages.
         plan: Which channels belong together.
         names: Names of the averages.
         widths: The widths.
 
     Attributes:
-        has_begun: Whether they are the run's own, and no longer the module's as it was built.
+        has_begun: Whether they are the run's own, and no longer those that the module was built with.
     """
 
     has_begun: Tensor
@@ -78,7 +78,7 @@ class WidthAverages(nn.Module):
 
     @torch.no_grad()
     def begin(self, server: nn.Module) -> None:
-        """Before the first round, take the first entries of what the module then has."""
+        """Before the first round, take the first entries of the averages that the module then has."""
         if not self.has_begun:
             tensors = travelling_tensors(server)
             for width, own in self.widths.items():
@@ -88,7 +88,7 @@ class WidthAverages(nn.Module):
 
     @torch.no_grad()
     def add(self, changes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Add those changes that are of a width's own averages, and pass on the others."""
+        """Add the changes that belong to a width's own averages, and pass on the others."""
         own = by_width(self.widths)
         for name, change in changes:
             if name in own:
@@ -98,22 +98,22 @@ class WidthAverages(nn.Module):
 
 
 def averages_of(state: nn.Module | None) -> dict[float, dict[str, Tensor]]:
-    """The averages of each width in the state of sub-models by width; none, if these share them."""
+    """The averages of each width in the state of sub-models by width; empty if widths share them."""
     return state.widths if isinstance(state, WidthAverages) else {}
 
 
 def has_begun(state: nn.Module | None) -> bool:
-    """Whether the averages of each width are those of a run."""
+    """Whether a run has begun with averages for each width."""
     return isinstance(state, WidthAverages) and bool(state.has_begun)
 
 
 def by_width(averages: Mapping[float, Tensors]) -> dict[str, Tensor]:
-    """All averages of some widths, under the names under which they travel."""
+    """All averages of some widths, by the names under which they travel."""
     return {at_width(name, width): tensor for width, own in averages.items() for name, tensor in own.items()}
 
 
 def first_entries(tensors: Tensors, plan: WidthPlan, names: Iterable[str], width: float) -> dict[str, Tensor]:
-    """What is left of some of a module's tensors at a width."""
+    """The parts of some of a module's tensors that remain at a width."""
     indices = plan.indices(plan.first(width))
     return {name: take(tensors[name], indices.get(name, ())) for name in names}
 
@@ -121,14 +121,14 @@ def first_entries(tensors: Tensors, plan: WidthPlan, names: Iterable[str], width
 def arrange(
     upload: Upload, positions: Tensors, names: Iterable[str], capacity: float, widths: Sequence[float]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-    """Put each width's averages in their place; a client holds no entry of those of a width at which it took no step.
+    """Put each width's averages in their place; a client holds no entries for a width at which it took no step.
 
     Args:
         upload: What the client sends back.
-        positions: Where the entries of what is cut are.
+        positions: Positions of the entries of cut tensors.
         names: Names of the averages.
         capacity: The client's own width.
-        widths: The widths that have averages of their own at the server; those of wider clients are in its module.
+        widths: The widths that have averages of their own on the server; those of wider clients are in its module.
 
     Returns:
         Tensors, positions and largest magnitudes for `MeanEntryChange.add`.
@@ -147,7 +147,7 @@ def arrange(
 def _sources(
     names: Iterable[str], capacity: float, widths: Sequence[float], used: Collection[float]
 ) -> Iterator[tuple[str, str | None]]:
-    """For each of the server's averages which of the client's are added to it, if any."""
+    """For each of the server's averages, the client's that is added to it, if any."""
     for name in names:
         for width in widths:
             key = at_width(name, width)
@@ -156,7 +156,7 @@ def _sources(
 
 
 def _widths_used(tensors: Tensors, capacity: float, widths: Sequence[float]) -> set[float]:
-    """The widths at which a client took steps: without narrower ones, its own."""
+    """The widths at which a client took steps; if it has no narrower ones, its own."""
     if STEP_COUNTS not in tensors:
         return {capacity}
     own = [*(width for width in widths if width < capacity), capacity]
@@ -164,5 +164,5 @@ def _widths_used(tensors: Tensors, capacity: float, widths: Sequence[float]) -> 
 
 
 def _key(name: str, width: float) -> str:
-    """A name that a buffer may have."""
+    """A valid name for a buffer."""
     return at_width(name, width).replace(".", ":")

@@ -1,4 +1,4 @@
-"""What is refused, and what is warned of, where sub-models are cut by width."""
+"""Checks and warnings for sub-models that are cut by width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_step_widths(
     Args:
         step_widths: The widths.
         channels: Which channels clients get.
-        keep_ratios: Those of the clients.
+        keep_ratios: The clients' keep ratios.
         scaler: Whether outputs are divided by the keep ratio.
     """
     if not isinstance(channels, PrefixChannels):
@@ -47,21 +47,21 @@ def warn_of_untrained_channels(keep_ratio: float, widest: float) -> None:
 
 
 def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
-    """Raise ``ValueError`` if the first channels alone are no model that clients train."""
+    """Raise ``ValueError`` if clients do not train the first channels as a model of their own."""
     if not isinstance(channels, PrefixChannels):
         raise ValueError(
-            f"Narrow models are those of the first channels, which {channels!r} does not train alone; train with "
+            f"Narrow models have the first channels, which {channels!r} does not train alone; train with "
             "PrefixChannels(), or take the whole model: `model.module`."
         )
     if scaler:
         raise ValueError(
-            "With `scaler` clients train outputs that are divided, and a narrow model has none of that; train with "
+            "With `scaler` clients train outputs that are divided, which those of a narrow model are not; train with "
             "scaler=False, or take the whole model: `model.module`."
         )
 
 
 def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:
-    """Warn about layers whose averages come from clients, where outputs are scaled as they are in training alone."""
+    """Warn about layers whose averages come from clients, with outputs that are scaled in training only."""
     layers = [name for name in layers_with_averages(server) if not matches_any(f"{name}.running_mean", keep_buffers)]
     if layers:
         warnings.warn(

@@ -29,7 +29,7 @@ class WidthSide(DenseSide):
     Attributes:
         plan: Which channels belong together.
         scaled: Names of the layers whose outputs are divided by the keep ratio while training.
-        step_widths: The keep ratios that local steps have, up to the client's own; empty for always its own.
+        step_widths: The keep ratios from which local steps draw, up to the client's own; empty to always use its own.
         averages: Names of the running averages of which each of these has its own; empty if they share them.
     """
 
@@ -39,7 +39,7 @@ class WidthSide(DenseSide):
     averages: tuple[str, ...] = ()
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A copy of ``module`` with the first channels; all clients of a keep ratio have as many."""
+        """A copy of ``module`` with the first channels; all clients of a keep ratio have the same number."""
         client: nn.Module = cut_copy(module, self.plan, capacity)
         for name in self.scaled if capacity < 1 else ():
             client.get_submodule(name).register_forward_hook(partial(_divide, capacity))
@@ -74,12 +74,12 @@ class WidthSide(DenseSide):
         return replace(upload, tensors={**upload.tensors, **averages, STEP_COUNTS: steps.to(device)})
 
     def _averages(self, client: nn.Module) -> dict[str, Tensor]:
-        """Those of smaller widths, under the names under which they travel."""
+        """The averages of smaller widths, by the names under which they travel."""
         found = {width: {name: own[name] for name in self.averages} for width, own in _buffers(client).items()}
         return by_width(found)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        """Draw a width before each step, all up to the client's own equally likely."""
+        """Draw a width before each step, uniformly among those up to the client's own."""
         widths = [width for width in self.step_widths if width <= download.capacity]
         if not widths:
             return None
@@ -94,7 +94,7 @@ class WidthSide(DenseSide):
 
 
 def _buffers(client: nn.Module) -> dict[float, Mapping[str, Tensor]]:
-    """The buffers that smaller widths of a sub-model have for themselves; no widths, if it draws none."""
+    """The buffers that the smaller widths of a sub-model have of their own, by width; empty if it draws no widths."""
     steps: NarrowSteps | None = vars(client).get(NARROW_STEPS)
     return {} if steps is None else steps.buffers
 

@@ -42,9 +42,9 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 class Zampling(Algorithm[ZamplingRound]):
     r"""Weights are sparse random combinations w = Qz of bits, and clients train the probabilities of these bits.
 
-    Q follows from the run's seed and never travels. A client gets the n probabilities p, trains scores from there, with
-    new bits in each local step and the straight-through gradient :math:`Q^T \nabla_w`, and returns one draw of bits,
-    eight in a byte. The new p is the mean of the clients' bits, and the server's module holds Qp.
+    Q is derived from the run's seed and never travels. A client gets the n probabilities p and trains scores that start
+    from them, with new bits in each local step and the straight-through gradient :math:`Q^T \nabla_w`. It returns one
+    draw of bits, eight to a byte. The new p is the mean of the clients' bits, and the server's module holds Qp.
 
     Weights and biases of affine layers and embeddings are compressed. Everything else travels whole and is averaged as
     in `FedAvg`: parameters of normalisation layers, buffers, and modules that this package does not know. All clients
@@ -53,28 +53,30 @@ class Zampling(Algorithm[ZamplingRound]):
     Args:
         compression: Number of weights for each probability, m / n, at least 1.
         degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
-        init: ``"he"`` for weights with He's variance, 2 / fan-in, in the forward pass; ``"paper"`` for the printed
-            variance of Q, with which weights of the forward pass have 3 / fan-in.
+        init: ``"he"`` for weights with He's variance, 2 / fan-in, in the forward pass; ``"paper"`` for the variance of
+            Q printed in the paper, with which they have 3 / fan-in.
         gain: Factor on the standard deviation of the entries of Q. As p lies in [0, 1], this also bounds how large a
             weight can become.
         sampled: Whether local steps use bits; ``False`` for probabilities, the paper's ContinuousModel. Bits are sent
             either way.
-        smoothing: Pseudo-count of a symmetric Beta prior of each mean of bits. With 0, as published, a probability on
-            which all clients agree becomes 0 or 1, and a `Clip` that absorbs keeps it there; 1 is FedPM's.
+        smoothing: Pseudo-count of a symmetric Beta prior on each mean of bits. With 0, as published, a probability
+            becomes 0 or 1 if all clients' bits agree, and an absorbing `Clip` keeps it there; FedPM uses 1.
         link: From scores to probabilities; ``None`` for `Clip()`.
         values: Distribution of the entries of Q: ``"normal"``, or ``"sign"`` for plus or minus a constant.
-        weigh_clients: Whether bits are averaged by numbers of examples; as published each client counts the same.
-        downlink_bits: Bits of a probability on its way down, from 1 to 16, rounded at random; ``None`` for a float.
-        coordinated: Whether clients draw the bits that they send jointly, each with its own probabilities: the mean of
-            the bits is then nearer to that of the probabilities than with independent draws, which are the published
-            ones. A client is told its place in the round, in eight bytes.
-        skip_settled: Whether bits whose probability is 0 or 1 are not sent, since the server knows them: an absorbing
-            `Clip` never changes them. As published all are sent.
-        exclude: Shell-style patterns of parameter names that travel whole.
-        include: Patterns of further parameters, of two dimensions or more, that are compressed.
-        keep_buffers: Patterns of buffer names that keep the server's value instead of the clients' average.
-        memory: Bytes that a process may keep of Q, eight for each of its m d entries and four for each row; what does
-            not fit is drawn again in every product.
+        weigh_clients: Whether the mean of bits is weighted by numbers of examples; as published, each client counts the
+            same.
+        downlink_bits: Number of bits per probability in the download, from 1 to 16, rounded at random; ``None`` for a
+            float.
+        coordinated: Whether clients draw the bits that they send jointly, each with its own probabilities. The mean of
+            the bits is then closer to that of the probabilities than with independent draws, which the paper uses. Each
+            client is told its place in the round, in eight bytes.
+        skip_settled: Whether to omit bits whose probability is 0 or 1, which the server knows, because an absorbing
+            `Clip` never changes them. As published, all are sent.
+        exclude: Shell-style patterns of the names of parameters that travel whole.
+        include: Patterns of the names of further parameters, of two dimensions or more, to compress.
+        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
+        memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
+            what does not fit is drawn again in every product.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -130,7 +132,7 @@ class Zampling(Algorithm[ZamplingRound]):
 
     @classmethod
     def supermask(cls) -> Zampling:
-        """The supermasks of Zhou et al. (2019): each weight is a random number that is there or not."""
+        """The supermasks of Zhou et al. (2019): each weight is a random number that is either present or zero."""
         return cls(compression=1, degree=None, link=Sigmoid())
 
     @classmethod
@@ -138,7 +140,8 @@ class Zampling(Algorithm[ZamplingRound]):
         """FedPM (Isik et al., 2023): signed constants, sigmoid scores, and the mean of a Beta(1, 1) posterior.
 
         Args:
-            straight_through: Whether gradients pass the draw as they are. In FedPM's code they are multiplied by p.
+            straight_through: Whether gradients pass through the draw unchanged. In FedPM's code they are multiplied by
+                p.
         """
         return cls(compression=1, degree=None, link=Sigmoid(straight_through), values="sign", smoothing=1.0)
 
@@ -166,7 +169,7 @@ class Zampling(Algorithm[ZamplingRound]):
         return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Check that one optimizer steps all scores with the same options, and say what weight decay does not do.
+        """Check that one optimizer steps all scores with the same options, and warn about weight decay.
 
         Raises:
             ValueError: If compressed weights are in parameter groups of different options, or some are in none.
@@ -217,12 +220,12 @@ class Zampling(Algorithm[ZamplingRound]):
         )
 
     def send(self, opened: ZamplingRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the same to every client, but for its place."""
+        """Send the same to every client, except for its place."""
         place = {PLACE: torch.tensor(opened.cohort.place_of(unit), dtype=torch.int32)} if self.coordinated else {}
         return Download(unit, 1.0, {**opened.tensors, **place}), Receipt(unit, 1.0)
 
     def add(self, opened: ZamplingRound, receipt: Receipt, upload: Upload) -> None:
-        """Count the client's bits, and add the changes of what is dense."""
+        """Count the client's bits, and add the changes of dense tensors."""
         coefficient = receipt.unit.coefficient
         bits = opened.probs == 1
         asked = uploaded(opened.probs, self.skip_settled)
@@ -231,7 +234,7 @@ class Zampling(Algorithm[ZamplingRound]):
         opened.dense.add(upload.tensors, coefficient, upload.largest)
 
     def running_means(self, opened: ZamplingRound) -> Sequence[RunningMean]:
-        """The counts of bits, and the sum over what is dense."""
+        """The counts of bits, and the sum over dense tensors."""
         return [opened.bits, opened.dense]
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: ZamplingRound) -> None:
@@ -242,7 +245,7 @@ class Zampling(Algorithm[ZamplingRound]):
 
     @torch.no_grad()
     def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Bring probabilities back into [0, 1], where a server optimizer may have left it, and write Qp."""
+        """Bring probabilities back into [0, 1], which a server optimizer may have left, and write Qp."""
         own = own_state(state)
         own.probs.copy_(on_grid(own.probs))
         load_tensors(server, self.network(server, own))

@@ -1,4 +1,4 @@
-"""What the server of Zampling owns: probabilities between rounds, running means within one."""
+"""What the server of Zampling holds: probabilities between rounds, running means within one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GRID = 2.0**24  # probabilities are multiples of 1 / GRID, so that float32 adds 
 
 
 class ZamplingState(nn.Module):
-    """What the server of Zampling owns between rounds.
+    """What the server of Zampling holds between rounds.
 
     Attributes:
         probs: Probabilities p, shape ``(n,)``, float32.
-        seed: What Q is drawn from.
+        seed: The seed from which Q is drawn.
     """
 
     def __init__(self, probs: Tensor, seed: int) -> None:
@@ -28,7 +28,7 @@ class ZamplingState(nn.Module):
         self.seed = seed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:
-        """Follow to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
+        """Move to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
         device = fn(self.probs.detach()).device
         self.probs.data = self.probs.detach().to(device)
         return self
@@ -39,11 +39,11 @@ class ZamplingRound:
     """One open round of Zampling.
 
     Attributes:
-        cohort: Who takes part.
+        cohort: The clients that take part.
         tensors: What every client is sent: probabilities and dense tensors, by name.
         probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
         bits: Running mean of the clients' bits.
-        dense: Running mean of the changes of what is dense.
+        dense: Running mean of the changes of dense tensors.
     """
 
     cohort: Cohort
@@ -54,7 +54,7 @@ class ZamplingRound:
 
 
 def own_state(state: nn.Module | None) -> ZamplingState:
-    """The state of Zampling, as which every algorithm is given its own."""
+    """The state of an algorithm, as that of Zampling."""
     assert isinstance(state, ZamplingState)
     return state
 

@@ -1,4 +1,4 @@
-"""The device half of Zampling: scores that are trained through samples, and one packed bit for each that goes back."""
+"""The device half of Zampling: scores that are trained through samples, and one packed bit for each to send back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.rng import derived_generator
 
 PROBS, PLACE, BITS = "zampling.probs", "zampling.place", "zampling.bits"  # what travels: two names down, one up
-SCORES = f"{NAME}.scores"  # of the sub-model's parameter
+SCORES = f"{NAME}.scores"  # name of the sub-model's parameter
 
 
 class MatrixCache:
@@ -33,7 +33,7 @@ class MatrixCache:
         self._last: InfluenceMatrix | None = None
 
     def get(self, wanted: InfluenceMatrix) -> InfluenceMatrix:
-        """The matrix of the same description that is kept; a new one takes its place."""
+        """The kept matrix of the same description; any other is replaced by ``wanted``."""
         if self._last is None or self._last != wanted:
             self._last = wanted
         return self._last
@@ -48,11 +48,11 @@ class ZamplingSide(ClientSide):
 
     Attributes:
         compression: How weights are compressed.
-        weights: The weights that are.
+        weights: The compressed weights.
         link: From scores to probabilities.
         dense: Names of the tensors that travel back whole.
-        downlink_bits: Bits of a probability on its way down; ``None`` for a float.
-        skip_settled: Whether bits of probabilities 0 and 1 stay here.
+        downlink_bits: Number of bits per probability in the download; ``None`` for a float.
+        skip_settled: Whether bits of probabilities 0 and 1 are not sent.
         matrices: Shared with the server in the same process.
     """
 
@@ -68,12 +68,12 @@ class ZamplingSide(ClientSide):
         """A copy of ``module`` that holds scores instead of the compressed weights."""
         # The weights are about to be replaced, so they are not copied.
         client: nn.Module = copy_module(module, [module.get_parameter(weight.name) for weight in self.weights])
-        undrawn = self.compression.matrix(self.weights, seed=0)  # of another seed when `load` knows the run's
+        undrawn = self.compression.matrix(self.weights, seed=0)  # `load` takes the run's seed instead
         SampledWeights(client, self.weights, undrawn, self.link, self.compression.sampled)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Set scores from the probabilities, and copy what is dense."""
+        """Set scores from the probabilities, and copy dense tensors."""
         tensors = dict(download.tensors)
         weights = sampled_weights(client)
         weights.matrix = self._matrix(download.seed)
@@ -82,7 +82,7 @@ class ZamplingSide(ClientSide):
         load_tensors(client, tensors)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, with the scores in the place of the weights and without weight decay."""
+        """The user's optimizer, with the scores in place of the weights and without weight decay."""
         return rebuild_optimizer(
             recipe,
             client,
@@ -97,7 +97,7 @@ class ZamplingSide(ClientSide):
         return StepActions(before_forward=lambda: weights.draw(generator))
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """One more draw, packed, and what is dense. Scores that are not finite have no bits: the client is left out."""
+        """One more draw, packed, and dense tensors. Scores that are not finite have no bits: the client is left out."""
         weights = sampled_weights(client)
         weights.rest()
         if not bool(torch.isfinite(weights.scores).all()):
@@ -107,7 +107,7 @@ class ZamplingSide(ClientSide):
         asked = uploaded(probs, self.skip_settled)
         if not torch.equal(bits[~asked], probs[~asked] == 1):
             raise ValueError(
-                "A score at 0 or 1 has moved, by a hook perhaps, so its bit must travel: skip_settled=False."
+                "A score at 0 or 1 has moved, perhaps by a hook, so its bit must be sent: use skip_settled=False."
             )
         return Upload(download.unit, {BITS: pack_bits(bits[asked]), **select_tensors(client, self.dense)})
 
@@ -125,7 +125,7 @@ class ZamplingSide(ClientSide):
 
 
 def _drawn(probs: Tensor, download: Download) -> Tensor:
-    """The bits that travel: drawn independently of other clients', unless the server says which place a client has."""
+    """The bits to send: drawn independently of other clients', unless the server gives the client a place."""
     own = derived_generator(download.seed, "uploaded bits", *download.ids)
     if PLACE not in download.tensors:
         return draw_bits(probs, own)
@@ -136,7 +136,7 @@ def _drawn(probs: Tensor, download: Download) -> Tensor:
 
 
 def uploaded(probs: Tensor, skip_settled: bool) -> Tensor:
-    """Which bits a client sends that got these probabilities, as booleans of shape ``(n,)``."""
+    """Which bits a client sends if it was sent these probabilities, as booleans of shape ``(n,)``."""
     return (probs > 0) & (probs < 1) if skip_settled else torch.ones_like(probs, dtype=torch.bool)
 
 

@@ -1,4 +1,4 @@
-"""Fixed-size sampling designs: which terms come together in one client's shard."""
+"""Fixed-size sampling designs: which terms are drawn together in one client's shard."""
 
 from lightning_spectral.designs.base import Design, FittedDesign, JointDesign
 from lightning_spectral.designs.brewer import Brewer

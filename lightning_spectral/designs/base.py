@@ -29,41 +29,41 @@ class FittedDesign(ABC):
 
 
 class Design(ABC):
-    """A way to draw exactly n of N terms so that term i comes up with probability ``inclusion_probs[i]``.
+    """A way to draw exactly n of N terms so that term i is drawn with probability ``inclusion_probs[i]``.
 
     Subclasses implement :meth:`fit`. ``lightning_spectral.testing.check_design(MyDesign())`` then checks the contract:
     size exactly n, terms of probability one always drawn and those of zero never, the given frequencies, independent
     rows.
 
     Attributes:
-        draws_cohort: Whether the rows of one draw belong together, one for each client of a group. Such a design is
-            drawn once per group and round; all others once per client.
+        draws_cohort: Whether the rows of one draw belong together, one for each client of a group. Such a design draws
+            once per group and round; all others draw once per client.
     """
 
     draws_cohort: ClassVar[bool] = False
 
     @abstractmethod
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        """Do the work that all draws share.
+        """Do the work that is common to all draws.
 
         Args:
             inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
 
         Returns:
-            The fitted design; in the federation it serves every client with these probabilities.
+            The fitted design; in a federation it serves every client with these probabilities.
 
         Raises:
             ValueError: If ``inclusion_probs`` is invalid; ``functional.checks.as_inclusion_probs`` makes that check.
         """
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
-        """Do so for several vectors, such as those of all layers; by default one after another.
+        """Fit several vectors, such as those of all layers; by default one after another.
 
         Args:
             inclusion_probs: Each as for :meth:`fit`.
 
         Returns:
-            One for each.
+            The fitted design of each vector.
         """
         return [self.fit(probs) for probs in inclusion_probs]
 
@@ -98,7 +98,7 @@ class Design(ABC):
 
 
 class JointDesign(Design):
-    """A design that also knows how likely two terms are to come together."""
+    """A design that also knows how likely two terms are to be drawn together."""
 
     @abstractmethod
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:

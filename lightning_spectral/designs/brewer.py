@@ -12,9 +12,9 @@ from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_te
 
 @dataclass(frozen=True)
 class Brewer(Design):
-    """Brewer's draw-by-draw method: exact inclusion probabilities without a fit, at O(N n) for each sample.
+    """Brewer's draw-by-draw method: exact inclusion probabilities without a fit, in O(N n) for each sample.
 
-    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It serves to reproduce the
+    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It is meant for reproducing the
     comparison of Korzhenkov & Louizos (2024), Table 4. Joint probabilities have no closed form.
 
     Reference:

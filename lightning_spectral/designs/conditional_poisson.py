@@ -64,7 +64,7 @@ class ConditionalPoisson(JointDesign):
         return self._prepared(inclusion_probs, fit_conditional_poisson(inclusion_probs))
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
-        """Fit vectors of one length and sample size together, which is a multiple faster for short ones."""
+        """Fit vectors of one length and sample size together, which is several times faster for short ones."""
         fitted = fit_conditional_poissons(inclusion_probs)
         return [self._prepared(probs, working) for probs, working in zip(inclusion_probs, fitted, strict=True)]
 

@@ -14,11 +14,11 @@ from lightning_spectral.functional.sampling.coordinated import coordinated_multi
 class Coordinated(Design):
     r"""Exact size and inclusion probabilities for each client, and term counts of :math:`C\pi_i` rounded down or up.
 
-    The rows of one draw are the clients of one group and depend on each other: what one client does not hold, another
-    does. Their average is closer to the weight than that of independent clients with the same probabilities.
+    The rows of one draw are the clients of one group and depend on each other: what one client lacks, another holds.
+    Their average is closer to the weight than that of independent clients with the same probabilities.
 
     Note:
-        The multipliers are the best ones for these counts and replace those of the strategy.
+        The multipliers are the best for these counts and replace the strategy's.
 
     Example:
         >>> rows = Coordinated().sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=4, generator=torch.Generator())
@@ -49,7 +49,7 @@ class Coordinated(Design):
 
 @dataclass(frozen=True, eq=False)
 class FittedCoordinated(FittedDesign):
-    """Inclusion probabilities, ready to be dealt.
+    """Inclusion probabilities, ready to deal terms from.
 
     Attributes:
         inclusion_probs: Shape ``(N,)``, float64.

@@ -20,7 +20,7 @@ class MinimumSupport(JointDesign):
 
     Note:
         R's ``UPminimalsupport`` splits at random for each sample: it has the same inclusion probabilities, but any set
-        of terms can occur. This is the design as published.
+        of terms can occur. This class is the design as published.
 
     Reference:
         Deville & Tillé (1998), Biometrika 85, 89-101. Korzhenkov & Louizos (2024), Table 4, compare designs.

@@ -13,10 +13,10 @@ from lightning_spectral.functional.sampling.successive_sampling import draw_succ
 
 @dataclass(frozen=True, eq=False)
 class SuccessiveSampling(JointDesign):
-    """Draw terms one by one, in proportion to their sizes among those left.
+    """Draw terms one by one from those left, in proportion to their sizes.
 
     Args:
-        log_sizes: Logarithms of the sizes, shape ``(N,)``, if they are known, as PriSM's are; then ``fit`` only reads
+        log_sizes: Logarithms of the sizes, shape ``(N,)``, if they are known, as PriSM's are. Then ``fit`` only reads
             the sample size n from its argument, which must be this design's own
             :func:`~lightning_spectral.functional.successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
             give the inclusion probabilities, in a few tenths of a second.

@@ -51,8 +51,8 @@ class Systematic(JointDesign):
 class RandomSystematic(Design):
     """Systematic sampling after a random permutation, drawn anew for each sample.
 
-    Nearly as cheap as :class:`Systematic`, and close to :class:`ConditionalPoisson` in which terms come
-    together. The joint probabilities are averages over all orders and have no closed form.
+    Nearly as cheap as :class:`Systematic`, and close to :class:`ConditionalPoisson` in which terms are drawn together.
+    The joint probabilities are averages over all orders and have no closed form.
 
     Reference:
         Hartley & Rao (1962), Annals of Mathematical Statistics 33, 350-374.

@@ -1,4 +1,4 @@
-"""What is decided about a round: who trains what, with which coefficient."""
+"""The decisions about a round: who trains what, with which coefficient."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ class Assignment:
     """Who trains what in a round: distinct pairs of a client and a model.
 
     Attributes:
-        probs: Probability of each processor to train each model, float64, shape ``(P, S)``: that by which coefficients
-            are divided.
+        probs: Probability of each processor to train each model, float64, shape ``(P, S)``; coefficients are divided by
+            it.
         clients: Client of each pair, in the order drawn.
         models: Model index of each pair.
         coefficients: Coefficient of each pair: in the sum of its model's updates, or, if normalized, its weight in an
@@ -34,11 +34,11 @@ class Assignment:
 def outcome_to_assignment(
     population: Population, probs: Tensor, choice: Tensor, order: Tensor | None = None, *, normalize: bool = False
 ) -> Assignment:
-    r"""Who trains what, and with which coefficient, given what each processor drew.
+    r"""Compute who trains what, and with which coefficient, from what each processor drew.
 
     A processor of client i that trains model s contributes :math:`d_{is} / (B_i p)` to the coefficient of the pair, so
-    that the sum of coefficients times updates is unbiased. Two processors of a client that drew one model train it
-    once, with both contributions.
+    that the sum of coefficients times updates is unbiased. If two processors of a client drew the same model, it is
+    trained once, with both contributions.
 
     Args:
         population: Clients, models and processors.

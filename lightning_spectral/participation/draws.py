@@ -1,4 +1,4 @@
-"""Which model each processor draws: each on its own, or by a design with a fixed number of active processors."""
+"""Which model each processor draws: independently, or by a design with a fixed number of active processors."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from lightning_spectral.participation.uniform import UniformParticipation
 
 __all__ = ["draw_choices", "processor_joint_probs"]
 
-# Row sums and cumulative sums are off by rounding: the same number, and certainty, to within this.
+# Row sums and cumulative sums are subject to rounding: numbers this close count as equal, or as certain.
 ROUNDING = 1e-12
 
 

@@ -1,4 +1,4 @@
-"""Everybody trains everything."""
+"""Every client trains every model."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ __all__ = ["FullParticipation"]
 class FullParticipation(Sampler):
     """Every client trains every model that it can in every round, whatever its number of processors.
 
-    The reference that other samplers approach. Nothing is drawn. All processors count as active for every model they
-    can train, so rows of the probabilities sum to more than one.
+    This is the reference that other samplers approximate; nothing is drawn. All processors count as active for every
+    model they can train, so rows of the probabilities sum to more than one.
 
     Args:
         normalize: Whether coefficients are numbers of examples, to be divided by their sum, instead of shares. Both
@@ -51,7 +51,7 @@ class FullParticipation(Sampler):
     def assign(
         self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
     ) -> Assignment:
-        """Everybody, in the order of clients, then models; see :meth:`Sampler.assign`."""
+        """All pairs, in the order of clients, then models; see :meth:`Sampler.assign`."""
         clients, models = population.trainable.nonzero(as_tuple=True)
         coefficients = population.num_examples.double() if self.normalize else population.shares
         pairs = clients.tolist(), models.tolist(), coefficients[clients, models].tolist()

@@ -20,7 +20,7 @@ class Population:
         num_examples: Examples of each client for each model, int64, shape ``(N, S)``.
         processors: Number B of processors of each client, at least 1, int64, shape ``(N,)``. Each trains one model in
             a round; two of one client may draw the same model.
-        available: Whether each client could train each model if it has examples, bool, shape ``(N, S)``; by default
+        available: Whether each client could train each model if it had examples, bool, shape ``(N, S)``; by default
             always.
 
     Raises:
@@ -70,7 +70,7 @@ class Population:
 
     @cached_property
     def shares(self) -> Tensor:
-        """Shares d of the clients that can train a model in all their examples of it, float64, shape ``(N, S)``."""
+        """Share d of each client in the examples of all clients that can train a model, float64, shape ``(N, S)``."""
         counted = torch.where(self.trainable, self.num_examples, 0)
         return counted.double() / counted.sum(0).double()
 

@@ -13,13 +13,14 @@ __all__ = ["RoundRobin"]
 
 @dataclass(frozen=True)
 class RoundRobin(Sampler):
-    """Every processor is equally likely to be active; which model it then trains goes round.
+    """Every processor is equally likely to be active; the model it then trains rotates.
 
     In round t, processor p trains model number (p + t) mod c of the c models that it can train.
 
     Args:
         active: Expected number m of active processors in a round, above zero.
-        design: Fixed-size design, see :class:`Sampler`. As all are equally likely, which one makes no difference.
+        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, the choice makes no
+            difference.
         normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
 
     Raises:
@@ -27,10 +28,10 @@ class RoundRobin(Sampler):
         ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
 
     Note:
-        Coefficients are divided by the probability over many rounds, that of :class:`Uniform`. At fixed weights, the
-        average over a cycle (as many rounds as the least common multiple of all c) is therefore unbiased. One round
-        alone is not: clients whose turn it is not are missing from a model, whoever is drawn. Variance figures of the
-        assignment's probabilities are those of :class:`Uniform`.
+        Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed
+        weights, the average over a cycle (as many rounds as the least common multiple of all c) is therefore unbiased.
+        A single round is not: clients whose turn it is not are missing from a model, whoever is drawn. Variance figures
+        computed from the assignment's probabilities are those of :class:`Uniform`.
 
     Reference:
         Bhuyan, Moharir & Joshi (2022), "Multi-Model Federated Learning with Provable Guarantees".

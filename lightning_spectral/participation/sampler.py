@@ -31,7 +31,7 @@ class Sampler(ABC):
     Args:
         active: Expected number m of active processors in a round, above zero.
         design: Fixed-size design by which exactly m processors are drawn; m must then be whole. By default each
-            processor draws on its own, as published, and the number varies around m.
+            processor draws independently, as published, and the number varies around m.
         normalize: Whether the average is divided by the sum of its coefficients: biased, but with less variance. By
             default coefficients are used as they are, which is unbiased.
 
@@ -40,7 +40,7 @@ class Sampler(ABC):
         ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
 
     Attributes:
-        figure: What the sampler goes by: nothing, the clients' losses, the norms of their updates, or the norms of
+        figure: What the sampler is based on: nothing, the clients' losses, the norms of their updates, or the norms of
             what is new in their updates.
 
     Example:
@@ -66,7 +66,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
-        """Probabilities by which a round is drawn.
+        """Probabilities with which a round is drawn.
 
         Args:
             scores: Score of each processor for each model, float64, shape ``(P, S)``, zero where it cannot train
@@ -74,12 +74,12 @@ class Sampler(ABC):
             round_idx: Communication round, from 0.
 
         Returns:
-            Probability of each processor to train each model, float64, shape ``(P, S)``. Rows sum to at most one, all
-            together to ``active``, or to the number of processors with a score, if that is less.
+            Probability of each processor to train each model, float64, shape ``(P, S)``. Each row sums to at most one,
+            and all entries together to ``active``, or to the number of processors with a score, if that is less.
         """
 
     def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
-        """Probabilities by which coefficients are divided; other than ``probs`` only where rounds differ by plan."""
+        """Probabilities by which coefficients are divided; they differ from ``probs`` only if rounds differ by plan."""
         return probs
 
     def scores(self, population: Population, figures: Tensor | None) -> Tensor:
@@ -94,13 +94,13 @@ class Sampler(ABC):
         Args:
             population: Clients, models and processors. If fewer than ``active`` processors can train something,
                 all of those are active.
-            figures: Figures of the clients, shape ``(N, S)``, NaN where not known, None if nothing is known. Samplers
+            figures: Figures of the clients, shape ``(N, S)``, NaN where unknown, ``None`` if nothing is known. Samplers
                 without a figure ignore them.
             round_idx: Communication round, from 0.
             generator: CPU generator of this round, the only source of randomness.
 
         Returns:
-            The assignment, possibly of nobody if processors draw on their own.
+            The assignment, which may be empty if processors draw independently.
 
         Raises:
             ValueError: If ``figures`` are invalid, or the method ``probs`` of a subclass breaks its contract.
@@ -112,14 +112,14 @@ class Sampler(ABC):
         return outcome_to_assignment(population, coefficient_probs, choice, order, normalize=self.normalize)
 
     def joint_probs(self, probs: Tensor, model: int) -> Tensor | None:
-        """Joint probabilities that two processors train a model, as the variance figures take them.
+        """Joint probabilities that two processors train a model, as needed for the variance figures.
 
         Args:
-            probs: Those of an assignment, shape ``(P, S)``.
+            probs: The probabilities of an assignment, shape ``(P, S)``.
             model: Index of the model.
 
         Returns:
-            Shape ``(P, P)``, or None if processors draw on their own.
+            Shape ``(P, P)``, or ``None`` if processors draw independently.
 
         Raises:
             TypeError: If the design does not know its joint probabilities.
@@ -146,7 +146,7 @@ class Sampler(ABC):
 
 
 def _checked(probs: Tensor, can: Tensor, sampler: Sampler) -> Tensor:
-    """Probabilities that a sampler returned, which may be somebody else's."""
+    """Check the probabilities that a sampler returned, which may be a user's own."""
     valid = probs.shape == can.shape and bool((probs >= 0).all() and (probs.sum(1) <= 1 + 1e-9).all())
     if not valid or bool((probs[~can] > 0).any()):
         raise ValueError(

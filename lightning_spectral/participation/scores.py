@@ -1,4 +1,4 @@
-"""From what is known about clients to the scores by which they are sampled."""
+"""The scores by which clients are sampled, from what is known about them."""
 
 import torch
 from torch import Tensor
@@ -9,17 +9,17 @@ __all__ = ["sampling_scores"]
 
 
 def sampling_scores(population: Population, figures: Tensor | None) -> Tensor:
-    """Figures of clients, weighted as in the average, for each processor.
+    """Figures of the clients, weighted as in the average, for each processor.
 
     Args:
         population: Clients, models and processors.
         figures: Figure of each client for each model, e.g. its loss, shape ``(N, S)``, NaN where it is not known yet;
-            None if nothing is known. An unknown figure counts as the largest known one of the model, or as 1 if there
-            is none. Negative ones count as zero.
+            ``None`` if nothing is known. An unknown figure counts as the largest known one of the model, or as 1 if
+            there is none. Negative ones count as zero.
 
     Returns:
-        Scores, float64, shape ``(P, S)``, zero where a processor cannot train a model. If all scores of a model
-        would be zero, the weights take their place: otherwise nobody would ever train it.
+        Scores, float64, shape ``(P, S)``, zero where a processor cannot train a model. If all scores of a model would
+        be zero, the weights take their place: otherwise no client would ever train it.
 
     Raises:
         ValueError: If the shape is wrong or a figure is infinite.

@@ -22,7 +22,7 @@ class UniformParticipation(Participation):
         clients_per_round: Size k of the cohort, at least 1, and at most as many as can be summed exactly.
 
     Raises:
-        TypeError: If ``clients_per_round`` is no whole number.
+        TypeError: If ``clients_per_round`` is not a whole number.
         ValueError: If it is out of range.
 
     Example:

@@ -15,12 +15,13 @@ class Uniform(Sampler):
     """Every processor that can train something is equally likely to be active, with any of the models it can train.
 
     With a design, one model and one processor per client, it draws the same cohort as
-    :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize`` also its coefficients are the
-    numbers of examples.
+    :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize``, its coefficients are the
+    numbers of examples too.
 
     Args:
         active: Expected number m of active processors in a round, above zero.
-        design: Fixed-size design, see :class:`Sampler`. As all are equally likely, which one makes no difference.
+        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, the choice makes no
+            difference.
         normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
 
     Raises:
@@ -37,7 +38,7 @@ class Uniform(Sampler):
     """
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
-        """Probability ``active / P_able`` of every able processor, shared among its models; rounds are alike."""
+        """Probability ``active / P_able`` of every able processor, shared among its models; the same in all rounds."""
         return uniform_probs(scores > 0, self.active)
 
 
@@ -46,7 +47,7 @@ def uniform_probs(can: Tensor, active: float) -> Tensor:
 
     Args:
         can: Which processor can train which model, bool, shape ``(P, S)``.
-        active: Sum m of all probabilities, at most the number of processors that can train something; larger ones
+        active: Sum m of all probabilities, at most the number of processors that can train something; larger values
             count as that number.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Samplers that prefer the clients and models of which an average varies most."""
+"""Samplers that prefer the clients and models that contribute most to the variance of an average."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -19,15 +19,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class VarianceReduced(Sampler):
-    """What the three samplers share: probabilities with the least total variance of their weighted figures.
+    """The base of the three samplers: probabilities with the least total variance of their weighted figures.
 
     Args:
         active: Expected number m of active processors in a round, above zero.
         design: Fixed-size design by which exactly m processors are drawn, or as many as have a positive score, if that
-            is less; by default each processor draws on its own. See :class:`Sampler`.
+            is less; by default each processor draws independently. See :class:`Sampler`.
         normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
-        measure: Whose figures are measured before a round: everybody's (``"all"``, as published), nobody's (``"last"``:
-            the last known values do), or those of a random sample of this many clients, at least 1.
+        measure: Whose figures are measured before a round: all clients' (``"all"``, as published), no client's
+            (``"last"``, which uses the last known values), or those of a random sample of this many clients, at least
+            1.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -76,7 +77,7 @@ class LossVarianceReduced(VarianceReduced):
 class UpdateVarianceReduced(VarianceReduced):
     """MMFL-GVR: sampling by the norms of the clients' updates, which has the least variance of the average update.
 
-    To measure an update is to train: with ``measure="all"`` everybody trains every model in every round, and only the
+    Measuring an update means training: with ``measure="all"``, all clients train every model in every round, and only
     communication is saved.
 
     Args:
@@ -98,9 +99,9 @@ class UpdateVarianceReduced(VarianceReduced):
 
 @dataclass(frozen=True)
 class StaleUpdateVarianceReduced(VarianceReduced):
-    """MMFL-GVR*: sampling by how far the clients' updates are from the last ones that the server has of them.
+    """MMFL-GVR*: sampling by how far the clients' updates are from the last ones that the server has stored.
 
-    It suits an algorithm that keeps those stale updates and averages only the differences.
+    It suits an algorithm that keeps these stale updates and averages only the differences.
 
     Args:
         active: See :class:`VarianceReduced`.

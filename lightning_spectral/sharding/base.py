@@ -22,8 +22,8 @@ class ShardingStrategy(ABC):
         """Choose inclusion probabilities and multipliers for one layer and one sub-model size.
 
         Args:
-            singular_values: Of the layer's weight, shape ``(N,)``, float64, any order, any unit (only ratios
-                matter).
+            singular_values: Singular values of the layer's weight, shape ``(N,)``, float64, in any order and unit (only
+                ratios matter).
             num_terms: Number n of terms that a client holds, ``1 <= n <= N``.
             cohort_size: Number of clients whose terms are averaged, any real number >= 1.
 
@@ -38,7 +38,7 @@ class ShardingStrategy(ABC):
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Choose probabilities and multipliers for every group of a cohort; by default each group by itself.
+        """Choose probabilities and multipliers for every group of a cohort; by default each group separately.
 
         Args:
             singular_values: As for :meth:`__call__`, shape ``(N,)``.
@@ -46,7 +46,7 @@ class ShardingStrategy(ABC):
             sizes: Number of clients of each group.
 
         Returns:
-            For each group what :meth:`__call__` returns.
+            What :meth:`__call__` returns, for each group.
         """
         return [self(singular_values, n, size) for n, size in zip(num_terms, sizes, strict=True)]
 
@@ -59,7 +59,7 @@ class ShardingStrategy(ABC):
             terms: Drawn term indices, shape ``(n,)``.
 
         Returns:
-            Shape ``(n,)``, float64; by default those of the drawn terms.
+            Shape ``(n,)``, float64; by default the entries of ``multipliers`` for the drawn terms.
         """
         return multipliers[terms]
 

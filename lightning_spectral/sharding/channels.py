@@ -1,6 +1,6 @@
-"""Which channels of a layer a client gets, where sub-models are cut by width."""
+"""Which channels of a layer a client gets when sub-models are cut by width."""
 
-# Annotations are evaluated here, as in `base.py`.
+# Annotations are evaluated eagerly, as in `base.py`.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ChannelChoice(ABC):
             num_channels: Number N of the group's channels.
             num_kept: Number n of those that the client holds, ``1 <= n <= N``.
             round_idx: Communication round, from 0.
-            generator: The client's own for this group and round; what is drawn is drawn from it.
+            generator: The client's generator for this group and round, the only source of randomness.
 
         Returns:
             Distinct indices, shape ``(n,)``, int64, on the CPU, in any order.
@@ -34,7 +34,7 @@ class ChannelChoice(ABC):
 
 @dataclass(frozen=True)
 class PrefixChannels(ChannelChoice):
-    """The first channels: sub-models are nested, and the last channels are trained by large clients alone.
+    """The first channels: sub-models are nested, and the last channels are trained only by large clients.
 
     Reference:
         Diao et al. (2021), HeteroFL.
@@ -45,22 +45,22 @@ class PrefixChannels(ChannelChoice):
     """
 
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """The first n."""
+        """The first n channels."""
         return torch.arange(num_kept)
 
 
 @dataclass(frozen=True)
 class RollingChannels(ChannelChoice):
-    """A window that moves on in every round, and begins anew at the end: all channels are trained equally often.
+    """A window that moves on in every round and wraps around at the end: all channels are trained equally often.
 
     Args:
-        step: By how many channels it moves in a round.
+        step: Number of channels by which it moves in each round.
 
     Raises:
         ValueError: If ``step`` is below 1.
 
     Note:
-        As in the paper, the window begins at the channel of the round's number. The authors' code moves it backwards.
+        As in the paper, the window starts at the channel with the round's number. The authors' code moves it backwards.
 
     Reference:
         Alam et al. (2022), FedRolex.
@@ -76,13 +76,13 @@ class RollingChannels(ChannelChoice):
         check_fields(self, step=Whole(at_least=1))
 
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """The n from the round's start."""
+        """The n channels from the round's start, wrapping around."""
         return (round_idx * self.step + torch.arange(num_kept)) % num_channels
 
 
 @dataclass(frozen=True)
 class RandomChannels(ChannelChoice):
-    """Channels at random, anew for each client and round.
+    """Random channels, drawn anew for each client and round.
 
     Reference:
         Caldas et al. (2018), Federated Dropout.
@@ -93,5 +93,5 @@ class RandomChannels(ChannelChoice):
     """
 
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """Every n of them are equally likely."""
+        """Any n channels, all choices equally likely."""
         return torch.randperm(num_channels, generator=generator)[:num_kept]

@@ -27,19 +27,19 @@ class Collective(ShardingStrategy):
     Args:
         cohort: How to treat a cohort of clients with different keep ratios.
 
-            - ``"group"``: each group of equal clients by itself, with its own number of clients. The paper's recipe.
+            - ``"group"``: each group of equal clients separately, with its own number of clients. The paper's recipe.
             - ``"joint"``: each group with the total number of clients, then the multipliers that are best for the
               average over all of them. Multipliers may exceed the number of clients, or be zero where other clients
               hold the term for certain.
-            - ``"best"``: whichever has the least discrepancy, layer by layer: either of these two, or the paper's
+            - ``"best"``: layer by layer, whichever has the least discrepancy: either of these two, or the paper's
               probabilities with the best multipliers.
 
     Raises:
         ValueError: If ``cohort`` is none of these.
 
     Note:
-        A lower discrepancy does not imply a better model: it measures the sub-models before any client trains. So the
-        paper's recipe is the default.
+        A lower discrepancy does not imply a better model: it measures the sub-models before any client trains. This is
+        why the paper's recipe is the default.
 
     Reference:
         Korzhenkov & Louizos (2024), Theorem 3.2 and Algorithm 2 with the sign of line 30 corrected.

@@ -1,4 +1,4 @@
-"""EffectiveCohort: between clients that are close to the weight and an average that is."""
+"""EffectiveCohort: a compromise between sub-models that are close to the weight and an average that is."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from lightning_spectral.sharding.collective import Collective
 
 @dataclass(frozen=True)
 class EffectiveCohort(ShardingStrategy):
-    r"""`Collective` for as many clients as leave each sub-model close to the weight.
+    r"""`Collective` for the largest number of clients that keeps each sub-model close to the weight.
 
-    The error that `Collective` minimises is that of an average, in which clients' errors cancel. But each client trains
-    its own sub-model, which may be far from the weight. This strategy takes, layer by layer, the largest effective
-    number of clients for which the expected squared error of a single sub-model is at most :math:`1 + slack` times that
-    of the n largest terms. With slack 0 it is :class:`TopN`, with infinite slack :class:`Collective`.
+    `Collective` minimises the error of an average, in which clients' errors cancel. But each client trains its own
+    sub-model, which may be far from the weight. Layer by layer, this strategy uses the largest effective number of
+    clients for which the expected squared error of a single sub-model is at most :math:`1 + slack` times that of the n
+    largest terms. With slack 0 it is :class:`TopN`, with infinite slack :class:`Collective`.
 
     Args:
-        slack: How much more than the best sub-model of n terms a client's may be off, as a share of the squared error.
+        slack: By how much the squared error of a client's sub-model may exceed that of the best sub-model of n terms,
+            as a share of the latter.
 
     Raises:
         TypeError: If an argument is of another type.

@@ -17,11 +17,11 @@ from lightning_spectral.sharding.unbiased import inverse_probs
 
 @dataclass(frozen=True)
 class PriSM(ShardingStrategy):
-    """Successive sampling of sizes :math:`s_i^k`, i.e. ``numpy.random.choice(replace=False)``, unscaled.
+    """Successive sampling with sizes :math:`s_i^k`, as in ``numpy.random.choice(replace=False)``, unscaled.
 
     Args:
-        exponent: The power k > 0. None follows Korzhenkov & Louizos (2024): 4 for keep ratios up to 0.2, else
-            2.5. PriSM's own experiments use one exponent for all clients.
+        exponent: The power k > 0. ``None`` follows Korzhenkov & Louizos (2024): 4 for keep ratios up to 0.2, 2.5 above.
+            PriSM's own experiments use one exponent for all clients.
         compensation: ``None`` for multipliers of one, as in PriSM; ``"wallenius"`` for 1/pi, which makes each client's
             estimator unbiased: "PriSM + Wallenius" of the 2024 paper.
         marginals: ``"exact"`` inclusion probabilities, or ``"manly"`` for Manly's approximation, which that paper used.
@@ -32,7 +32,7 @@ class PriSM(ShardingStrategy):
 
     Note:
         The exact inclusion probabilities are the marginals of this draw, so they belong to the strategy's
-        :meth:`own_design`; another design keeps the marginals and only changes which terms come together.
+        :meth:`own_design`; another design keeps the marginals and only changes which terms are drawn together.
 
     Reference:
         Niu et al. (2022).
@@ -56,7 +56,7 @@ class PriSM(ShardingStrategy):
         )
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Marginals of the draw; all multipliers are one, or their inverses.
+        """Marginals of the draw; all multipliers are one, or the inverse marginals.
 
         Args:
             singular_values: Shape ``(N,)``, any order.
@@ -77,8 +77,8 @@ class PriSM(ShardingStrategy):
         """Successive sampling with the strategy's own sizes.
 
         Args:
-            singular_values: Shape ``(N,)``, the same as for the call.
-            num_terms: The same as for the call.
+            singular_values: Shape ``(N,)``, as for the call.
+            num_terms: As for the call.
 
         Returns:
             The design whose inclusion probabilities the call returns.

@@ -16,8 +16,8 @@ from lightning_spectral.sharding.base import ShardingStrategy
 class Scaled(ShardingStrategy):
     r"""Another strategy's draws, with one multiplier for all drawn terms that preserves the Frobenius norm.
 
-    :math:`\omega = \sqrt{\sum_k s_k^2 / \sum_{k \in I} s_k^2}`: it depends on the drawn terms I, so it is known only
-    after the draw (`drawn_multipliers`).
+    :math:`\omega = \sqrt{\sum_k s_k^2 / \sum_{k \in I} s_k^2}`: it depends on the drawn terms I and is known only after
+    the draw (`drawn_multipliers`).
 
     Args:
         strategy: The strategy that sets the inclusion probabilities.
@@ -71,4 +71,4 @@ class Scaled(ShardingStrategy):
 
 
 def _norm_ratio(whole: Tensor, part: Tensor) -> float:
-    return float((whole / part).sqrt()) if part > 0 else 1.0  # nothing but zero terms: nothing to scale
+    return float((whole / part).sqrt()) if part > 0 else 1.0  # all drawn terms are zero: nothing to scale

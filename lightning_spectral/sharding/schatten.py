@@ -25,8 +25,8 @@ class Schatten(ShardingStrategy):
         ValueError: If ``p`` is below 2.
 
     Note:
-        The paper optimises numerically and finds larger p unstable; the problem is convex and separable, and is solved
-        exactly here. Nothing can fail to converge, so there is no fallback.
+        The paper optimises numerically and finds larger p unstable. The problem is convex and separable, so it is
+        solved exactly here; nothing can fail to converge, and there is no fallback.
 
     Reference:
         Korzhenkov & Louizos (2024), appendix A, Eq. (10) and Table 5.
@@ -49,7 +49,7 @@ class Schatten(ShardingStrategy):
         Args:
             singular_values: Shape ``(N,)``, any order.
             num_terms: Number n of terms that a client holds.
-            cohort_size: Ignored: the estimator of each client is unbiased by itself.
+            cohort_size: Ignored: each client's estimator is unbiased on its own.
 
         Returns:
             Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.

@@ -21,7 +21,7 @@ class TopN(ShardingStrategy):
     """
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """One for the n largest values, ties by position, zero for the others; all multipliers are one.
+        """One for the n largest values, with ties broken by position, and zero for the others; all multipliers are one.
 
         Args:
             singular_values: Shape ``(N,)``, any order.

@@ -1,4 +1,4 @@
-"""Unbiased: the estimator of one client is right on average, with the least error."""
+"""Unbiased: each client's estimator is right on average, with the least error."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Unbiased(ShardingStrategy):
     allows. Multipliers of small terms can be large; clip the learning rate (``EffectiveLRClip``).
 
     Note:
-        Terms that are never drawn, those of singular value zero, get multiplier 1, so that all are finite.
+        Terms that are never drawn, those of singular value zero, get multiplier 1, so that all multipliers are finite.
 
     Reference:
         Korzhenkov & Louizos (2024), Theorem 3.1 and Algorithm 1.
@@ -34,7 +34,7 @@ class Unbiased(ShardingStrategy):
         Args:
             singular_values: Shape ``(N,)``, any order.
             num_terms: Number n of terms that a client holds.
-            cohort_size: Ignored: the estimator of each client is unbiased by itself.
+            cohort_size: Ignored: each client's estimator is unbiased on its own.
 
         Returns:
             Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.

@@ -14,7 +14,7 @@ from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, 
 
 __all__ = ["DeviceProfile", "SimulatedTask", "VirtualClock"]
 
-PASSES = 3  # a backward pass multiplies about twice as often as the forward pass before it
+PASSES = 3  # a backward pass takes about twice as many multiplications as the forward pass before it
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _profile(argument: str, value: Any) -> DeviceProfile:
 
 @dataclass(frozen=True)
 class SimulatedTask:
-    """What a client is asked to do in a round, as far as its duration depends on it.
+    """What a client is asked to do in a round, as far as it affects the duration.
 
     Attributes:
         keep_ratio: Share of singular terms of its sub-model.
@@ -70,13 +70,13 @@ class SimulatedTask:
 class VirtualClock:
     """Predicts when each client of a round finishes, from the speed of its device.
 
-    A client takes ``downlink_bytes / downlink + 3 macs * num_examples * local_epochs / macs_per_second + uplink_bytes
-    / uplink`` seconds; all clients of a round begin together. Real time plays no part.
+    A client takes ``downlink_bytes / downlink + 3 macs * num_examples * local_epochs / macs_per_second + uplink_bytes /
+    uplink`` seconds; all clients of a round start together. Real time plays no part.
 
     Args:
         profiles: One for all clients; ``{profile: share of clients}``; or one per client.
         deadline: Seconds that the server waits; a client that takes longer is late.
-        keep_first: Over-selection: of the ``clients_per_round`` that are asked, the server waits for this many, and
+        keep_first: Over-selection: of the ``clients_per_round`` that are asked, the server waits for this many and
             leaves out the others as surplus; ``None`` to wait for all.
         macs: Multiply-accumulates of a sub-model's forward pass for one example, by keep ratio: a mapping or a
             function. ``None`` for the number of the sub-model's parameters, which is right for linear layers that see
@@ -131,7 +131,7 @@ class VirtualClock:
         return assign(self.profiles, num_clients, seed, "device profile")
 
     def seconds(self, profile: DeviceProfile, task: SimulatedTask) -> float:
-        """How long a task takes on a device, from the server's first byte to the device's last."""
+        """Duration of a task on a device in seconds, from the server's first byte to the device's last."""
         macs = PASSES * self._forward_macs(task) * task.num_examples * task.local_epochs
         down, up = task.downlink_bytes / profile.downlink, task.uplink_bytes / profile.uplink
         return down + macs / profile.macs_per_second + up

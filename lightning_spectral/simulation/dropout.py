@@ -1,4 +1,4 @@
-"""Clients that drop out of a round by chance."""
+"""Clients that drop out of a round at random."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["ClientDropout", "drops_out"]
 class ClientDropout:
     """Makes clients drop out of rounds: such a client is sent its sub-model, trains nothing and returns nothing.
 
-    Whether a client drops out depends on the run's seed, the round and the client alone: not on who else takes part,
-    nor on where a run was resumed.
+    Whether a client drops out depends only on the run's seed, the round and the client, not on who else takes part or
+    where a run was resumed.
 
     Args:
         probability: Probability p of dropping out of a round, in [0, 1]: one for all clients; ``{probability: share of

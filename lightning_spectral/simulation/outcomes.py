@@ -37,7 +37,7 @@ class SimulatedRound:
 
     Attributes:
         outcomes: One for each unit, by `WorkUnit.key`.
-        seconds: How long the round takes, by the virtual clock; NaN without one.
+        seconds: Duration of the round by the virtual clock; NaN without one.
     """
 
     outcomes: Mapping[Key, SimulatedOutcome] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Simulation:
     Attributes:
         seed: The run's seed.
         probabilities: Each client's probability of dropping out; ``None`` if none do.
-        clock: From a device and a task to seconds; ``None`` if time plays no part.
+        clock: Maps a device and a task to seconds; ``None`` if time plays no part.
         profiles: Each client's device; ``None`` without a clock.
     """
 
@@ -65,10 +65,10 @@ class Simulation:
     profiles: Assigned[DeviceProfile] | None = None
 
     def outcomes(self, round_idx: int, tasks: Mapping[WorkUnit, SimulatedTask]) -> SimulatedRound:
-        """The outcome of each unit: a pure function of the arguments, whatever their order.
+        """The outcome of each unit: a pure function of the arguments, whatever the order of ``tasks``.
 
-        A client without data reports that at once; one that drops out never reports. Of the others, in the order in
-        which they finish, the first `VirtualClock.keep_first` are kept, unless they are late.
+        A client without data reports so at once; one that drops out never reports. Of the others, in the order in which
+        they finish, the first `VirtualClock.keep_first` are kept, unless they are late.
 
         Args:
             round_idx: Communication round, from 0.
@@ -85,7 +85,7 @@ class Simulation:
         return SimulatedRound(outcomes, _round_seconds(self.clock, outcomes.values()))
 
     def _outcome_alone(self, round_idx: int, unit: WorkUnit, task: SimulatedTask) -> SimulatedOutcome:
-        """The outcome as far as it depends on this unit alone: everything except being surplus."""
+        """The outcome as far as it depends on this unit alone: everything but being surplus."""
         if task.num_examples == 0:
             return SimulatedOutcome("no_data")
         if self._drops_out(round_idx, unit):

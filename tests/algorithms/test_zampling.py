@@ -237,7 +237,7 @@ def test_a_hook_that_moves_settled_scores_is_found_out(data: Any, fit: Fit) -> N
             with torch.no_grad():
                 self.get_parameter("_zampling.scores").fill_(0.5)
 
-    with pytest.raises(ls.ClientError, match="so its bit must travel: skip_settled=False"):
+    with pytest.raises(ls.ClientError, match="so its bit must be sent: use skip_settled=False"):
         fit(seeded(Moves), data, algorithm=ls.Zampling(4, degree=3, skip_settled=True), max_epochs=4)
 
 

@@ -70,7 +70,7 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, or patterns are not a sequence of strings.
 
     Note:

@@ -97,7 +97,7 @@ class LoRA(Algorithm[LoRARound]):
             follows the next round that has one. ``None`` for never.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a rank is below 1, shares do not sum to 1, ``alpha`` is not positive, or patterns are not a
             sequence of strings.
 

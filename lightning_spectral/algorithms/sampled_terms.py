@@ -58,7 +58,7 @@ class SampledTerms(AdapterAggregation):
         design: Draws terms with those probabilities; ``None`` for the strategy's own.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.

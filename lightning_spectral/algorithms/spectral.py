@@ -89,7 +89,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
             FedHM.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1, ``clip_weight_lr`` is
             not positive, ``frobenius_decay`` is negative, or ``layers`` is given together with ``exclude``, or has
             another ``output_ratio``.

@@ -39,7 +39,7 @@ class SpectralStart:
         trained: Whether to change even weights that look trained.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``tail`` or ``keep_ratio`` is out of range.
 
     Note:

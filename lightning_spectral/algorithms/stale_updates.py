@@ -111,7 +111,7 @@ class StaleUpdates(FedAvg):
             takes a fraction of the memory; ``None`` for all. Both sums use the same truncated update.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``beta`` is outside [0, 1], a choice is unknown or ``num_terms`` is below 1.
 
     Note:

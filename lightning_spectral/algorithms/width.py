@@ -120,7 +120,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             to make it when training starts.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a ratio is outside (0, 1], shares do not sum to 1, patterns are not a sequence of strings,
             ``step_widths`` lack one of the clients' keep ratios or are combined with ``scaler`` or with ``channels``
             other than the first ones, or ``averages_per_width`` is set without ``step_widths``.

@@ -79,7 +79,7 @@ class Zampling(Algorithm[ZamplingRound]):
             what does not fit is drawn again in every product.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a number is out of range, or patterns are not a sequence of strings.
 
     Reference:

@@ -108,7 +108,7 @@ class ProximalTerm(LocalHook):
         mu: Strength, in units of loss per squared parameter, at least 0.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``mu`` is negative or not finite.
 
     Reference:
@@ -165,7 +165,7 @@ class GradientClip(LocalHook):
         max_norm: Largest norm, positive.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``max_norm`` is not positive.
 
     Example:

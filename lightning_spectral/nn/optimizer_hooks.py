@@ -27,7 +27,7 @@ class EffectiveLRClip:
         tau: Largest effective learning rate, in units of the nominal one, at least 1; ``float("inf")`` changes nothing.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``tau`` is below 1.
 
     Reference:

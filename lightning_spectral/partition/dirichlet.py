@@ -36,7 +36,7 @@ class DirichletPartitioner(Partitioner):
             :math:`\alpha K`).
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``num_clients`` is below 1 or ``alpha`` is not positive and finite.
 
     Note:

@@ -22,7 +22,7 @@ class IIDPartitioner(Partitioner):
         num_clients: Number of clients, at least 1.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``num_clients`` is below 1.
 
     Example:

@@ -38,7 +38,7 @@ class PachinkoPartitioner(Partitioner):
             class.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``num_clients`` is below 1, ``alpha`` or ``beta`` is not positive and finite, there are no
             superclasses, or, when splitting, a label has no superclass.
 

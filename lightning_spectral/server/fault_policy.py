@@ -40,7 +40,7 @@ class LeaveOut(FaultPolicy):
             with a `RoundError`. With 1, a round may lose every client and then changes nothing.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``max_share`` is outside [0, 1].
     """
 

@@ -40,7 +40,7 @@ class FedAvgM(FedOptimizer):
         momentum: Share of the previous step that is repeated, in ``[0, 1)``.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range.
 
     Reference:
@@ -74,7 +74,7 @@ class FedAdagrad(FedOptimizer):
             change per round.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range.
 
     Reference:

@@ -25,7 +25,7 @@ class EffectiveCohort(ShardingStrategy):
             as a share of the latter.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``slack`` is negative.
 
     Note:

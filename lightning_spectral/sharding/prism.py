@@ -27,7 +27,7 @@ class PriSM(ShardingStrategy):
         marginals: ``"exact"`` inclusion probabilities, or ``"manly"`` for Manly's approximation, which that paper used.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``exponent`` is not positive and finite, or another argument is none of the values above.
 
     Note:

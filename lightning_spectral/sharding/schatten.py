@@ -21,7 +21,7 @@ class Schatten(ShardingStrategy):
         p: Order of the norm, at least 2; the paper reports 4.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``p`` is below 2.
 
     Note:

@@ -27,7 +27,7 @@ class DeviceProfile:
         macs_per_second: Multiply-accumulates per second that it computes while training.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a speed is not positive.
     """
 
@@ -83,7 +83,7 @@ class VirtualClock:
             an example once, and too low for convolutions.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If shares are not positive or do not sum to 1, or ``deadline`` or ``keep_first`` is not positive.
 
     Note:

@@ -25,7 +25,7 @@ class ClientDropout:
             clients}``; or one per client.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If a probability is outside [0, 1], or shares are not positive or do not sum to 1.
 
     Example:

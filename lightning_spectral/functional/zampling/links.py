@@ -82,7 +82,7 @@ class Sigmoid(Link):
         margin: Probabilities are moved this far from 0 and 1 before they become scores, which are then finite.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If the margin is not between 0 and 1/2.
 
     Reference:

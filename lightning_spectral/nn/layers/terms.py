@@ -31,7 +31,7 @@ class SingularTerms(nn.Module):
         dtype: As in other ``torch.nn`` modules.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``num_terms`` is out of range.
 
     Example:

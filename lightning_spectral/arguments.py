@@ -190,7 +190,7 @@ def check_fields(choice: object, **rules: Rule) -> None:
         **rules: The rule of each field.
 
     Raises:
-        TypeError: If the value of a field is of another type.
+        TypeError: If the value of a field has the wrong type.
         ValueError: If it is out of range.
     """
     for name, rule in rules.items():

@@ -173,6 +173,13 @@ class Algorithm(ABC, Generic[RoundT]):
         """
         return None
 
+    def averages_may_rest(self, server: nn.Module) -> bool:
+        """Whether BatchNorm's running averages may stay unchanged in a round in which clients train.
+
+        If not, a warning says so after the first round. By default they may not.
+        """
+        return False
+
     def concerns(self, opened: RoundT) -> Sequence[str]:
         """Warnings for the user before the first round trains, each with its remedy. By default none."""
         return ()

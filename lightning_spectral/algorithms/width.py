@@ -29,6 +29,7 @@ from lightning_spectral.algorithms.width_side import WidthSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.nn.width.sub_model import cut_copy, cut_outputs, take
@@ -309,6 +310,11 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         """Set the pseudo-gradients, which are minus the mean changes."""
         changes = opened.mean.finish()
         apply_mean_change(server, state.add(changes) if isinstance(state, WidthAverages) else changes)
+
+    def averages_may_rest(self, server: nn.Module) -> bool:
+        """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
+        returned = averaged_tensors(server, keep_buffers=self.keep_buffers)
+        return bool(self.step_widths) and any(name in returned for name in names_of_averages(server))
 
     def diagnostics(self, opened: WidthRound) -> Mapping[str, float]:
         """The share of all entries that at least one client of the round held."""

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.sub_model import take
 from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
@@ -33,11 +33,8 @@ def running_averages(server: nn.Module, keep_buffers: Sequence[str]) -> tuple[st
     Raises:
         ValueError: If one of them keeps the server's value.
     """
-    buffers = {name for name, _ in server.named_buffers()}
-    norms = [name for name, layer in server.named_modules() if isinstance(layer, _NormBase)]
-    found = [f"{layer}.{part}" if layer else part for layer in norms for part in ("running_mean", "running_var")]
-    names = [name for name in found if name in buffers]
-    if kept := names - averaged_tensors(server, keep_buffers=keep_buffers).keys():
+    names = names_of_averages(server)
+    if kept := set(names) - averaged_tensors(server, keep_buffers=keep_buffers).keys():
         raise ValueError(
             f"`averages_per_width` needs averages that clients send back, but {', '.join(sorted(kept))} keep the "
             "server's value: `keep_buffers` matches them, or they are not finite. Leave either out."

@@ -23,6 +23,17 @@ def layers_with_averages(module: nn.Module) -> dict[str, _NormBase]:
     return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
 
 
+def names_of_averages(module: nn.Module) -> list[str]:
+    """Names of the running means and variances of a module's normalisation layers.
+
+    Example:
+        >>> names_of_averages(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        ['1.running_mean', '1.running_var']
+    """
+    parts = ("running_mean", "running_var")
+    return [f"{layer}.{part}" if layer else part for layer in layers_with_averages(module) for part in parts]
+
+
 def use_batch_statistics(module: ModuleT) -> ModuleT:
     """A copy of a module whose normalisation layers use each batch's own statistics, in evaluation too.
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms import Algorithm, WidthSharding
+from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_optimizer import check_optimizer, trainable_parameters
 from lightning_spectral.plugin.build_engine import build_engine, sequential_executor
@@ -164,17 +164,17 @@ class Member(ServerHooks, Trained):
             self._frozen_base = FrozenBase()
             self._initialize(algorithm)
         unreached = self._unreached if resumed else None
-        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._may_rest())
+        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._averages_may_rest(algorithm))
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         self._store.to(self.device)
         kept = self._store, self._frozen_base
         self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, *kept)
 
-    def _may_rest(self) -> bool:
-        """Whether running averages may stay unchanged in a round: a callback sets them, or narrower steps skip them."""
+    def _averages_may_rest(self, algorithm: Algorithm[Any]) -> bool:
+        """Whether running averages may stay unchanged in a round: the algorithm says so, or a callback sets them."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        is_narrow = isinstance(self.algorithm, WidthSharding) and bool(self.algorithm.step_widths)
-        return is_narrow or any(isinstance(callback, BatchNormEstimation) for callback in callbacks)
+        is_set = any(isinstance(callback, BatchNormEstimation) for callback in callbacks)
+        return is_set or algorithm.averages_may_rest(self.module)
 
     def _initialize(self, algorithm: Algorithm[Any]) -> None:
         with suspecting_weights(self.module, 0):

@@ -93,7 +93,7 @@ class ModulePlan:
         return tuple(dict.fromkeys(block.parameter for block in self.blocks.values()))
 
     def cut_biases(self, module: nn.Module) -> dict[str, int]:
-        """Names of the biases of which clients hold only the leading entries, with their number; not frozen ones."""
+        """The number of leading entries that clients hold of each bias that is cut; frozen biases are held whole."""
         cuts = {}
         for layer in self.sharded.values():
             bias, held = getattr(module.get_submodule(layer.name), "bias", None), layer.blocks[0].held_rows

@@ -7,14 +7,14 @@ from torch import Tensor
 def weight_change(u: Tensor, v: Tensor, u_change: Tensor, v_change: Tensor) -> Tensor:
     r"""Change of :math:`W = \sum_i u_i v_i^T` when its terms change.
 
-    Computed from the differences, as :math:`\Delta u\,(v + \Delta v) + u\,\Delta v`, not as new product minus old
-    product: if no term changed, the result is exactly zero.
+    Computed from the differences, as :math:`\Delta u\,(v + \Delta v) + u\,\Delta v`, rather than as the new product
+    minus the old one, so that the result is exactly zero if no term changed.
 
     Args:
-        u: Left vectors before, shape ``(c_out, n)``.
-        v: Right vectors before, shape ``(n, c_in k)``.
-        u_change: Their averaged change, shape ``(c_out, n)``.
-        v_change: Their averaged change, shape ``(n, c_in k)``.
+        u: Left vectors before the change, shape ``(c_out, n)``.
+        v: Right vectors before the change, shape ``(n, c_in k)``.
+        u_change: Averaged change of ``u``, shape ``(c_out, n)``.
+        v_change: Averaged change of ``v``, shape ``(n, c_in k)``.
 
     Returns:
         The change of the weight as a matrix, shape ``(c_out, c_in k)``.

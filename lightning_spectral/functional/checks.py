@@ -1,4 +1,4 @@
-"""Input checks shared by the sampling mathematics: each names the rule, the value and the remedy."""
+"""Input checks shared by the sampling mathematics; each error names the rule, the value and the remedy."""
 
 import math
 
@@ -46,7 +46,7 @@ def check_num_terms(num_terms: int, num_total: int) -> None:
 
 
 def check_cohort_size(cohort_size: float) -> None:
-    """Check the number of clients: any real number from one up, e.g. Kish's effective number.
+    """Check the number of clients, which may be any real number >= 1, e.g. Kish's effective number.
 
     Raises:
         ValueError: If ``cohort_size`` is not a finite number >= 1.
@@ -89,8 +89,8 @@ def as_inclusion_probs(inclusion_probs: Tensor) -> tuple[Tensor, int]:
     """Check the inclusion probabilities of a fixed-size design and find its sample size.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, each in ``[0, 1]``, summing to an integer n >= 1 within 1e-6 n (room for
-            float32 input).
+        inclusion_probs: Shape ``(N,)``, each in ``[0, 1]``, summing to an integer n >= 1 within 1e-6 n (a tolerance
+            for float32 input).
 
     Returns:
         The probabilities in float64 on the CPU, shape ``(N,)``, and n.

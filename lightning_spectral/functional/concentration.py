@@ -1,8 +1,7 @@
-r"""Initial weights whose sub-models are worth training: the energy of a random matrix moved into its first terms.
+r"""Initial weights with sub-models worth training: the energy of a random matrix is moved into its first terms.
 
-The spectrum of a random matrix is flat, so that most of it is missing from a sub-model of a few terms, and what a
-client trains is mostly noise. Moving the energy changes that, and neither the scale of the weight nor its singular
-vectors.
+The spectrum of a random matrix is flat, so a sub-model of a few terms misses most of it, and what a client trains is
+mostly noise. Moving the energy fixes this without changing the scale of the weight or its singular vectors.
 """
 
 import torch
@@ -28,19 +27,19 @@ def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) ->
 
     Args:
         singular_values: Descending, shape ``(N,)``.
-        num_terms: Number n of terms that keep their size, ``1 <= n <= N``.
-        tail: Factor f of the others, in ``[0, 1]``.
+        num_terms: Number n of first terms, ``1 <= n <= N``.
+        tail: Factor f of the other terms, in ``[0, 1]``.
 
     Returns:
-        Shape ``(N,)``, float64, of the same Euclidean norm.
+        Shape ``(N,)``, float64, with the same Euclidean norm.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Note:
-        Afterwards the best sub-model of n terms misses the share
-        :math:`f^2 T / (H + f^2 T)` of the squared norm, where H and T are the energies of the first n terms and of the
-        others before. That is 4 % for a Gaussian matrix, n = N / 10 and f = 0.1; before, it was 83 %.
+        Afterwards the best sub-model of n terms misses the share :math:`f^2 T / (H + f^2 T)` of the squared norm, where
+        H and T are the original energies of the first n terms and of the others. For a Gaussian matrix, n = N / 10 and
+        f = 0.1, that is 4 %, down from 83 %.
 
     Example:
         >>> concentrated_values(torch.tensor([3.0, 4.0, 4.0]).double().flip(0), num_terms=2, tail=0.0)
@@ -83,21 +82,22 @@ def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, roundi
 
 
 def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
-    r"""Whether a spectrum could be that of a matrix with independent entries of one variance.
+    r"""Whether a spectrum could be that of a matrix with independent entries of equal variance.
 
     By the law of Marchenko and Pastur, the singular values of such an m x k matrix end at
-    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms that stand out beyond this edge, or spreads the whole
-    spectrum, which John's statistic sees, :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`: of normal entries its mean is 1
-    and its standard deviation 2.
+    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms beyond this edge or spreads the whole spectrum. The spread is
+    measured by John's statistic, :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`; for normal entries its mean is 1 and its
+    standard deviation 2.
 
     Args:
-        singular_values: Of the matrix, shape ``(N,)``.
-        shape: Its rows and columns.
+        singular_values: Singular values of the matrix, shape ``(N,)``.
+        shape: Number of rows and of columns of the matrix.
 
     Returns:
-        Whether the largest is at most the edge and the statistic no larger than by chance, both with room for their
-        fluctuation. A flatter spectrum, such as that of an orthogonal matrix, passes too; a matrix of zeros, or of one
-        row or column, does not: it has no terms to weigh. Of a small matrix little can be told.
+        Whether the largest value is at most the edge and the statistic no larger than expected by chance, both with
+        room for fluctuation. A flatter spectrum, such as that of an orthogonal matrix, also passes. A matrix of zeros,
+        or with a single row or column, does not, because it has no terms to weigh. For a small matrix the test says
+        little.
 
     Reference:
         Marchenko & Pastur (1967); Johnstone (2001) for the fluctuation of the edge; John (1971) for the statistic.

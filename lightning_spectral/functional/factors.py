@@ -49,7 +49,7 @@ def num_terms_for(num_singular: int, keep_ratio: float, granularity: int = 1) ->
     Args:
         num_singular: Number N of singular terms of the layer, ``min(c_out, c_in k)``.
         keep_ratio: Share r of the terms that a client holds, in ``(0, 1]``.
-        granularity: Round up to a multiple of this, but not beyond N: processors multiply 16 columns in the time of 7.
+        granularity: Round up to a multiple of this, but not beyond N. Processors multiply 16 columns as fast as 7.
 
     Raises:
         ValueError: If ``keep_ratio`` is outside ``(0, 1]``, or ``granularity`` is below 1.

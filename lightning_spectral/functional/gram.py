@@ -7,8 +7,8 @@ as rows of length :math:`s_i`. That is up to twice as fast as LAPACK's decomposi
 
 Three facts make one check enough. Q is orthonormal, because eigenvectors of a symmetric matrix are. The product is
 exact: :math:`Q C = Q Q^T W = W`, however inaccurate Q is. So the only possible error is that the rows of C are not
-orthogonal, by :math:`R = V_h V_h^T - I`, where :math:`V_h` are the rows scaled to unit length, and then (Ostrowski
-1959)
+orthogonal. Their deviation is :math:`R = V_h V_h^T - I`, where :math:`V_h` are the rows scaled to unit length, and
+(Ostrowski 1959)
 
 .. math:: |\sigma_i / s_i - 1| \le \|R\|_2 \le \|R\|_F \quad \text{for the true singular values } \sigma_i ,
 

@@ -1,4 +1,4 @@
-"""What is done to images before anybody trains on them."""
+"""Preprocessing of images before training."""
 
 import torch
 from torch import Tensor
@@ -12,23 +12,25 @@ def standardize_images(images: Tensor, image_dims: int = 3) -> Tensor:
     r"""Give each image mean 0 and standard deviation 1, over all its pixels and channels.
 
     An image of n values becomes :math:`(x - \bar x) / \max(\sigma, 1 / \sqrt n)`. So a constant image becomes zeros,
-    and a nearly constant one does not become noise. No statistics of the data set are needed, which no client has.
+    and a nearly constant one does not become noise. No statistics of the whole data set, which no client has, are
+    needed.
 
     Args:
         images: One image, or any number of them, of shape ``(..., channels, height, width)`` or with the channels last.
-        image_dims: How many of the last dimensions make one image: 3, or 2 for grey images without a channel.
+        image_dims: Number of trailing dimensions that make up one image: 3, or 2 for grey images without a channel.
 
     Returns:
-        Shape and device of ``images``; their dtype if it is floating point, else the default one.
+        The images, with the shape and device of ``images``, in their dtype if it is floating point, otherwise in the
+        default dtype.
 
     Raises:
-        TypeError: If ``images`` is no tensor, or ``image_dims`` no whole number.
+        TypeError: If ``images`` is not a tensor, or ``image_dims`` is not a whole number.
         ValueError: If ``images`` has fewer dimensions than an image, its images have no pixels, or its values are
             complex.
 
     Note:
-        The bound is in units of the pixels, so an image in ``[0, 1]`` counts as nearly constant earlier than the same
-        in ``0 ... 255``: 32 x 32 pixels in three colours below a standard deviation of 0.018.
+        The bound is in the unit of the pixels, so an image in ``[0, 1]`` counts as nearly constant sooner than the same
+        image in ``0 ... 255``: with 32 x 32 pixels in three colours, below a standard deviation of 0.018.
 
     Reference:
         ``tf.image.per_image_standardization``, which Korzhenkov & Louizos (2024) apply.

@@ -1,4 +1,4 @@
-"""The corrections to a client's gradients: two bounds on learning rates, and Frobenius decay."""
+"""Corrections to a client's gradients: two bounds on learning rates, and Frobenius decay."""
 
 from torch import Tensor
 
@@ -73,9 +73,9 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
 
     Note:
         For orthogonal terms with vectors of equal length, as they are drawn, the bound holds for every direction; with
-        unequal lengths twice the bound does. Divided by their norms, gradients of factors converge at a rate that does
-        not depend on the spectrum (Tong, Ma & Chi 2021); here they are only ever made smaller, so that small terms stay
-        as stable as they are.
+        unequal lengths, twice the bound holds. If gradients are scaled by the norms of the factors, the rate of
+        convergence does not depend on the spectrum (Tong, Ma & Chi 2021). Here gradients are only ever reduced, so that
+        small terms stay as stable as they are.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
         tensor([0.1250, 0.2494])
     """
     WEIGHT_LR("bound", bound)
-    root = multipliers * (u.square().sum(0) + v.square().sum(1)).sqrt()  # its square may be beyond the type
+    root = multipliers * (u.square().sum(0) + v.square().sum(1)).sqrt()  # its square may overflow
     return (bound / root / root).clamp(max=1.0)
 
 

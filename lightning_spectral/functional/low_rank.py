@@ -13,7 +13,7 @@ from lightning_spectral.functional.factors import Factors
 def compact_svd(left: Tensor, right: Tensor) -> Factors:
     """Singular value decomposition of a product of two thin factors, in float64.
 
-    Both factors are reduced by QR first, so that the time grows with ``(c_out + c_in) K^2`` and not with
+    Both factors are reduced by QR first, so that the time grows with ``(c_out + c_in) K^2`` rather than with
     ``c_out c_in``.
 
     Args:
@@ -36,15 +36,15 @@ def compact_svd(left: Tensor, right: Tensor) -> Factors:
 def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: float) -> tuple[Tensor, Tensor]:
     """The best approximation of a product by ``rank`` terms, each singular value split evenly between its vectors.
 
-    A term whose singular value is zero to rounding gets a left vector of zeros and a right vector of norm ``spare``.
-    So it adds nothing, and can still be trained; with two zero vectors it could not.
+    A term whose singular value is zero up to rounding gets a left vector of zeros and a right vector of norm ``spare``.
+    It adds nothing but can still be trained, which it could not with two zero vectors.
 
     Args:
         left: Shape ``(c_out, K)``, K at least ``rank``.
         right: Shape ``(K, c_in)``.
         rank: Number of terms.
         spare: Norm of the right vector of a term that is zero.
-        eps: Singular values up to this share of the largest are zero.
+        eps: Singular values up to this share of the largest count as zero.
 
     Returns:
         Shapes ``(c_out, rank)`` and ``(rank, c_in)``, float64.
@@ -63,10 +63,10 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: 
 
 
 def stacked(products: Sequence[tuple[float, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Factors of a weighted sum of products: all left factors side by side, and all right factors one below another.
+    """Factors of a weighted sum of products: all left factors side by side, and all right factors below one another.
 
     Args:
-        products: Of each its weight, left factor ``(c_out, r)`` and right factor ``(r, c_in)``; ranks r may differ.
+        products: Weight, left factor ``(c_out, r)`` and right factor ``(r, c_in)`` of each; the ranks r may differ.
 
     Example:
         >>> left, right = stacked([(0.5, torch.ones(2, 1), torch.ones(1, 3)), (2.0, torch.ones(2, 2), torch.eye(2, 3))])

@@ -1,4 +1,4 @@
-"""Normalisation over the batch: which layers have running averages, and how to do without."""
+"""Normalisation over the batch: find the layers with running averages, and do without these averages."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def names_of_averages(module: nn.Module) -> list[str]:
 
 
 def use_batch_statistics(module: ModuleT) -> ModuleT:
-    """A copy of a module whose normalisation layers use each batch's own statistics, in evaluation too.
+    """A copy of a module whose normalisation layers use each batch's own statistics, even in evaluation.
 
-    Running statistics are buffers that clients would have to average; without them there is nothing to average, but a
-    prediction then depends on the other examples of its batch.
+    Running statistics are buffers that clients would have to average. Without them there is nothing to average, but a
+    prediction depends on the other examples in its batch.
 
     Args:
         module: Any module; it is not changed.

@@ -18,9 +18,9 @@ from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 
 @dataclass(frozen=True)
 class EffectiveLRClip:
-    r"""Optimizer hook: the gradients of both vectors of term i are multiplied by :math:`\min(1, \tau/\omega_i)`.
+    r"""Optimizer hook that multiplies the gradients of both vectors of term i by :math:`\min(1, \tau/\omega_i)`.
 
-    It acts before momentum. For plain SGD, with or without momentum, this is exactly a smaller learning rate of the
+    It acts before momentum. For plain SGD, with or without momentum, this is exactly a smaller learning rate for the
     term; optimizers that rescale gradients by their own history undo part of it.
 
     Args:
@@ -75,15 +75,15 @@ class EffectiveLRClip:
 
 @dataclass(frozen=True)
 class FrobeniusDecay:
-    r"""Optimizer hook: adds the gradient of :math:`\frac{\lambda}{2}\|U\Omega V\|_F^2` for each sharded layer.
+    r"""Optimizer hook that adds the gradient of :math:`\frac{\lambda}{2}\|U\Omega V\|_F^2` for each sharded layer.
 
     It decays the effective weight, as ``weight_decay`` decays a dense one; decaying u and v separately would not.
 
     Args:
-        coefficients: For each dotted layer name, lambda, looked up in every step; layers that are not named, or have
-            0, do not decay.
-        decoupled: Step along the penalty's gradient by itself, with the learning rate, as AdamW decays, instead of
-            adding it to the gradients that the optimizer rescales.
+        coefficients: Lambda for each dotted layer name, looked up in every step; layers that are not named, or have 0,
+            do not decay.
+        decoupled: Take a separate step along the penalty's gradient, scaled by the learning rate as in AdamW, instead
+            of adding it to the gradients that the optimizer rescales.
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3.

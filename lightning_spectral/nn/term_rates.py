@@ -20,7 +20,7 @@ class TermRates:
     `weight_lr_factors`, which bounds that of the weight. It acts just before a step, before momentum.
 
     Args:
-        module: Its sharded layers are scaled.
+        module: The module whose sharded layers are scaled.
         clip_tau: Bound on the learning rate of a term's vectors, in units of the nominal one.
         clip_weight_lr: Bound on the learning rate of the weight, in the same unit.
     """
@@ -42,7 +42,8 @@ class TermRates:
 
     def _factors(self, layer: SingularTerms) -> Tensor:
         of_vectors = effective_lr_factors(layer.omega, self.clip_tau)
-        # Both vectors of a drawn term are equally long; rows that are cut off would leave the others too long a step.
+        # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose norm
+        # would allow too long a step.
         u = layer.u if layer.has_all_rows else layer.v.T
         return torch.minimum(of_vectors, weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr))
 

@@ -153,7 +153,7 @@ class LitCounts(LitSmall):
 def test_what_the_module_counts_itself_stays_whole(data: Any, fit: Fit) -> None:
     plan = ls.width_plan(LitCounts())
     assert [group.name for group in plan.groups] == ["net.3"]
-    assert "net.0: 12 channels are held whole: the module does not run without some: RuntimeError" in str(plan)
+    assert "net.0: 12 channels are held whole: the module does not run without some channels: RuntimeError" in str(plan)
     fit(seeded(LitCounts), data, algorithm=ls.WidthSharding(), max_epochs=1)
 
 

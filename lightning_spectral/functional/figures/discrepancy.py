@@ -1,6 +1,6 @@
-r"""How far the average of a cohort's sub-models is from the weight, before any client trains.
+r"""The distance between the average of a cohort's sub-models and the weight, before any client trains.
 
-All are expectations of :math:`\|W - \bar W\|_F^2` over the draw, in the square of the unit of the singular values.
+All errors are expectations of :math:`\|W - \bar W\|_F^2` over the draw, in the squared unit of the singular values.
 Divide by :math:`\sum_i s_i^2` to compare layers.
 """
 
@@ -25,8 +25,8 @@ def cohort_discrepancy(
         A scalar, float64.
 
     Note:
-        For C equal clients this is Eq. (7) of Korzhenkov & Louizos (2024), for one client with multipliers 1/pi
-        Eq. (4). It depends on the design only through the inclusion probabilities.
+        For C equal clients this is Eq. (7) of Korzhenkov & Louizos (2024); for one client with multipliers 1/pi it is
+        Eq. (4). The error depends on the design only through the inclusion probabilities.
 
     Example:
         >>> import torch

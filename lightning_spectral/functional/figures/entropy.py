@@ -7,10 +7,10 @@ from lightning_spectral.functional.checks import as_inclusion_probs
 
 
 def marginal_entropy(inclusion_probs: Tensor) -> float:
-    r"""How explorative a strategy is: 0 when the terms are always the same, 1 when all are equally likely.
+    r"""Measure how explorative a strategy is: 0 if the terms are always the same, 1 if all are equally likely.
 
-    The mean entropy of the N Bernoulli variables "term i is in the shard", divided by its largest value, that
-    of :math:`\pi_i = n / N`. Averaged over the sharded layers of a network it is the paper's ANME.
+    The mean entropy of the N Bernoulli variables "term i is in the shard", divided by its largest possible value, that
+    of :math:`\pi_i = n / N`. Averaged over the sharded layers of a network, this is the paper's ANME.
 
     Args:
         inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.

@@ -1,23 +1,23 @@
-r"""How evenly a metric is spread over clients: figures of one vector, one value for each client."""
+r"""How evenly a metric is spread over clients: measures of a vector with one value per client."""
 
 import torch
 from torch import Tensor
 
 
 def decile_means(values: Tensor) -> tuple[float, float]:
-    r"""Mean over the tenth of the clients with the lowest values, and over that with the highest.
+    r"""Mean over the tenth of the clients with the lowest values, and over the tenth with the highest.
 
-    Each tenth has :math:`\lceil K / 10 \rceil` of the K clients. For an accuracy they are the "worst 10 %" and the
-    "best 10 %" of the literature; for a loss the other way round.
+    Each tenth has :math:`\lceil K / 10 \rceil` of the K clients. For accuracies they are the "worst 10 %" and the
+    "best 10 %" of the literature; for losses it is the other way round.
 
     Args:
         values: One value for each client, shape ``(K,)``, any unit.
 
     Returns:
-        Both means, in the unit of ``values``; NaN if a value is.
+        Both means, in the unit of ``values``; NaN if any value is NaN.
 
     Raises:
-        ValueError: If ``values`` is not a vector, or empty.
+        ValueError: If ``values`` is not a vector or is empty.
 
     Reference:
         Li et al. (2020), Fair resource allocation in federated learning, Table 1.
@@ -34,16 +34,16 @@ def decile_means(values: Tensor) -> tuple[float, float]:
 
 
 def jain_index(values: Tensor) -> float:
-    r"""Jain's index, :math:`(\sum x)^2 / (K \sum x^2)`: 1 if all clients have the same, 1/K if one has everything.
+    r"""Jain's index, :math:`(\sum x)^2 / (K \sum x^2)`: 1 if all values are equal, 1/K if one client has it all.
 
     Args:
         values: One value for each client, non-negative, shape ``(K,)``, any unit.
 
     Returns:
-        The index in ``[1/K, 1]``, dimensionless; 1 if all values are zero, NaN if a value is.
+        The index in ``[1/K, 1]``, dimensionless; 1 if all values are zero, NaN if any value is NaN.
 
     Raises:
-        ValueError: If ``values`` is not a vector, or empty, or a value is negative.
+        ValueError: If ``values`` is not a vector or is empty, or a value is negative.
 
     Reference:
         Jain, Chiu & Hawe (1984), A quantitative measure of fairness and discrimination for resource allocation.
@@ -57,16 +57,16 @@ def jain_index(values: Tensor) -> float:
 
 
 def gini_coefficient(values: Tensor) -> float:
-    r"""Gini's coefficient, :math:`\sum_{ij} |x_i - x_j| / (2 K \sum x)`: 0 if all clients have the same.
+    r"""Gini's coefficient, :math:`\sum_{ij} |x_i - x_j| / (2 K \sum x)`: 0 if all values are equal.
 
     Args:
         values: One value for each client, non-negative, shape ``(K,)``, any unit.
 
     Returns:
-        The coefficient in ``[0, 1 - 1/K]``, dimensionless; 0 if all values are zero, NaN if a value is.
+        The coefficient in ``[0, 1 - 1/K]``, dimensionless; 0 if all values are zero, NaN if any value is NaN.
 
     Raises:
-        ValueError: If ``values`` is not a vector, or empty, or a value is negative.
+        ValueError: If ``values`` is not a vector or is empty, or a value is negative.
 
     Example:
         >>> gini_coefficient(torch.tensor([1.0, 0.0, 0.0, 0.0]))

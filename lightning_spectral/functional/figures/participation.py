@@ -1,8 +1,8 @@
-r"""How much an average over the active processors varies, exactly and without simulation.
+r"""The variance of an average over the active processors, computed exactly rather than by simulation.
 
 The average of one model is the Horvitz-Thompson sum :math:`\sum_p 1_p x_p / p_p` over its active processors, where
-:math:`1_p` says whether processor p trains the model and :math:`p_p` how likely that is. The three figures put
-different x into it: weights, weighted losses, and weighted updates.
+:math:`1_p` indicates whether processor p trains the model and :math:`p_p` is the probability that it does. The three
+measures differ in x: weights, weighted losses, or weighted updates.
 """
 
 import torch
@@ -12,21 +12,20 @@ from lightning_spectral.functional.checks import as_probabilities
 
 
 def step_size_variance(weights: Tensor, probs: Tensor, joint: Tensor | None = None) -> float:
-    r"""How much the length of a global step varies from round to round: :math:`E(|H|_1 - 1)^2`.
+    r"""Measure how much the length of a global step varies from round to round: :math:`E(|H|_1 - 1)^2`.
 
-    :math:`|H|_1 = \sum_p 1_p w_p / p_p` is the sum of the coefficients of a round, on average one. Independent
-    draws have the variance :math:`\sum_p w_p^2 (1/p_p - 1)`; for others see :func:`sampled_variance`.
+    :math:`|H|_1 = \sum_p 1_p w_p / p_p` is the sum of the coefficients of a round, which is one on average. Its
+    variance is :math:`\sum_p w_p^2 (1/p_p - 1)` for independent draws; for other draws see :func:`sampled_variance`.
 
     Args:
         weights: Weights w of the processors in the average of one model, non-negative, summing to one, shape ``(P,)``.
-        probs: Probability of each to train the model, shape ``(P,)``.
+        probs: Probability that each processor trains the model, shape ``(P,)``.
         joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal, for example from
-            :func:`~lightning_spectral.functional.model_joint_probs`. By default processors draw independently.
+            :func:`~lightning_spectral.functional.model_joint_probs`. By default, draws are independent.
 
     Returns:
-        The mean squared distance of the sum from one, dimensionless. Processors with a weight that are never drawn
-        are missing in every round: the mean of the sum is below one by their weight, and the square of that is
-        included.
+        The mean squared distance of the sum from one, dimensionless. Processors that have a weight but are never drawn
+        lower the mean of the sum by their weight; the square of this bias is included.
 
     Raises:
         ValueError: If the weights do not sum to one within 1e-6, or an argument is invalid.
@@ -52,9 +51,9 @@ def sampled_variance(values: Tensor, probs: Tensor, joint: Tensor | None = None)
     .. math:: \sum_{pq} \frac{x_p x_q}{p_p p_q} (\pi_{pq} - p_p p_q) + \Big(\sum_{p_p = 0} x_p\Big)^2
 
     Args:
-        values: What is averaged, with its weight, shape ``(P,)``, any sign and unit, e.g. weight times loss.
-        probs: Probability of each processor to train the model, shape ``(P,)``.
-        joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal; by default
+        values: Weighted values to average, e.g. weight times loss, shape ``(P,)``, any sign and unit.
+        probs: Probability that each processor trains the model, shape ``(P,)``.
+        joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal. By default, draws are
             independent.
 
     Returns:
@@ -85,17 +84,17 @@ def sampled_variance(values: Tensor, probs: Tensor, joint: Tensor | None = None)
 
 
 def sampled_update_variance(norms: Tensor, probs: Tensor) -> float:
-    r"""Mean squared error of the average update when processors draw independently, from norms alone.
+    r"""Mean squared error of the average update for independent draws, from the norms of the updates alone.
 
     .. math:: E \Big\| \sum_p \frac{1_p}{p_p} w_p U_p - \sum_p w_p U_p \Big\|^2 = \sum_p \|w_p U_p\|^2 (1/p_p - 1)
 
     Args:
         norms: Norms of the weighted updates, non-negative, shape ``(P,)``, in the unit of the weights.
-        probs: Probability of each processor to train the model, shape ``(P,)``.
+        probs: Probability that each processor trains the model, shape ``(P,)``.
 
     Returns:
-        The error in the unit of ``norms``, squared. Updates that are never drawn are left out: how much their bias
-        adds depends on their directions too.
+        The error in the unit of ``norms``, squared. Updates that are never drawn are left out, because the bias they
+        add also depends on their directions.
 
     Raises:
         ValueError: If a norm is negative or not finite, a shape does not match, or a probability is not in
@@ -129,7 +128,7 @@ def _checked(values: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _checked_joint(joint: Tensor, probs: Tensor) -> Tensor:
-    """Joint probabilities whose diagonal is that of the same processors and the same model."""
+    """Joint probabilities, checked to be of the same processors and the same model."""
     if joint.shape != (len(probs), len(probs)):
         raise ValueError(f"`joint` must have shape ({len(probs)}, {len(probs)}), got {tuple(joint.shape)}.")
     pi = joint.detach().double().cpu()

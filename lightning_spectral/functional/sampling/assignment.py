@@ -1,6 +1,6 @@
-r"""Which processor trains which model: probabilities with the least variance, and joint ones.
+r"""Assignment of models to processors: probabilities with the least variance, and joint probabilities.
 
-A processor trains one model or nothing in a round. A client with B processors can train B models at once, so P, the
+In a round, a processor trains one model or none. A client with B processors can train B models at once, so P, the
 number of processors, is at least the number of clients. S is the number of models.
 """
 
@@ -17,25 +17,26 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
 
     .. math:: p_{ps} = \frac{U_{ps}}{M_p} \min(1, c M_p), \qquad M_p = \sum_s U_{ps}, \qquad \sum_{ps} p_{ps} = m
 
-    minimises :math:`\sum_{ps} U_{ps}^2 / p_{ps}` where no row may exceed one and all rows sum to m. The row sums are
-    those of :func:`~lightning_spectral.functional.proportional_inclusion_probs` for the sizes M, with any real sum.
+    minimises :math:`\sum_{ps} U_{ps}^2 / p_{ps}` where no row may sum to more than one and all entries sum to m. The
+    row sums are those of :func:`~lightning_spectral.functional.proportional_inclusion_probs` for the sizes M, except
+    that m may be any real number.
 
     Args:
         scores: Scores U, finite and non-negative, e.g. the norm of a weighted update, shape ``(P, S)``, any unit (only
-            ratios matter). Those below 1e-250 of the largest count as zero.
+            ratios matter). Scores below 1e-250 times the largest count as zero.
         active: Expected number m of active processors, in ``[0, P]``.
 
     Returns:
-        Probability of each processor to train each model, shape ``(P, S)``, float64. Rows sum to at most one. A
-        processor whose scores are all zero has zeros, and if at most m rows are positive, those sum to one, which
-        falls short of m. With ``active=0`` all are zero.
+        Probability that each processor trains each model, shape ``(P, S)``, float64. Rows sum to at most one. A
+        processor whose scores are all zero gets zeros. If at most m rows are positive, each of them sums to one, and
+        the total may fall short of m. With ``active=0`` all probabilities are zero.
 
     Raises:
         ValueError: If a score is negative, infinite or NaN, the shape is wrong, or ``active`` is out of range.
 
     Note:
         The published closed form leaves two cases undefined: M = 0, where the authors' code divides zero by zero, and
-        m = 0. Otherwise the two are equal.
+        m = 0. In all other cases the two agree.
 
     Reference:
         Zhang et al. (2024), "Towards Optimal Heterogeneous Client Sampling in Multi-Model Federated Learning", Eq. (5).
@@ -54,7 +55,7 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
     sizes = relative(rows)
     certain = int((sizes > 0).sum()) <= active
     chance = (sizes > 0).double() if certain else capped_proportional(sizes, active)
-    # divided first: the shares of a row are at most one, whatever its size
+    # Divide first: the shares of a row are at most one, whatever its size.
     return values / torch.where(sizes > 0, rows, 1.0)[:, None] * chance[:, None]
 
 
@@ -72,17 +73,17 @@ def _as_scores(scores: Tensor) -> Tensor:
 
 
 def model_joint_probs(processor_joint: Tensor, probs: Tensor, model: int) -> Tensor:
-    r"""Joint probabilities "p trains s, and so does q", where a design draws processors and each then picks a model.
+    r"""Joint probabilities that p and q both train model s, if a design draws processors and each then picks a model.
 
     .. math:: \pi^s_{pq} = \pi_{pq} \frac{p_{ps}}{r_p} \frac{p_{qs}}{r_q} \quad (p \ne q), \qquad
         \pi^s_{pp} = p_{ps}
 
-    with the row sums r, because a processor that is drawn picks its model on its own.
+    with the row sums r, because each drawn processor picks its model independently.
 
     Args:
         processor_joint: Joint inclusion probabilities of the processors under the design, shape ``(P, P)``, for
             example from :meth:`~lightning_spectral.JointDesign.joint_inclusion_probs` of the row sums.
-        probs: Probability of each processor to train each model, shape ``(P, S)``.
+        probs: Probability that each processor trains each model, shape ``(P, S)``.
         model: Index s of the model, in ``[0, S)``.
 
     Returns:

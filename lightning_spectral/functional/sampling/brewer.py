@@ -19,8 +19,8 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
     .. math:: \pi_i \, \frac{R - \pi_i}{R - r \pi_i}
             = \pi_i \, \frac{r - 1 + e + (1 - \pi_i)}{e + r (1 - \pi_i)}, \qquad e = R - r,
 
-    where :math:`e` is the sum of :math:`1 - \pi` over the terms drawn before. The right-hand side is the one computed:
-    it only adds positive numbers, so probabilities near 0 and 1 keep full precision. Time is proportional to
+    where :math:`e` is the sum of :math:`1 - \pi` over the terms already drawn. The right-hand side is what is computed:
+    it only adds positive numbers, so probabilities near 0 and 1 keep full precision. The time is proportional to
     ``num_samples`` N n.
 
     Args:
@@ -88,11 +88,11 @@ def brewer_weights(complement: Tensor, drawn_complement: Tensor, left: int) -> T
 
     Args:
         complement: :math:`1 - \pi` of the open terms, shape ``(N_open,)``.
-        drawn_complement: Its sum over the terms drawn before, shape ``(num_samples, 1)``.
-        left: Number of terms still to draw, this one included.
+        drawn_complement: Its sum over the terms already drawn, shape ``(num_samples, 1)``.
+        left: Number of terms still to draw, including this one.
 
     Returns:
-        Factors, shape ``(num_samples, N_open)``; those of terms drawn before are meaningless.
+        Factors, shape ``(num_samples, N_open)``; those of terms already drawn are meaningless.
 
     Example:
         >>> brewer_weights(torch.tensor([0.5, 0.75]), torch.tensor([[0.25]]), left=1)

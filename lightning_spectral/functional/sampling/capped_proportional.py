@@ -1,6 +1,6 @@
-r"""Probabilities proportional to size, capped at one, with any given sum: the solver behind two samplings.
+r"""Probabilities proportional to size, capped at one, with any given sum.
 
-Singular terms are drawn with them (`inclusion.py`, whole sums), and so are clients (`assignment.py`, any sums).
+They are used to draw singular terms (`inclusion.py`, with whole sums) and clients (`assignment.py`, with any sum).
 """
 
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Values below this share of the largest count as zero; quotients would overflow.
+# Values below this share of the largest count as zero, because quotients would overflow.
 SMALLEST = 1e-250
 TINY = float(np.finfo(np.float64).tiny)
 

@@ -1,8 +1,8 @@
 r"""Conditional Poisson sampling: the fixed-size design of maximum entropy with given inclusion probabilities.
 
 Select each term i independently with *working probability* p_i and accept the draw if it has n terms. Among all designs
-with the resulting inclusion probabilities :math:`\pi` this one is the most random (Hájek 1964; Chen, Dempster & Liu
-1994). The working probabilities are not :math:`\pi`: they are fitted, once per design, and then every draw is exact.
+with the resulting inclusion probabilities :math:`\pi`, it is the most random (Hájek 1964; Chen, Dempster & Liu 1994).
+The working probabilities differ from :math:`\pi`: they are fitted once per design, and then every draw is exact.
 """
 
 from collections import defaultdict
@@ -24,23 +24,23 @@ from lightning_spectral.functional.sampling.poisson_binomial import centred_logi
 
 # Largest number of Bernoulli variables held at once by the rejective draw: 8 MiB of float64.
 CHUNK = 2**20
-# Largest number of probabilities that are fitted at once, of any number of vectors: some 30 MiB.
+# Largest number of probabilities that are fitted at once, over all vectors: about 30 MiB.
 MOST_OPEN = 2**15
 # Expected counts so close to n make n likely.
 NEAR = 0.1
 
 
 def _log_odds_ratio(probs: Tensor, num_terms: int) -> Tensor:
-    """Change of each logit by conditioning on the count: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
+    """Change of each logit due to conditioning on the count: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
     drawn, left_out = leave_one_out_neighbours(probs, num_terms)
-    # Absolute errors are near 1e-15, also in the implied probability; the floor keeps the logarithm finite.
+    # Absolute errors are near 1e-15, in the implied probability too; the floor keeps the logarithm finite.
     return drawn.clamp_min(1e-18).log() - left_out.clamp_min(1e-18).log()
 
 
 def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
     r"""Working probabilities whose conditional Poisson draw has the given inclusion probabilities.
 
-    Solves, by accelerated fixed point iteration,
+    Solves, by accelerated fixed-point iteration,
 
     .. math:: \operatorname{logit} p_i = \operatorname{logit} \pi_i - \log P(N_{-i} = n-1) + \log P(N_{-i} = n),
 
@@ -69,7 +69,7 @@ def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
 
 
 def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
-    """Fit several vectors of inclusion probabilities, those of one length and sample size at once.
+    """Fit several vectors of inclusion probabilities, those of the same length and sample size together.
 
     For short vectors a fit is a few hundred small operations, which take as long for many rows as for one.
 
@@ -77,7 +77,7 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
         inclusion_probs: Each as for :func:`fit_conditional_poisson`.
 
     Returns:
-        For each what :func:`fit_conditional_poisson` returns, the same within its accuracy.
+        For each vector the result of :func:`fit_conditional_poisson`, within its accuracy.
 
     Raises:
         ValueError: If one of them is not a vector of probabilities with an integer sum.
@@ -103,7 +103,7 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Undecided(NamedTuple):
-    """A vector of which something is left to chance, and where its working probabilities go; all shapes ``(N,)``."""
+    """A vector with terms left to chance, and where its working probabilities go; all shapes are ``(N,)``."""
 
     target: Tensor
     certain: Tensor
@@ -113,13 +113,13 @@ class _Undecided(NamedTuple):
 
     @property
     def goal(self) -> Tensor:
-        """Logits of the target, zero but for open terms. Rounding may leave the sum of the target a little off n."""
+        """Logits of the target, zero except for open terms; centred, as rounding may leave its sum a little off n."""
         logits = torch.logit(self.target[self.is_open])
         return torch.zeros_like(self.target).masked_scatter(self.is_open, centred_logits(logits, self.missing))
 
 
 def _fit_open(rows: Sequence[_Undecided]) -> None:
-    """Write the working probabilities of the open terms of some rows, all of one length and sample size."""
+    """Write the working probabilities of the open terms of some rows, all of the same length and sample size."""
     certain, is_open = torch.stack([row.certain for row in rows]), torch.stack([row.is_open for row in rows])
     columns = is_open.any(0) | (certain.any(0) & ~certain.all(0))  # the others are the same in all rows
     num_terms = int(rows[0].certain.sum()) + rows[0].missing - int(certain.all(0).sum())
@@ -146,7 +146,7 @@ def _fit_open(rows: Sequence[_Undecided]) -> None:
 
 
 def _roughly_centred(logits: Tensor, probs_of: Callable[[Tensor], Tensor], num_terms: int) -> Tensor:
-    """Shift the logits of each row until the expected count is near n: the law of a count is then accurate there.
+    """Shift the logits of each row until the expected count is near n, so that the law of the count is accurate there.
 
     A shift by 1 changes every variance by at most a factor of e, so each such step reduces the excess by a quarter.
     """

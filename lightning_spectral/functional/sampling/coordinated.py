@@ -1,6 +1,6 @@
 r"""Joint draws for the clients of one group: terms are spread evenly, and each client keeps its own distribution.
 
-Every client still gets exactly n terms and term i with probability :math:`\pi_i`. But the number of clients that hold
+Every client still gets exactly n terms, and term i with probability :math:`\pi_i`. But the number of clients that hold
 term i is :math:`C\pi_i` rounded down or up, whereas independent draws leave it to chance.
 """
 

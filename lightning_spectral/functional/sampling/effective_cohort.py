@@ -1,13 +1,13 @@
-r"""The effective number of clients between a faithful sub-model and a faithful average.
+r"""The effective number of clients: a compromise between a faithful sub-model and a faithful average.
 
-A client's sub-model is off by :math:`b^2 + v`, its squared bias plus its variance; the average of C independent clients
-by :math:`b^2 + v / C`. Any mixture of the two errors is the error of a cohort of another size,
+The error of a client's sub-model is :math:`b^2 + v`, its squared bias plus its variance; that of the average of C
+independent clients is :math:`b^2 + v / C`. Any mixture of the two errors is the error of a cohort of another size,
 
 .. math:: \lambda (b^2 + v) + (1 - \lambda)(b^2 + v / C) = b^2 + v / C_{eff} , \qquad
     \frac{1}{C_{eff}} = \lambda + \frac{1 - \lambda}{C} ,
 
-so the probabilities of `collective_inclusion_probs` for :math:`C_{eff}` from 1 to C are all the best compromises. Along
-them the client's error never falls and the cohort's never rises.
+so the probabilities of `collective_inclusion_probs` for :math:`C_{eff}` from 1 to C are all the best compromises. As
+:math:`C_{eff}` grows, the client's error never falls and the cohort's never rises.
 """
 
 import math
@@ -36,7 +36,7 @@ def client_error(singular_values: Tensor, inclusion_probs: Tensor, cohort_size: 
         cohort_size: Number of clients C that the multipliers are made for, any real number >= 1.
 
     Returns:
-        A scalar, float64, in the square of the unit of ``singular_values``.
+        A scalar, float64, in the squared unit of ``singular_values``.
 
     Example:
         >>> import torch
@@ -50,14 +50,14 @@ def client_error(singular_values: Tensor, inclusion_probs: Tensor, cohort_size: 
 
 
 def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: float, slack: float) -> float:
-    """The largest effective cohort for which a single sub-model is nearly as close to the weight as can be.
+    """The largest effective cohort for which a single sub-model is almost as close to the weight as possible.
 
     Args:
         singular_values: Non-negative, shape ``(N,)``, any order, any unit.
         num_terms: Number n of terms that a client holds.
         cohort_size: Number of clients C whose terms are averaged.
-        slack: How much larger than that of the n largest terms the squared error of a sub-model may be, as a share:
-            0 for not at all, ``float("inf")`` for any amount.
+        slack: Share by which the squared error of a sub-model may exceed that of the n largest terms: 0 for not at
+            all, ``float("inf")`` for any amount.
 
     Returns:
         A number in ``[1, cohort_size]``, to a relative accuracy of 1e-6 from below.

@@ -1,8 +1,8 @@
 r"""Inclusion probabilities of the sharding strategies, from singular values.
 
 All take the N singular values, in any order and any unit, and the number n of terms that a client holds, and return
-probabilities that sum to n. Values below 1e-250 of the largest count as zero. When at most n values are positive, all
-of them are certain, and the first zero terms, in the order given, fill the sample up to n: a term of size zero
+probabilities that sum to n. Values below 1e-250 times the largest count as zero. When at most n values are positive,
+all of them are certain, and the first zero terms, in the order given, fill the sample up to n: a term of size zero
 contributes nothing, so it does not matter which one is drawn, but the sample size does.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size, check_num_terms
 from lightning_spectral.functional.sampling.capped_proportional import SMALLEST, TINY, capped_proportional, relative
 
-# Below this distance from one client, Collective is top-n to within the same relative error of its objective.
+# For C this close to one, Collective equals top-n to within the same relative error of its objective.
 ONE_CLIENT_TOLERANCE = 1e-6
 
 Floats = NDArray[np.float64]
@@ -87,11 +87,11 @@ def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
 
 
 def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_size: float) -> Tensor:
-    r"""Inclusion probabilities with the least error of the average over a cohort of C clients.
+    r"""Inclusion probabilities that minimise the error of the average over a cohort of C clients.
 
-    Minimises :math:`\sum_i s_i^2 (1 - \pi_i) / (1 + (C - 1)\pi_i)` under :math:`\sum_i \pi_i = n`. The solution is
+    Minimises :math:`\sum_i s_i^2 (1 - \pi_i) / (1 + (C - 1)\pi_i)` subject to :math:`\sum_i \pi_i = n`. The solution is
     given by a water level L, :math:`\pi_i = \operatorname{clip}((s_i / L - 1) / (C - 1), 0, 1)`: terms below L are
-    never drawn, those above C L always. The expected number of terms falls with L, piecewise between the 2N break
+    never drawn, terms above C L always. The expected number of terms falls with L, piecewise between the 2N break
     points :math:`s_i` and :math:`s_i / C`. A bracketed Newton iteration finds the right piece, on which L has a closed
     form.
 
@@ -142,7 +142,7 @@ def _water_filling(values: Floats, ordered: Floats, num_terms: int, cohort_size:
     level = min(max(low, float(ordered.sum()) / (num_terms * extra + size)), high)
     before, solved = (-1, -1), False
     for _ in range(200):
-        # The interior is ordered[first:last], the certain terms follow it.
+        # The interior is ordered[first:last]; the certain terms follow it.
         first, last = bisect.bisect_left(ladder, level), bisect.bisect_left(ladder, cohort_size * level)
         if solved and (first, last) == before:
             break

@@ -1,6 +1,6 @@
 r"""Joint inclusion probabilities: how likely two terms are to be in the same sample.
 
-They determine the covariance of every sum over a sample, and so its standard error without simulation. Rows sum to
+They determine the covariance of any sum over a sample, and so its standard error without simulation. Rows sum to
 :math:`n \pi_i`, because every sample has n terms.
 """
 
@@ -25,7 +25,7 @@ def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Te
 
     .. math:: \pi_{ij} = p_i p_j \, P(N_{-ij} = n - 2) / P(N = n)
 
-    for all pairs from one matrix product. Unlike the usual formula, which divides by the difference of the odds of i
+    for all pairs, from one matrix product. Unlike the usual formula, which divides by the difference of the odds of i
     and j, this one allows ties.
 
     Args:
@@ -67,7 +67,7 @@ def _with_certain(among_open: Tensor, marginals: Tensor, certain: Tensor, index:
 def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     r"""Joint inclusion probabilities of successive sampling.
 
-    Two terms are drawn if, when the later one of them arrives, at most n - 2 others have:
+    Two terms are both drawn if at most n - 2 others have arrived when the later of the two arrives:
 
     .. math:: \pi_{ij} = \int_0^\infty \frac{d}{dt}\big[F_i(t) F_j(t)\big]\, P(N_{-ij}(t) \le n - 2)\, dt
 
@@ -100,7 +100,7 @@ def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
 def _racing_joint(log_rates: Tensor, num_terms: int) -> Tensor:
     start, nodes = quadrature(log_rates, num_terms)
     before = arrived(log_rates, start)
-    joint = torch.outer(before, before)  # both arrive before the window, and so among the first n
+    joint = torch.outer(before, before)  # both arrive before the window, and so are among the first n
     for log_time, weight in nodes:
         present = arrived(log_rates, log_time)
         log_expected = (log_rates + log_time).clamp_max(50.0)

@@ -27,8 +27,8 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
 
     Note:
-        Up to 8 % off for 7 of 64 sizes :math:`i^{-4}`, far more for fewer and steeper ones, and not even proportional
-        to size for n = 1. It is here to reproduce the paper;
+        The result is up to 8 % off for 7 of 64 sizes :math:`i^{-4}` and far more for fewer and steeper ones, and for
+        n = 1 it is not even proportional to size. The function is included to reproduce the paper;
         :func:`~lightning_spectral.functional.successive_inclusion_probs` is exact.
 
     Reference:

@@ -48,7 +48,7 @@ def _split(needed: Tensor, num_terms: int) -> tuple[list[Tensor], list[int]]:
     order = torch.arange(len(needed))
     samples, units, left = [], [], ONE
     while left > 0:
-        # Two sorted runs, of which one was lowered by a constant: a stable sort is fast on these.
+        # Two sorted runs, one of them lowered by a constant: a stable sort is fast on these.
         order = order[needed[order].argsort(descending=True, stable=True)]
         chosen, others = order[:num_terms], order[num_terms:]
         share = min(int(needed[chosen[-1]]), int(spare[others].min()))

@@ -1,12 +1,12 @@
 r"""Optimal multipliers for a cohort in which clients hold different numbers of terms.
 
 The server averages :math:`\bar W = \sum_c a_c \hat W_c` over independent clients, with weights :math:`a_c = 1/C`. For
-given inclusion probabilities the error of the i-th term is a quadratic in the multipliers; its minimum is
+given inclusion probabilities, the error of the i-th term is quadratic in the multipliers and has its minimum at
 
 .. math:: R_i = \frac{1}{1 + \sum_c \pi_{ci}/(1 - \pi_{ci})}, \qquad \omega_{ci} = \frac{R_i}{a_c (1 - \pi_{ci})},
 
-and the error is :math:`\sum_i s_i^2 R_i`. Where some clients hold a term for certain, they share its weight and the
-multipliers of all other clients are zero.
+where the total error is :math:`\sum_i s_i^2 R_i`. If some clients are certain to hold a term, they share its weight and
+the multipliers of all other clients are zero.
 """
 
 import torch
@@ -27,7 +27,7 @@ def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
         Multipliers, shape ``(G, N)``, float64. With one group of C clients they are ``C / (1 + (C - 1) pi)``.
 
     Raises:
-        ValueError: If the shapes do not fit or a size is not positive.
+        ValueError: If the shapes do not match or a size is not positive.
 
     Example:
         >>> joint_multipliers(torch.tensor([[0.5], [0.25]]), torch.tensor([2.0, 1.0]))
@@ -51,7 +51,7 @@ def joint_discrepancy(singular_values: Tensor, inclusion_probs: Tensor, sizes: T
         sizes: Number of clients in each group, shape ``(G,)``.
 
     Returns:
-        A scalar, float64, in the square of the unit of ``singular_values``.
+        A scalar, float64, in the squared unit of ``singular_values``.
 
     Example:
         >>> joint_discrepancy(torch.tensor([2.0]), torch.tensor([[0.5]]), torch.tensor([1.0]))

@@ -44,7 +44,7 @@ class OpenTerms(NamedTuple):
 
 
 def open_masks(probs: Tensor, num_terms: int) -> tuple[Tensor, Tensor, int]:
-    """Masks (N,) of the certain terms and of the open terms, and how many open terms to draw."""
+    """Masks (N,) of the certain terms and of the open terms, and the number of open terms to draw."""
     certain = probs >= 1 - SNAP
     undecided = (probs > SNAP) & ~certain
     missing = num_terms - int(certain.sum())

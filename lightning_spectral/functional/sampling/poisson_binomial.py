@@ -1,11 +1,11 @@
 r"""Probabilities of a sum of independent, unequal Bernoulli variables, with and without each of them.
 
-Both fixed-size designs of this package rest on the number N of terms that a *Poisson* draw selects, each term i
-independently with probability p_i. Its distribution comes from the characteristic function
+Conditional Poisson and successive sampling both rest on the number N of terms that a *Poisson* draw selects, each term
+i independently with probability p_i. Its distribution comes from the characteristic function
 :math:`\varphi(\theta) = \prod_j (1 - p_j + p_j e^{i\theta})`, and leaving term i out only divides by its own factor, so
-all N leave-one-out answers cost one complex matrix. Errors are absolute, about 1e-15: a discrete Fourier sum over a
-window that holds all but 1e-18 of the counts, truncated where the characteristic function itself is below 1e-18. A few
-dozen nodes are enough for any number of terms.
+all N leave-one-out results cost one complex matrix. Errors are absolute, about 1e-15: the discrete Fourier sum runs
+over a window that holds all but 1e-18 of the counts, and is truncated where the characteristic function itself is below
+1e-18. A few dozen nodes are enough for any number of terms.
 """
 
 import math
@@ -49,7 +49,7 @@ def _factors(probs: Tensor, grid: _FourierGrid) -> Tensor:
     return 1 + probs[..., None, :] * _steps(grid.period, grid.num_nodes)
 
 
-# A fit evaluates the same few grids over and over, and so do the fits of layers of one size: never write to these.
+# A fit evaluates the same few grids over and over, as do fits of layers of the same size. Never write to the results.
 @lru_cache(maxsize=32)
 def _steps(period: int, num_nodes: int) -> Tensor:
     """e^(i theta) - 1 at each node, shape (T, 1)."""
@@ -114,7 +114,7 @@ def leave_one_out_neighbours(probs: Tensor, count: int) -> tuple[Tensor, Tensor]
     """P(N - (outcome of i) = count - 1) and P(N - (outcome of i) = count), for every i, at the cost of one.
 
     Args:
-        probs: Success probabilities, shape ``(..., N)``, float64 on the CPU, each in ``[0, 1]``; a row is by itself.
+        probs: Success probabilities, shape ``(..., N)``, float64 on the CPU, each in ``[0, 1]``; rows are separate.
         count: The larger of the two counts.
 
     Returns:

@@ -1,8 +1,8 @@
 r"""Inclusion probabilities with the least upper bound on the expected Schatten norm of the error.
 
-The paper solves this by numerical constrained optimisation and finds it unstable. It need not be: with
+The paper solves this by numerical constrained optimisation and finds that unstable. This can be avoided: with
 :math:`x = 1/\pi - 1` each summand is :math:`s^p` times the perspective of a convex function, hence convex in
-:math:`\pi`, and the sum is separable. So a single Lagrange multiplier :math:`\beta` determines all terms, and bisecting
+:math:`\pi`, and the sum is separable. So a single Lagrange multiplier :math:`\beta` determines all terms, and bisection
 on it finds the optimum for any p.
 """
 
@@ -17,7 +17,7 @@ from lightning_spectral.functional.sampling.inclusion import top_inclusion_probs
 
 ORDER = Number(at_least=2, hint="it is the order of a Schatten norm")
 
-# Above this log(beta / s^p) the odds against a term equal the leading power alone, to the last bit.
+# Above this log(beta / s^p), the odds against a term equal their leading power alone, to the last bit.
 LARGE = 200.0
 
 
@@ -38,7 +38,7 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
     Note:
         Small terms get probabilities nearly proportional to their values for any p; p determines where that ends. Where
         :math:`s_i^p \ge \beta` a term is certain. When at most n values are positive, they are certain and the first
-        zero terms fill up to n.
+        zero terms fill the sample up to n.
 
     Reference:
         Korzhenkov & Louizos (2024), Eq. (10).

@@ -1,13 +1,13 @@
-r"""Conditional Poisson sampling term by term: a fixed number of uniforms for each sample.
+r"""Conditional Poisson sampling term by term, with a fixed number of uniforms for each sample.
 
 Walk through the terms; with r places left, term k gets one with probability
 
 .. math:: q_{k,r} = p_k \, \frac{P(N_{k+1} = r - 1)}{P(N_k = r)},
 
-where :math:`N_k` counts the selected ones among the terms k, k + 1, ... of the Poisson draw. The table of these counts
-is filled backwards with sums of positive products, so every entry that matters keeps full precision. A Fourier
-transform would not do: its absolute errors are large relative to the tails, by which the formula divides. Elementary
-symmetric sums of odds, which are the same numbers without the factors 1 - p, overflow.
+where :math:`N_k` is the number of terms selected among k, k + 1, ... in the Poisson draw. The table of these counts is
+filled backwards with sums of positive products, so every entry that matters keeps full precision. A Fourier transform
+would not do: its absolute errors are large relative to the tails, by which the formula divides. Elementary symmetric
+sums of odds, which are the same numbers without the factors 1 - p, overflow.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class SelectionTable(NamedTuple):
-    """Probability that a term gets a place, by term and number of places left, in the band of numbers that matter.
+    """Probability that a term gets a place, by term and number of places left, for the band of numbers that matter.
 
     Attributes:
         parts: The open terms.
@@ -44,7 +44,7 @@ class SelectionTable(NamedTuple):
 
 
 def selection_table(working_probs: Tensor, num_terms: int) -> SelectionTable:
-    """Fill the table for one design; about 15 MB for 2048 of 4096 terms.
+    """Fill the table for one design; it takes about 15 MB for 2048 of 4096 terms.
 
     Args:
         working_probs: From :func:`~lightning_spectral.functional.fit_conditional_poisson`, shape ``(N,)``.

@@ -6,7 +6,7 @@ the law of the first n arrivals of independent exponential clocks with rates :ma
 which draws it in one pass, and Wallenius' noncentral hypergeometric law with one item of each kind.
 
 Sizes are given by their logarithms, so that fourth powers of singular values over 15 decades are harmless:
-``-inf`` is size zero, drawn only when there is nothing else, and ``+inf`` a term that is always drawn.
+``-inf`` is size zero, drawn only when nothing else is left, and ``+inf`` a term that is always drawn.
 """
 
 import math
@@ -75,8 +75,8 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
 
     Note:
-        This is not Fog's (2008) approximation of Wallenius' mean, which the paper used and which is off by 8 % for 7 of
-        64 sizes :math:`i^{-4}`. Nor is it :math:`n w_i / \sum w`, which can exceed one.
+        The result differs from Fog's (2008) approximation of Wallenius' mean, which the paper used and which is off by
+        8 % for 7 of 64 sizes :math:`i^{-4}`. It also differs from :math:`n w_i / \sum w`, which can exceed one.
 
     Reference:
         Niu et al. (2022), PriSM, for the sampling; Wallenius (1963) for the law. Appendix C of Korzhenkov &
@@ -102,7 +102,7 @@ def arrived(log_rates: Tensor, log_time: float) -> Tensor:
 def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[float, float]]]:
     """Window in log time that contains the n-th arrival: its start, and its nodes and weights."""
     start, end = _window(log_rates, num_terms)
-    # The integrand varies over one unit of log time; over less when many sizes are alike, in a short window.
+    # The integrand varies over one unit of log time, or over less when many sizes are alike and the window is short.
     nodes, weights = roots_legendre(32 + math.ceil(4 * (end - start)))
     middle, half = (start + end) / 2, (end - start) / 2
     return start, [(middle + half * node, half * weight) for node, weight in zip(nodes, weights, strict=True)]
@@ -144,9 +144,9 @@ def _switch(before: Callable[[float], bool], low: float, high: float) -> tuple[f
 
 
 def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
-    r"""Sizes whose successive sampling has the given inclusion probabilities.
+    r"""Logarithms of the sizes whose successive sampling has the given inclusion probabilities.
 
-    Accelerated fixed point, where :math:`\psi` are the inclusion probabilities of the current sizes:
+    Accelerated fixed-point iteration, where :math:`\psi` are the inclusion probabilities of the current sizes:
 
     .. math::
 

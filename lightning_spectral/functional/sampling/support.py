@@ -1,8 +1,8 @@
-r"""Designs that have few possible samples, in exact integer arithmetic.
+r"""Designs with few possible samples, in exact integer arithmetic.
 
 A design whose samples and their probabilities can be listed needs no fit and no rejection: draw a number in
-[0, 1) and look up the sample. Probabilities are whole multiples of :math:`2^{-50}` here, about 1e-15, so that
-sums, differences and comparisons are exact: sample sizes and inclusion probabilities are exact in any order of
+[0, 1) and look up the sample. Here probabilities are whole multiples of :math:`2^{-50}`, about 1e-15, so that
+sums, differences and comparisons are exact, and so are sample sizes and inclusion probabilities in any order of
 operations.
 """
 

@@ -1,8 +1,8 @@
 r"""Systematic sampling: lay the probabilities end to end and pick the terms that a comb of unit spacing hits.
 
-Term i owns the interval between the sums of probabilities before and after it, and is drawn if it contains one of the
-points :math:`u, u + 1, \dots, u + n - 1` with a single uniform u. No interval is longer than one, so no term is drawn
-twice. One number decides the whole sample.
+Term i owns the interval between the sums of probabilities before and after it. It is drawn if this interval contains
+one of the points :math:`u, u + 1, \dots, u + n - 1` for a single uniform u. No interval is longer than one, so no term
+is drawn twice. One random number determines the whole sample.
 """
 
 import torch
@@ -64,7 +64,7 @@ def draw_systematic(
         num_samples: Number of draws.
         generator: Source of randomness.
         shuffled: Whether to put the terms in a new random order for each sample. Then nearly all sets of terms can
-            occur, not only the at most N of :func:`systematic_support`.
+            occur, not only the N or fewer of :func:`systematic_support`.
 
     Returns:
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.

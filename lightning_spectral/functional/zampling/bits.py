@@ -1,4 +1,4 @@
-"""Bits as they travel, eight in a byte, and what they are worth."""
+"""Bits packed for sending, eight to a byte, and their entropy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
 
     Args:
         probs: Shape ``(n,)``, in [0, 1].
-        generator: Draws the bits.
+        generator: Source of randomness.
 
     Returns:
         Booleans, shape ``(n,)``, on the device of ``probs``.
@@ -27,13 +27,13 @@ def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack bits into bytes, the first one highest, as ``numpy.packbits`` does.
+    """Pack bits into bytes, the first bit highest, as ``numpy.packbits`` does.
 
     Args:
         bits: Booleans, or zeros and ones, shape ``(n,)``.
 
     Returns:
-        Bytes, shape ``(ceil(n / 8),)``; the last one is filled up with zeros.
+        Bytes, shape ``(ceil(n / 8),)``; the last one is padded with zeros.
 
     Example:
         >>> pack_bits(torch.tensor([True, False, True])).tolist()
@@ -55,7 +55,7 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
         Booleans, shape ``(n,)``.
 
     Raises:
-        ValueError: If the bytes are not those of ``n`` bits.
+        ValueError: If the bytes are not those of n bits.
 
     Example:
         >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
@@ -69,12 +69,12 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None = None) -> Tensor:
-    """Round probabilities to 2**k levels at random, without bias, and pack k bits for each.
+    """Round probabilities to 2**k levels, at random and without bias, and pack the k bits of each.
 
     Args:
         probs: Shape ``(n,)``, in [0, 1]; 0 and 1 are levels.
         num_bits: k, from 1 to 16.
-        generator: Draws the rounding, on the CPU.
+        generator: Source of randomness for the rounding, on the CPU.
 
     Returns:
         Bytes, one row of `pack_bits` for each of the k binary digits, highest first: shape ``(k, ceil(n / 8))``.
@@ -93,14 +93,14 @@ def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
     """Undo `pack_levels`, up to its rounding.
 
     Raises:
-        ValueError: If there are not ``num_bits`` rows of that many bits.
+        ValueError: If there are not ``num_bits`` rows of ``num_probs`` bits each.
 
     Example:
         >>> unpack_levels(pack_levels(torch.tensor([0.0, 1.0]), 3), num_probs=2, num_bits=3)
         tensor([0., 1.], dtype=torch.float64)
     """
     if len(packed) != num_bits:
-        raise ValueError(f"{num_bits} digits travel as as many rows of bytes, got {len(packed)}.")
+        raise ValueError(f"{num_bits} digits travel as {num_bits} rows of bytes, got {len(packed)}.")
     digits = torch.stack([unpack_bits(row, num_probs) for row in packed])
     values = 2 ** torch.arange(num_bits - 1, -1, -1, dtype=torch.float64, device=packed.device)
     levels: Tensor = (digits * values[:, None]).sum(0) / (2**num_bits - 1)
@@ -108,7 +108,7 @@ def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
 
 
 def bit_entropy(probs: Tensor) -> Tensor:
-    """Entropy of a bit that is 1 with probability p, in bits: what it costs at least to send it.
+    """Entropy of a bit that is 1 with probability p, in bits: the least that it costs to send.
 
     Args:
         probs: Probabilities, any shape.

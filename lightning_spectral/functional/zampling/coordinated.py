@@ -1,4 +1,4 @@
-"""Bits of several clients whose mean is near the mean of their probabilities."""
+"""Bits of several clients, coordinated so that their mean is close to the mean of their probabilities."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ BELOW_ONE = 1.0 - 2.0**-53
 def coordinated_uniforms(
     num_entries: int, place: int, num_places: int, shared: torch.Generator, own: torch.Generator
 ) -> Tensor:
-    r"""Draw numbers in [0, 1) for one of K clients, no two of whose numbers for an entry are in one of P strata.
+    r"""Draw numbers in [0, 1) for one of K clients, such that no two clients' numbers for an entry share a stratum.
 
-    P is the least prime that is at least K. The k-th client's stratum of an entry is a + s k modulo P, where a and
-    s > 0 are random and the same for all clients. So each number by itself is uniform, and the strata of two clients
-    are uniform over all pairs of different ones, for the price of two random integers whatever K is.
+    There are P strata, where P is the least prime that is at least K. The k-th client's stratum for an entry is
+    a + s k modulo P, where a and s > 0 are random and the same for all clients. So each number is uniform on its own,
+    and the strata of two clients are uniform over all pairs of distinct strata. This takes two random integers per
+    entry, whatever K is.
 
-    Let the bit of client k be whether its number is below :math:`p_k`. Bits of two clients then have covariance
-    :math:`-\mathrm{cov}(m_k, m_l) / (P - 1)`, where :math:`m_k` is the mean of the bit in a stratum drawn at random. As
-    such means fall from stratum to stratum, for all clients, no covariance is positive: the mean of the bits never has
-    a larger variance than with independent draws. With equal p and K = P it is :math:`f(1 - f)/K^2` for the fractional
-    part f of K p, where independent draws have :math:`p(1 - p)/K`.
+    Let the bit of client k be 1 if its number is below :math:`p_k`. The bits of two clients then have covariance
+    :math:`-\mathrm{cov}(m_k, m_l) / (P - 1)`, where :math:`m_k` is the mean of the bit in a stratum drawn at random.
+    For every client these means fall from stratum to stratum, so no covariance of bits is positive: the variance of the
+    mean of the bits is never larger than with independent draws. With equal p and K = P it is
+    :math:`f(1 - f)/K^2`, where f is the fractional part of K p, as opposed to :math:`p(1 - p)/K` for independent draws.
 
     Args:
         num_entries: Number of entries.
         place: The client's number k, from 0.
         num_places: Number K of clients.
-        shared: The same for all clients of a round.
-        own: The client's own.
+        shared: Generator with the same state for all clients of a round.
+        own: The client's own generator.
 
     Returns:
         Shape ``(num_entries,)``, float64, on the CPU.
@@ -55,5 +56,5 @@ def coordinated_uniforms(
 
 
 def _prime_from(least: int) -> int:
-    """The least prime that is at least this."""
+    """The least prime that is at least ``least``."""
     return next(n for n in count(max(least, 2)) if all(n % divisor for divisor in range(2, isqrt(n) + 1)))

@@ -1,4 +1,4 @@
-"""Rows of Zampling's influence matrix Q, a sparse random matrix that follows from a seed and never travels."""
+"""Rows of Zampling's influence matrix Q, a sparse random matrix that is drawn from a seed and never sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 Values = Literal["normal", "sign"]
-BLOCK_ROWS = 2**14  # rows that are drawn together; another number would draw another matrix
+BLOCK_ROWS = 2**14  # rows that are drawn together; changing the number would change the matrix
 
 
 def draw_rows(
@@ -18,16 +18,16 @@ def draw_rows(
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Draw one block of rows, each with ``degree`` distinct columns and values of variance 1.
 
-    Only raw bits of the Philox generator, integer and exactly rounded arithmetic are used, and a table of quantiles
-    on a coarse grid: so the same rows come out in every process, on every platform, and for every version of numpy.
+    Uses only raw bits of the Philox generator, integer and exactly rounded arithmetic, and a table of quantiles on a
+    coarse grid, so that the rows are the same in every process, on every platform and with every version of numpy.
 
     Args:
         seed: Seed of the rows of one layer, in ``[0, 2**64)``.
-        block: Index of the block among the layer's, from 0.
-        num_rows: Rows in this block, at most `BLOCK_ROWS`; fewer rows are the first of more.
+        block: Index of the block within the layer, from 0.
+        num_rows: Number of rows in this block, at most `BLOCK_ROWS`; a smaller number gives the first of the same rows.
         num_columns: Number n of columns.
-        degree: Number d of non-zeros of a row; ``None`` for row i of the whole matrix in column i, which the caller
-            shifts: column indices are then all 0.
+        degree: Number d of non-zeros of a row; ``None`` for a diagonal matrix: column indices are then all 0, and the
+            caller shifts them.
         values: ``"normal"`` for N(0, 1), ``"sign"`` for +1 or -1.
 
     Returns:
@@ -59,7 +59,7 @@ def _raw(seed: int, stream: int, count: int) -> NDArray[np.uint64]:
 
 
 def _distinct_columns(words: NDArray[np.uint64], num_rows: int, num_columns: int, degree: int) -> NDArray[np.int32]:
-    """Uniform subsets by Floyd's algorithm, which draws each column once, for all rows together."""
+    """Uniform subsets by Floyd's algorithm, which draws each column once, for all rows at once."""
     uniforms = (words.reshape(num_rows, degree) >> np.uint64(11)) * 2.0**-53
     chosen = np.empty((num_rows, degree), np.int32)
     for k, last in enumerate(range(num_columns - degree, num_columns)):
@@ -74,8 +74,8 @@ def _distinct_columns(words: NDArray[np.uint64], num_rows: int, num_columns: int
 def _table(values: Values) -> NDArray[np.float32]:
     """The values of all 2**16 equally likely pieces of 16 bits.
 
-    Normal ones are quantiles, scaled to variance 1 and rounded to multiples of 2**-20, so that the last digits of a
-    platform's ``log`` do not show.
+    Normal values are quantiles, scaled to variance 1 and rounded to multiples of 2**-20, so that the last digits of a
+    platform's ``log`` make no difference.
     """
     half = 2**15
     if values == "sign":

@@ -1,4 +1,4 @@
-"""From scores to probabilities and back, and how a gradient passes the draw of a bit."""
+"""Maps from scores to probabilities and back, and gradients through the draw of a bit."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Link(ABC):
 
     @abstractmethod
     def scores(self, probs: Tensor) -> Tensor:
-        """Scores that have given probabilities."""
+        """Scores that have the given probabilities."""
 
     @abstractmethod
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
-        """The gradient of scores from that of the drawn bits; each link says by which estimate.
+        """The gradient of the scores from that of the drawn bits, by an estimate that depends on the link.
 
         Args:
-            scores: Where the bits were drawn.
-            of_bits: Gradient of the loss by the bits, Q^T grad_w.
+            scores: Scores at which the bits were drawn.
+            of_bits: Gradient of the loss with respect to the bits, Q^T grad_w.
         """
 
 
 @dataclass(frozen=True)
 class Clip(Link):
-    r"""Zampling's own: :math:`f(s) = \min(\max(s, 0), 1)`, with the straight-through gradient within (0, 1).
+    r"""The link of Zampling: :math:`f(s) = \min(\max(s, 0), 1)`, with the straight-through gradient within (0, 1).
 
     Args:
-        absorbing: Whether a score at 0 or 1, or beyond, has no gradient, as published: it then stays there for the
-            rest of a client's turn, and from round to round. ``False`` lets a gradient pass that points back inside.
+        absorbing: Whether a score at or beyond 0 or 1 has no gradient, as published; it then stays there for the rest
+            of a client's turn, and from round to round. With ``False``, gradients that point back inside are kept.
 
     Reference:
         Villani, Natale & Mallmann-Trenn, section 1.3.
@@ -65,7 +65,7 @@ class Clip(Link):
         return probs.clone()
 
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
-        """The gradient of the bits, where scores are inside or would be moved back inside."""
+        """The gradient of the bits where scores are inside or, unless absorbing, would move back inside; else zero."""
         if self.absorbing:
             return of_bits * ((scores > 0) & (scores < 1))
         outwards = ((scores <= 0) & (of_bits > 0)) | ((scores >= 1) & (of_bits < 0))
@@ -74,12 +74,12 @@ class Clip(Link):
 
 @dataclass(frozen=True)
 class Sigmoid(Link):
-    r"""The supermasks of Zhou et al. and of FedPM: :math:`f(s) = 1 / (1 + e^{-s})`.
+    r"""The link of the supermasks of Zhou et al. and of FedPM: :math:`f(s) = 1 / (1 + e^{-s})`.
 
     Args:
-        straight_through: Whether the gradient of p is that of the bit. ``False`` for that of FedPM's code, which is p
-            times as large.
-        margin: Probabilities are moved this far from 0 and 1 before they become scores, which are then finite.
+        straight_through: Whether p gets the same gradient as the bit. ``False`` gives the gradient of FedPM's code,
+            which is p times as large.
+        margin: Probabilities are kept this far from 0 and 1 when converted to scores, so that the scores are finite.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -105,11 +105,11 @@ class Sigmoid(Link):
         return torch.sigmoid(scores)
 
     def scores(self, probs: Tensor) -> Tensor:
-        """Log-odds, of probabilities within the margins."""
+        """Log-odds of the probabilities, clipped to the margins."""
         return torch.logit(probs, eps=self.margin)
 
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
-        """By the chain rule, as if the bit were p; or with another factor p."""
+        """The gradient by the chain rule, as if the bit were p; with an extra factor p unless ``straight_through``."""
         p = torch.sigmoid(scores)
         slope = p * (1 - p)
         return of_bits * (slope if self.straight_through else slope * p)

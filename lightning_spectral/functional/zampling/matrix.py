@@ -1,4 +1,4 @@
-"""Products with the influence matrix Q of a whole model, within a bound on the memory that it takes."""
+"""Products with the influence matrix Q of a whole model, within a memory limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerRows:
     """The rows of Q that belong to one weight.
 
     Attributes:
-        seed: What they are drawn from, in ``[0, 2**64)``.
+        seed: Seed of the rows, in ``[0, 2**64)``.
         num_rows: Number of entries of the weight.
         scale: Standard deviation of the rows' values.
     """
@@ -48,8 +48,8 @@ class Block:
 class InfluenceMatrix:
     """The sparse m x n matrix that maps bits z, or probabilities p, to weights: w = Qz.
 
-    It is drawn when it is first used. As many rows as fit into ``memory`` are kept; the others are drawn again in
-    every product. Pickled, it is its description alone.
+    It is drawn on first use. As many rows as fit into ``memory`` are kept; the others are drawn again for every
+    product. Pickling saves only the arguments below.
 
     Args:
         layers: Rows of all weights, in order.
@@ -99,7 +99,7 @@ class InfluenceMatrix:
             z: Bits or probabilities, shape ``(n,)``.
 
         Returns:
-            Shape ``(m,)``, of the type of ``z``; float32 if that is not a floating-point one.
+            Shape ``(m,)``, with the dtype of ``z``, or float32 if that is not a floating-point dtype.
         """
         z = z if z.is_floating_point() else z.float()
         if z.device.type != "cpu":
@@ -115,7 +115,7 @@ class InfluenceMatrix:
             gradient: Shape ``(m,)``.
 
         Returns:
-            Shape ``(n,)``, of the type of ``gradient``.
+            Shape ``(n,)``, with the dtype of ``gradient``.
         """
         if gradient.device.type != "cpu":
             return torch.mv(self._on_device(gradient.device)[1], gradient.float()).to(gradient.dtype)
@@ -173,7 +173,7 @@ class InfluenceMatrix:
                 yield block.first_row, self._rows(block)
 
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Q and its transpose as torch's sparse matrices, which are kept for one device."""
+        """Q and its transpose as sparse torch matrices, which are kept for one device."""
         kept = self.__dict__.get("_device_pair")
         if kept is None or kept[0].device != device:
             whole = csr_array(vstack([self._kept, *(rows for _, rows in self._drawn_again())], format="csr"))
@@ -182,12 +182,12 @@ class InfluenceMatrix:
         return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is kept."""
+        """The fields, without the rows that are kept."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def _as_array(vector: Tensor) -> Any:
-    """The values as scipy can multiply them: in at least 32 bits."""
+    """The values in a type that scipy can multiply: at least 32 bits."""
     return vector.detach().to(torch.promote_types(vector.dtype, torch.float32)).numpy()
 
 

@@ -1,4 +1,4 @@
-"""What the paper derives about random influence matrices, with its errata corrected."""
+"""Results of the paper about random influence matrices, with its errata corrected."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from scipy.stats import binom
 
 
 def expected_empty_columns(num_rows: int, num_columns: int, degree: int) -> float:
-    r"""Expected number of columns without an entry, :math:`n (1 - d/n)^m`: probabilities that do nothing.
+    r"""Expected number of columns without an entry, :math:`n (1 - d/n)^m`: their probabilities have no effect.
 
-    The formula of Lemma 2.3 is not the distribution that it is printed as, but the expected number of k-subsets of
-    empty columns; for k = 1 it is this one.
+    The formula of Lemma 2.3 is printed as a distribution, but is the expected number of k-subsets of empty columns; for
+    k = 1 it is this one.
 
     Example:
         >>> round(expected_empty_columns(1000, 1000, degree=1)), round(expected_empty_columns(1000, 1000, degree=5))
@@ -32,7 +32,7 @@ def expected_empty_subsets(num_rows: int, num_columns: int, degree: int, size: i
 
 
 def column_degree_probability(num_rows: int, num_columns: int, degree: int, count: int) -> float:
-    """Probability that a column has ``count`` entries: it is Binomial(m, d / n), with mean m d / n (section 2.2).
+    """Probability that a column has ``count`` entries, which is Binomial(m, d / n), with mean m d / n (section 2.2).
 
     Example:
         >>> column_degree_probability(2, 4, degree=1, count=1)
@@ -42,7 +42,7 @@ def column_degree_probability(num_rows: int, num_columns: int, degree: int, coun
 
 
 def expected_nonzero_weights(num_rows: int, degree: int) -> float:
-    """Expected number of weights that are not zero for uniform probabilities, m (1 - 2^-d) (Lemma 2.2).
+    """Expected number of non-zero weights for uniform probabilities, m (1 - 2^-d) (Lemma 2.2).
 
     Example:
         >>> expected_nonzero_weights(1024, degree=10)
@@ -52,10 +52,10 @@ def expected_nonzero_weights(num_rows: int, degree: int) -> float:
 
 
 def largest_weight_bounds(degree: int, scale: float) -> tuple[float, float]:
-    r"""Bounds of the expected largest |Q_i p| over p in [0, 1]^n, for normal values (Proposition 2.4).
+    r"""Bounds on the expected largest |Q_i p| over p in [0, 1]^n, for normal values (Proposition 2.4).
 
-    The maximum is the larger of the sums of the positive and of the negative values. It is at least half the sum of
-    absolute values and at most all of it, whose expectation is :math:`d \sigma \sqrt{2/\pi}`.
+    The maximum is the larger of the sums of the positive and of the negative values. It lies between half the sum of
+    absolute values and the whole sum, whose expectation is :math:`d \sigma \sqrt{2/\pi}`.
 
     Example:
         >>> low, high = largest_weight_bounds(degree=10, scale=1.0)
@@ -82,15 +82,16 @@ def expected_hypercube_dimension(num_columns: int, tau: float) -> float:
 
 
 def expected_heterozygosity(prob: float, num_clients: int, num_rounds: int, server_lr: float = 1.0) -> float:
-    r"""Expected 2 p (1 - p) of an entry after rounds in which nobody trains.
+    r"""Expected 2 p (1 - p) of an entry after rounds in which no client trains.
 
-    A mean of K bits is one generation of the Wright-Fisher model of genetic drift: p has the mean that it had, and
-    2 p (1 - p), how often two draws differ, shrinks by :math:`1 - \eta^2 / K` in each round, with the server's learning
-    rate :math:`\eta`. So probabilities settle at 0 or 1 within some K / eta^2 rounds, trained or not.
+    Averaging K bits is one generation of the Wright-Fisher model of genetic drift: the mean of p does not change, and
+    2 p (1 - p), the probability that two draws differ, shrinks by the factor :math:`1 - \eta^2 / K` in each round,
+    where :math:`\eta` is the server's learning rate. So probabilities settle at 0 or 1 within about K / eta^2 rounds,
+    with or without training.
 
     Args:
         prob: p before the first round.
-        num_clients: K, in each round.
+        num_clients: Number K of clients in each round.
         num_rounds: Number of rounds.
         server_lr: How far p moves towards the mean of the bits, in (0, 1].
 

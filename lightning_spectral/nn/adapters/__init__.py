@@ -1,4 +1,4 @@
-"""Low-rank adapters on linear layers: which layers have one or can have one, and how a device holds it."""
+"""Low-rank adapters on linear layers: which layers have or can have one, and how a device holds it."""
 
 from lightning_spectral.nn.adapters.find import adapted_layers, matches
 from lightning_spectral.nn.adapters.layer import AdaptedLayer, factors_of

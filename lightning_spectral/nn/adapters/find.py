@@ -1,4 +1,4 @@
-"""Which layers of a module have an adapter already, or can have one."""
+"""Finds the layers of a module that already have an adapter, or can have one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightning_spectral.nn.plan.layer_types import is_affine, sharded_type
 def adapted_layers(
     module: nn.Module, patterns: Sequence[str], trained: Sequence[str], scale: float = 1.0
 ) -> tuple[AdaptedLayer, ...]:
-    """The layers of a module that have an adapter of PEFT; if there is none, those that get one.
+    """The layers of a module that have a PEFT adapter; if there are none, those that get one.
 
     Args:
         module: Any module.
         patterns: Shell-style patterns of layer names.
-        trained: Patterns of what is trained whole and so needs no adapter.
-        scale: Factor on the product of an adapter that a layer gets; one of PEFT has its own.
+        trained: Patterns of names that are trained whole and so need no adapter.
+        scale: Factor on the product of an adapter that a layer gets; a PEFT adapter has its own.
 
     Returns:
-        In order of registration.
+        The layers in order of registration.
 
     Raises:
-        ValueError: If a pattern matches no layer that can have one; it says what it does match, and why that cannot.
-            Or if PEFT has made adapters of other kinds, or of layers that no pattern matches.
+        ValueError: If a pattern matches no layer that can have an adapter; the message says what it does match and why
+            this cannot have one. Also if PEFT has made adapters of other kinds, or of layers that no pattern matches.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -68,7 +68,7 @@ def _chosen(module: nn.Module, patterns: Sequence[str], trained: Sequence[str]) 
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches a dotted name, or that of a module that it is in.
+    """Whether a pattern matches a dotted name, or the name of a module that contains it.
 
     Example:
         >>> matches("head.0.weight", ["head"]), matches("head.0.weight", ["*.weight"]), matches("ahead.bias", ["head"])
@@ -80,7 +80,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _refusals(module: nn.Module) -> dict[str, str]:
-    """For each affine layer why it can have no adapter; empty if it can."""
+    """For each affine layer, the reason why it cannot have an adapter; empty if it can."""
     owners: Mapping[int, list[str]] = defaultdict(list)
     for name, part in module.named_modules():
         for parameter in part._parameters.values():

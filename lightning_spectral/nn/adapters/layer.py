@@ -16,7 +16,7 @@ OMEGA = "lora_omega"
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer that gets an adapter, with the product ``scale B A``.
+    """A linear layer that gets an adapter with the product ``scale B A``.
 
     Attributes:
         name: Its dotted name.
@@ -46,9 +46,9 @@ class AdaptedLayer:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Names that its factors ``"A"``, ``(r, c_in)``, and ``"B"``, ``(c_out, r)``, have on a device.
+        """Names on a device of its factors ``"A"``, shape ``(r, c_in)``, and ``"B"``, shape ``(c_out, r)``.
 
-        And ``"omega"``, the multipliers of its terms, ``(r,)``.
+        Also of ``"omega"``, the multipliers of its terms, shape ``(r,)``.
         """
         own = {"A": "lora_A", "B": "lora_B", "omega": OMEGA}
         return MappingProxyType({part: self.tensor(name) for part, name in own.items()})
@@ -85,7 +85,7 @@ class AdaptedLayer:
         layer.register_parameter("lora_A", nn.Parameter(weight.new_zeros(rank, self.in_features)))
         layer.register_parameter("lora_B", nn.Parameter(weight.new_zeros(self.out_features, rank)))
         layer.register_buffer(OMEGA, torch.ones_like(weight[0, :1]).repeat(rank) if multiplied else None)
-        # first of all hooks, so that the user's own see the output of the adapted layer
+        # before all other hooks, so that the user's own see the output of the adapted layer
         layer.register_forward_hook(AddProduct(self.scale), prepend=True, with_kwargs=True)
 
 

@@ -1,4 +1,4 @@
-"""Adapters that a user's own model brings, as PEFT makes them: found by the names of their classes, never imported."""
+"""PEFT adapters that a user's model already has: found by the names of their classes, without importing PEFT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINEAR = "peft.tuners.lora.layer.Linear"
 
 @dataclass(frozen=True)
 class PeftLayer(AdaptedLayer):
-    """A linear layer with an adapter of PEFT, which computes and scales the product as PEFT does.
+    """A linear layer with a PEFT adapter, which computes and scales the product as PEFT does.
 
     Attributes:
         adapter: Name of the active adapter.
@@ -37,7 +37,7 @@ class PeftLayer(AdaptedLayer):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Names of factors and multipliers: on a device, and those of the factors in the server's module, too."""
+        """Names of the factors and multipliers on a device; the factors have the same names in the server's module."""
         own = {"A": "lora_A.{}.weight", "B": "lora_B.{}.weight", "omega": "lora_A.{}." + OMEGA}
         return MappingProxyType({part: self.tensor(name.format(self.adapter)) for part, name in own.items()})
 
@@ -74,11 +74,11 @@ def times_omega(down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 
 def peft_layers(module: nn.Module) -> tuple[PeftLayer, ...]:
-    """The layers of a module that have an adapter of PEFT, in order of registration; none in a plain module.
+    """The layers of a module that have a PEFT adapter, in order of registration; none in a plain module.
 
     Raises:
-        ValueError: If it has adapters of PEFT that are no plain LoRA of linear layers: of another kind, variants of
-            LoRA, on layers of other types or of quantised weights, several at once, merged or switched off.
+        ValueError: If it has PEFT adapters other than plain LoRA on linear layers: adapters of another kind, variants
+            of LoRA, on layers of other types or with quantised weights, several at once, merged or switched off.
     """
     found = {name: part for name, part in module.named_modules() if _is_tuner(part)}
     reasons = [*_other_kinds(module), *(f"{name!r} {why}" for name, part in found.items() if (why := _refusal(part)))]
@@ -97,7 +97,7 @@ def _is_tuner(part: nn.Module) -> bool:
 
 
 def _other_kinds(module: nn.Module) -> list[str]:
-    """What is said of models of PEFT that are no LoRA; some, such as prompts, have no layers of their own."""
+    """Messages about PEFT models that are not LoRA; some, such as prompts, have no layers of their own."""
     configs = [getattr(part, "peft_config", None) for part in module.modules()]
     names = {
         str(getattr(kind := config.peft_type, "value", kind)): None

@@ -1,1 +1,1 @@
-"""What a sub-model costs a client, before any training."""
+"""The cost of a sub-model to a client, before any training."""

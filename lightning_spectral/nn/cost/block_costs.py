@@ -1,4 +1,4 @@
-"""The cost to a client of n terms of one block of a weight."""
+"""The cost of n terms of one block of a weight to a client."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning_spectral.nn.layers.sharded import ShardedLayer
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model, or a part of one, costs a client.
+    """The cost of a model, or of a part of one, to a client.
 
     Attributes:
-        parameters: Number of values in its parameters, tied ones once; the frozen multipliers are not among them.
+        parameters: Number of values in its parameters, counting tied ones once, without the frozen multipliers.
         macs: Multiply-accumulate operations of one forward pass.
         kept_values: Values that one forward pass keeps for backward, beyond parameters, buffers and inputs.
-        kept_bytes: Bytes of the same.
+        kept_bytes: The same in bytes.
         downlink_bytes: Bytes sent to the client in a round.
         uplink_bytes: Bytes it sends back.
-        frozen_bytes: Bytes sent to it once, besides: frozen parameters.
+        frozen_bytes: Bytes of frozen parameters, which are sent to it once.
     """
 
     parameters: int = 0
@@ -32,7 +32,7 @@ class Cost:
 
     @property
     def round_bytes(self) -> int:
-        """Bytes that travel in a round, down and up, without what travels once."""
+        """Bytes sent in a round, down and up, without those sent only once."""
         return self.downlink_bytes + self.uplink_bytes
 
     def __add__(self, other: Cost) -> Cost:
@@ -44,13 +44,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class BlockUse:
-    """One block of a sharded weight, and every time that a pass applies it.
+    """One block of a sharded weight, and every call that applies it in a pass.
 
     Attributes:
-        block: Which matrix.
+        block: The matrix.
         layer: The class of the sharded layer, which decides how the terms are applied.
         value_bytes: Bytes of one value.
-        calls: In order.
+        calls: The calls, in order.
     """
 
     block: WeightBlock
@@ -59,7 +59,7 @@ class BlockUse:
     calls: tuple[BlockCall, ...]
 
     def cost(self, num_terms: int) -> Cost:
-        """The cost of n terms of the block, beyond that of the layer whatever their number.
+        """The cost of n terms of the block, beyond what the layer costs with any number of terms.
 
         Args:
             num_terms: Number n of terms.

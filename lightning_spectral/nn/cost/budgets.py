@@ -43,14 +43,14 @@ def keep_ratio_for(
 ) -> float | list[float]:
     """The largest keep ratio whose sub-model fits a budget.
 
-    Exactly one budget is given: a number, or a sequence with one for each client. A list of the answers is what
-    `SpectralSharding` takes as ``keep_ratio``.
+    Give exactly one budget: a number, or a sequence with one number for each client. The resulting list of keep ratios
+    can be passed to `SpectralSharding` as ``keep_ratio``.
 
     Args:
         module: Any module; it is not changed.
         example_input: As in `cost_table`.
-        budget_bytes: Bytes that may travel in a round, down and up together, without frozen parameters, which travel
-            once.
+        budget_bytes: Bytes that may be sent in a round, down and up together, without frozen parameters, which are sent
+            only once.
         budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
         budget_params: Number of parameters that the sub-model may have.
         layers: As in `cost_table`.
@@ -59,7 +59,7 @@ def keep_ratio_for(
         A keep ratio in ``(0, 1]``, or a list of them.
 
     Raises:
-        ValueError: If not exactly one budget is given, if nothing fits, or as `cost_table`.
+        ValueError: If not exactly one budget is given, if nothing fits, or as for `cost_table`.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ def keep_ratio_for(
 
 
 def only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
-    """The name and the value of the one budget that is given; ``ValueError`` if it is not exactly one."""
+    """The name and the value of the one budget that is given; ``ValueError`` unless exactly one is given."""
     budgets = [(name, budget) for name, budget in given.items() if budget is not None]
     if len(budgets) != 1:
         got = ", ".join(name for name, _ in budgets) or "none"
@@ -87,13 +87,13 @@ def only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
 
 
 def fractions_of(sizes: Collection[int]) -> Ratios:
-    """The keep ratios at which a client gains one of some things, ascending; between them nothing changes.
+    """The keep ratios at which a client gains another item, ascending; between them nothing changes.
 
     Args:
-        sizes: How many there are of each: a client of keep ratio r holds ceil(r N) of N.
+        sizes: Number N of items of each kind, of which a client with keep ratio r holds ceil(r N).
 
     Returns:
-        The last is 1.
+        The keep ratios; the last is 1.
 
     Example:
         >>> fractions_of({2, 4})
@@ -105,19 +105,19 @@ def fractions_of(sizes: Collection[int]) -> Ratios:
 def largest_ratios(
     cost_at: Callable[[float], Cost], candidates: Ratios, name: str, budget: Budget, remedy: str
 ) -> float | list[float]:
-    """The largest keep ratio that fits a budget, or one for each of several.
+    """The largest keep ratio that fits a budget, or one for each of several budgets.
 
     Args:
-        cost_at: From keep ratios to costs, which grow with the keep ratio below 1.
+        cost_at: Maps keep ratios to costs, which grow with the keep ratio below 1.
         candidates: The keep ratios to choose from, ascending; the last is 1.
-        name: What the budget is of: one of `NEEDS`.
-        budget: One, or several.
-        remedy: What to do, besides raising the budget, if nothing fits.
+        name: The kind of budget, one of `NEEDS`.
+        budget: One budget, or several.
+        remedy: What to do if nothing fits, other than raising the budget.
     """
     needed = cache(lambda keep_ratio: NEEDS[name](cost_at(keep_ratio)))
 
     def largest(budget: float) -> float:
-        if needed(1.0) <= budget:  # may take less than what is nearly whole, if that has to say what it lacks
+        if needed(1.0) <= budget:  # may need less than a nearly whole model, which may have to say what it lacks
             return 1.0
         if needed(candidates[0]) > budget:
             raise ValueError(
@@ -130,14 +130,14 @@ def largest_ratios(
 
 
 def _last_fitting(needed: Callable[[int], int], high: int, budget: float) -> int:
-    """The largest index whose need fits: guessed on a straight line, and halfway, in turn.
+    """The largest index whose need fits, by linear interpolation and bisection in turn.
 
-    A need may take a forward pass to count, and most are nearly lines.
+    Counting a need may take a forward pass, and most needs are nearly linear.
 
     Args:
-        needed: From indices to needs. That of 0 fits, and that of ``high`` does not.
+        needed: Maps indices to needs. The need of 0 fits, and that of ``high`` does not.
         high: The last index.
-        budget: What needs have to fit in.
+        budget: The largest need that fits.
     """
     low, on_line = 0, True
     while high - low > 1:

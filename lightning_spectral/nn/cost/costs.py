@@ -28,9 +28,9 @@ class Costs:
 
     Attributes:
         full: The module as it is, trained and sent whole.
-        fixed: What a sub-model costs whatever its numbers of terms.
+        fixed: The cost of a sub-model that does not depend on its numbers of terms.
         blocks: The blocks whose terms are sampled.
-        term_granularity: Numbers of terms are rounded up to a multiple of it.
+        term_granularity: Numbers of terms are rounded up to a multiple of this.
     """
 
     full: Cost
@@ -53,9 +53,9 @@ class Costs:
 def costs_of(
     module: nn.Module, example_input: Example = None, layers: LayerChoices | ModulePlan = LayerChoices()
 ) -> Costs:
-    """Count one pass of the module and one of its smallest sub-model; every other sub-model follows by formulas.
+    """Count one pass of the module and one of its smallest sub-model; formulas give every other sub-model.
 
-    The arguments, and what is raised, are those of `cost_table`.
+    The arguments and the exceptions are those of `cost_table`.
 
     Example:
         >>> import torch
@@ -69,12 +69,12 @@ def costs_of(
 
 
 def required_example(module: nn.Module, example_input: Example) -> Example:
-    """The example that is given, or else the module's own; ``ValueError`` if there is none."""
+    """The given example, or otherwise the module's own; ``ValueError`` if there is none."""
     example = example_of(module) if example_input is None else example_input
     if example is None:
         raise ValueError(
-            "The cost of a module is counted in a forward pass: give `example_input`, a batch as clients train on, or "
-            "set the module's `example_input_array`."
+            "The cost of a module is counted in a forward pass: give `example_input`, a batch like those that clients "
+            "train on, or set the module's `example_input_array`."
         )
     return example
 
@@ -91,7 +91,7 @@ def _count(module: nn.Module, example: Example, plan: ModulePlan) -> Costs:
 
 
 def sent_whole(module: nn.Module, without: Collection[str], keep_buffers: Sequence[str]) -> Cost:
-    """Parameters and bytes of all but some parameters, computed by the functions that a round uses."""
+    """Parameters and bytes of a module without some parameters, computed by the functions that a round uses."""
     frozen = num_bytes({name: p for name, p in module.named_parameters() if not p.requires_grad})
     return Cost(
         parameters=sum(p.numel() for name, p in module.named_parameters() if name not in without),
@@ -107,7 +107,7 @@ def whole_cost(module: nn.Module, example: Example, keep_buffers: Sequence[str] 
 
 
 def _absent(module: nn.Module, plan: ModulePlan) -> Cost:
-    """What clients lack of biases whose outputs they do not compute."""
+    """The cost of the bias entries that clients lack because they do not compute these outputs."""
     absent = {name: module.get_parameter(name)[held:] for name, held in plan.cut_biases(module).items()}
     return Cost(
         parameters=sum(entries.numel() for entries in absent.values()),

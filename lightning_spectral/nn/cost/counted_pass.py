@@ -48,8 +48,8 @@ class CountedPass:
 
     Attributes:
         macs: Multiply-accumulate operations of matrix products, convolutions, attention and recurrent layers.
-        kept_values: Values that autograd keeps for backward, parameters, buffers and the pass's inputs excepted.
-        kept_bytes: Bytes of the same.
+        kept_values: Values that autograd keeps for backward, except parameters, buffers and the inputs of the pass.
+        kept_bytes: The same in bytes.
         calls: The calls of the watched layers, in the order in which they ended.
     """
 
@@ -62,11 +62,11 @@ class CountedPass:
 def count_pass(module: nn.Module, example_input: Example, watched: Collection[str] = ()) -> CountedPass:
     """Run one forward pass with gradients, in the modes that the layers are in, and count.
 
-    Memory that several saved tensors share counts once, and whole even if only a view of it was saved. Values count
-    whatever their type: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves.
+    Memory that several saved tensors share counts once, and in full even if only a view of it was saved. Values of any
+    type count: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves.
 
     Args:
-        module: It is run as it is: hand in a copy if a pass changes its buffers.
+        module: It is run as it is; pass a copy if a forward pass changes its buffers.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments.
         watched: Names of the sharded layers whose calls are recorded.
 
@@ -92,7 +92,7 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
 
 
 def _inputs(example_input: Example) -> Iterator[Any]:
-    """The tensors of an example; those of packed sequences, too, which torch takes for a leaf."""
+    """The tensors of an example, including those of packed sequences, which torch treats as leaves."""
     for leaf in tree_leaves(example_input):
         yield from leaf if isinstance(leaf, PackedSequence) else (leaf,)
 
@@ -117,7 +117,7 @@ class _Kept:
 
 
 class _Record:
-    """Hooks around sharded layers, and around recurrent ones, whose kernels torch's counter does not know in full."""
+    """Hooks around sharded layers, and around recurrent ones, whose kernels torch's counter only partly knows."""
 
     def __init__(self, kept: _Kept, counter: FlopCounterMode) -> None:
         self.kept, self.counter = kept, counter
@@ -165,7 +165,7 @@ def _call_of(layer: ShardedLayer, input: Tensor, output: Any, keeps: bool) -> Bl
 def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
     """Multiplications of a recurrent layer: each weight is used once at every position.
 
-    Weights that are held as singular terms are rebuilt before.
+    Weights that are held as singular terms are rebuilt first.
 
     Example:
         >>> recurrent_macs(nn.LSTM(4, 6), num_positions=15)  # 4 gates of 6 rows, 4 + 6 columns

@@ -1,4 +1,4 @@
-"""Costs in rows, each beside that of the whole model: to print, to log, and as numbers."""
+"""Rows of costs beside the cost of the whole model, to print, to log, or as numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Columns = Mapping[str, tuple[str, Callable[[float], str]]]
 
 @dataclass(frozen=True)
 class CostRows(Generic[C]):
-    """The cost of the whole model, and one for each value of an option; ``print`` shows them as a table.
+    """The cost of the whole model, and of each value of an option; ``print`` shows them as a table.
 
     Attributes:
         full: The whole model, as `FedAvg` trains it.
-        at: From values of the option to costs, in the order in which they were asked for.
+        at: Maps values of the option to costs, in the order given.
     """
 
     full: C
@@ -37,7 +37,7 @@ class CostRows(Generic[C]):
 
     @property
     def _shown(self) -> Columns:
-        """All columns, but that of frozen parameters only if there are some."""
+        """All columns, without that of frozen parameters if there are none."""
         hidden = (
             ()
             if any(getattr(cost, "frozen_bytes", 0) for cost in (self.full, *self.at.values()))
@@ -46,7 +46,7 @@ class CostRows(Generic[C]):
         return {name: column for name, column in self.columns.items() if name not in hidden}
 
     def _cells(self, cost: C) -> list[str]:
-        """Numbers with their shares of the whole model's, where it has any."""
+        """Numbers with their shares of the whole model's, where that is not zero."""
         shown = {name: show(getattr(cost, name)) for name, (_, show) in self._shown.items()}
         return [f"{s} ({_percent(self.share(n, cost))})" if getattr(self.full, n) else s for n, s in shown.items()]
 
@@ -55,7 +55,7 @@ class CostRows(Generic[C]):
         return float(getattr(cost, name) / max(1, getattr(self.full, name)))
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """From ``"full"`` and the values of the option to the fields of their costs."""
+        """Map ``"full"`` and the values of the option to the fields of their costs."""
         named = {"full": self.full, **{f"{option:g}": cost for option, cost in self.at.items()}}
         return {name: asdict(cost) for name, cost in named.items()}
 
@@ -97,7 +97,7 @@ def _percent(share: float) -> str:
 
 
 def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
-    """Three digits, and the largest unit below them."""
+    """A number with three digits and the largest unit that fits."""
     power = 0
     while number >= base and power < len(units) - 1:
         number, power = number / base, power + 1

@@ -48,7 +48,7 @@ class CostTable(CostRows[Cost]):
 
     Attributes:
         full: The whole model, as `FedAvg` trains it.
-        at: From keep ratios to the cost of sub-models, in the order in which they were asked for.
+        at: Maps keep ratios to the costs of sub-models, in the order given.
     """
 
     title = "keep ratio"
@@ -77,28 +77,28 @@ def cost_table(
     example_input: Example = None,
     layers: LayerChoices | ModulePlan = LayerChoices(),
 ) -> CostTable:
-    """What each keep ratio costs a client, before any training.
+    """The cost of each keep ratio to a client, before any training.
 
-    Two forward passes are counted, of the whole model and of its smallest sub-model, on a copy; the rest is formulas.
-    Activations and multiplications are those of one pass of ``example_input``, so give a batch as clients train on,
-    and a module whose layers are in the mode in which they train. A pass keeps what autograd saves; what a kernel
-    saves differs between devices, so count on the device that trains.
+    Two forward passes are counted on a copy, of the whole model and of its smallest sub-model; formulas give the rest.
+    Activations and multiplications are those of one pass of ``example_input``, so give a batch like those that clients
+    train on, and a module whose layers are in the mode in which they train. Kept values are those that autograd saves.
+    What a kernel saves differs between devices, so count on the device used for training.
 
     Args:
         module: Any module; it is not changed.
         keep_ratios: Shares of the singular terms, each in ``(0, 1]``.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments, on the module's device;
-            ``None`` for Lightning's ``example_input_array`` of the module.
+            ``None`` for the module's ``example_input_array``, as in Lightning.
         layers: Choices, or the plan that `validate` returned. Buffers that keep the server's value are sent down but
             not up.
 
     Raises:
         ValueError: If a ratio is out of range, there is no example or no ``forward``, ``layers`` is the plan of another
-            module, or with every problem that `validate` shows.
+            module, or `validate` shows problems, which the message lists.
 
     Note:
         The multiplications of normalisations, activations and other elementwise operations are not counted, as in
-        `torch.utils.flop_counter`. Backward takes about twice those of forward, whole or sharded.
+        `torch.utils.flop_counter`. Backward takes about twice as many as forward, whole or sharded.
 
     Example:
         >>> import torch

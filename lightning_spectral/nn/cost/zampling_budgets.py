@@ -38,29 +38,29 @@ def compression_for(
     include: Sequence[str] = (),
     keep_buffers: Sequence[str] = (),
 ) -> float:
-    """The smallest compression of `Zampling` whose cost fits a budget: it has the most probabilities.
+    """The smallest compression of `Zampling` whose cost fits a budget, which has the most probabilities.
 
-    Exactly one budget is given. All clients share one compression, so it is that of the weakest.
+    Give exactly one budget. All clients share one compression, so give the budget of the weakest client.
 
     Args:
         module: Any module; it is not changed.
-        budget_bytes: Bytes that may travel in a client's turn, down and up together, without frozen parameters, which
-            travel once.
-        budget_uplink_bytes: Bytes that may travel up.
-        budget_downlink_bytes: Bytes that may travel down.
+        budget_bytes: Bytes that may be sent in a client's turn, down and up together, without frozen parameters, which
+            are sent only once.
+        budget_uplink_bytes: Bytes that may be sent up.
+        budget_downlink_bytes: Bytes that may be sent down.
         budget_params: Number of parameters that a client may train or hold.
-        degree: This and what follows: as in `zampling_cost_table`.
-        downlink_bits: As there.
-        exclude: As there.
-        include: As there.
-        keep_buffers: As there.
+        degree: As in `zampling_cost_table`.
+        downlink_bits: As in `zampling_cost_table`.
+        exclude: As in `zampling_cost_table`.
+        include: As in `zampling_cost_table`.
+        keep_buffers: As in `zampling_cost_table`.
 
     Returns:
-        A number of weights for each probability, at least 1, as `Zampling` takes it.
+        The number of weights for each probability, at least 1, as `Zampling` takes it.
 
     Raises:
         TypeError: If a budget is a sequence.
-        ValueError: If not exactly one budget is given, nothing fits, or as `zampling_cost_table`.
+        ValueError: If not exactly one budget is given, nothing fits, or as for `zampling_cost_table`.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # 19,210 weights

@@ -1,4 +1,4 @@
-"""The cost of a client of Zampling, as a function of the number of its probabilities."""
+"""The cost of Zampling to a client, as a function of the number of probabilities."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PROB_BYTES = 4  # of a probability that travels as a float
 
 @dataclass(frozen=True)
 class ZamplingCost:
-    """What a model of compressed weights costs a client.
+    """The cost of a model with compressed weights to a client.
 
     Attributes:
         parameters: Number of values in its parameters: one score for each probability, and what is not compressed.
         macs: Multiply-accumulate operations of one forward pass.
-        matrix_macs: Those of the products Qz and Q^T g of one local step, whatever its batch.
+        matrix_macs: Those of the products Qz and Q^T g of one local step, which do not depend on the batch.
         matrix_bytes: Bytes of Q in memory: an index and a value for each of its m d entries.
         downlink_bytes: Bytes sent to the client in a round.
         uplink_bytes: Bytes it sends back.
-        frozen_bytes: Bytes sent to it once, besides: frozen parameters.
+        frozen_bytes: Bytes of frozen parameters, which are sent to it once.
     """
 
     parameters: int
@@ -39,13 +39,13 @@ class ZamplingCost:
 
     @property
     def round_bytes(self) -> int:
-        """Bytes that travel in a round, down and up, without what travels once."""
+        """Bytes sent in a round, down and up, without those sent only once."""
         return self.downlink_bytes + self.uplink_bytes
 
 
 @dataclass(frozen=True)
 class ZamplingCosts:
-    """The cost of a module's clients at any number of probabilities.
+    """The cost of a module to a client, at any number of probabilities.
 
     Attributes:
         full: The module as it is, trained and sent whole.
@@ -93,7 +93,7 @@ def zampling_costs_of(
     keep_buffers: Sequence[str] = (),
     macs: int = 0,
 ) -> ZamplingCosts:
-    """The costs of a module's clients.
+    """The cost of a module to a client, at any number of probabilities.
 
     Args:
         module: Any module; it is not changed.

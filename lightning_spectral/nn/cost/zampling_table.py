@@ -18,11 +18,11 @@ from lightning_spectral.protocol.exchange import copy_module
 
 
 class ZamplingCostTable(CostRows[ZamplingCost]):
-    """The cost of a client of `Zampling`, whole and at each compression; ``print`` shows it as a table.
+    """The cost of `Zampling` to a client, whole and at each compression; ``print`` shows it as a table.
 
     Attributes:
         full: The whole model, as `FedAvg` trains it.
-        at: From compressions to costs, in the order in which they were asked for.
+        at: Maps compressions to costs, in the order given.
     """
 
     title = "compression"
@@ -50,27 +50,27 @@ def zampling_cost_table(
     include: Sequence[str] = (),
     keep_buffers: Sequence[str] = (),
 ) -> ZamplingCostTable:
-    """What each compression of `Zampling` costs a client, before any training.
+    """The cost of each compression of `Zampling` to a client, before any training.
 
-    The forward pass is that of the whole model, since sampled weights have its shapes: it is counted once, on a copy.
-    What comes on top in each local step is a product with Q and one with its transpose. The rest is formulas.
+    The forward pass is that of the whole model, since sampled weights have the same shapes; it is counted once, on a
+    copy. Each local step adds a product with Q and one with its transpose. Formulas give the rest.
 
     Args:
         module: Any module; it is not changed.
         compressions: Numbers of weights for each probability, at least 1.
         example_input: As in `cost_table`.
-        degree: This and what follows: as for `Zampling`.
+        degree: As for `Zampling`, like the following arguments.
         downlink_bits: Bits of a probability on its way down; ``None`` for 32, a float.
-        exclude: Patterns of parameter names that travel whole.
-        include: Patterns of further parameters that are compressed.
-        keep_buffers: Patterns of buffers that are sent down but not up; so are all that cannot be averaged.
+        exclude: Patterns of parameter names that are sent whole.
+        include: Patterns of additional parameters to compress.
+        keep_buffers: Patterns of buffers that are sent down but not up, as are all buffers that cannot be averaged.
 
     Raises:
-        ValueError: If a number is out of range, there is no example, nothing to compress, or more entries in a row of
-            Q than probabilities.
+        ValueError: If a number is out of range, there is no example, there is nothing to compress, or a row of Q has
+            more entries than there are probabilities.
 
     Note:
-        ``matrix_bytes`` is all of Q; what exceeds the ``memory`` of `Zampling` is not kept but drawn again. An
+        ``matrix_bytes`` covers all of Q; the part beyond the ``memory`` of `Zampling` is not kept but drawn again. An
         accelerator keeps the transpose as well.
 
     Example:

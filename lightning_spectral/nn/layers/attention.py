@@ -17,13 +17,14 @@ ROLES = ("q", "k", "v")
 
 
 class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
-    """``nn.MultiheadAttention`` with q, k and v factorised one by one.
+    """``nn.MultiheadAttention`` with q, k and v factorised separately.
 
     The output projection ``out_proj`` is a separate layer: it is kept as it is here, and swapped like any linear
-    layer. Made from a dense attention, by ``like`` or ``from_dense``, with the numbers of terms of q, k and v.
+    layer. Create an instance from a dense attention with ``like`` or ``from_dense``, giving the numbers of terms of q,
+    k and v.
 
     Shape:
-        As ``nn.MultiheadAttention``, masks and attention weights included; nested tensors excepted.
+        As ``nn.MultiheadAttention``, including masks and attention weights, except nested tensors.
 
     Example:
         >>> dense = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -33,7 +34,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         (True, True)
     """
 
-    # Torch's encoder layers read this before they read a packed weight and skip this module's `forward`.
+    # Torch's encoder layers check this before they read a packed weight and skip this module's `forward`.
     _qkv_same_embed_dim = False
     channel_dim = -1
 
@@ -116,7 +117,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         return block
 
     def _heads(self, role: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Project, then reorder: an input is not copied. Shape (batch, heads, positions, head_dim)."""
+        """Project, then reorder, so that no input is copied. Shape (batch, heads, positions, head_dim)."""
         projected = self._block(role).linear(x, bias)
         heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
         if x.dim() == 2:  # without a batch
@@ -137,14 +138,14 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to add to the scores; where a boolean one is ``True``, minus infinity."""
+    """A mask as numbers to add to the scores: minus infinity where a boolean mask is ``True``."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
 
 
 def check_attention(dense: Any) -> str | None:
-    """Why an attention cannot be sharded; ``None`` if it can."""
+    """The reason why an attention cannot be sharded; ``None`` if it can."""
     if dense.bias_k is not None or dense.add_zero_attn:
         return "`add_bias_kv` and `add_zero_attn` are not supported"
     return None

@@ -1,4 +1,4 @@
-"""Which rows of which weight are factorised together."""
+"""Blocks: the rows of a weight that are factorised together."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_spectral.functional.factors import weight_to_matrix
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """A matrix that is factorised by itself: a whole weight, or equal parts of its rows such as q, k and v.
+    """A matrix that is factorised on its own: a whole weight, or one of equal parts of its rows, such as q, k or v.
 
     Attributes:
         name: Path of the module that holds its terms in a sub-model; ``""`` is the layer itself.
         parameter: Name of the dense weight.
-        rows: First row of the matrix and the one after its last.
+        rows: First row of the matrix, and the row after its last.
         shape: Rows and columns of the matrix.
         transposed: Whether the dense weight is stored with one *column* per output.
         spatial: Whether the matrix has a row for each output channel and row of a kernel, and a column for each input
             channel and column of the kernel.
-        held_rows: Number of leading rows that clients hold of its left vectors; ``None`` for all.
+        held_rows: Number of leading rows of its left vectors that clients hold; ``None`` for all.
     """
 
     name: str
@@ -52,7 +52,7 @@ class WeightBlock:
         return replace(self, name=join(path, self.name), parameter=join(path, self.parameter))
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The block of a dense weight, shape ``shape``; a view where memory allows.
+        """The block of a dense weight, shape ``shape``; a view where possible.
 
         Example:
             >>> from torch import nn
@@ -64,15 +64,15 @@ class WeightBlock:
 
 
 class BlockCall(NamedTuple):
-    """One time that a forward pass applies a block.
+    """One application of a block in a forward pass.
 
     Attributes:
-        num_positions: Number of vectors that the matrix is applied to: entries of the batch times places in the
+        num_positions: Number of vectors that the matrix is applied to: entries of the batch times positions in the
             sequence or the image.
         input_needs_grad: Whether these vectors have a gradient.
         keeps: Whether autograd keeps anything; it does not under ``no_grad`` and in a checkpointed section.
-        input_share: Share of the columns that are multiplied; the entries of a vector behind them are known to be zero.
-        inner_positions: Number of vectors between the two thin products, where the layer says.
+        input_share: Share of the columns that are multiplied; the remaining entries of a vector are known to be zero.
+        inner_positions: Number of vectors between the two thin products, if the layer specifies it.
     """
 
     num_positions: int
@@ -113,7 +113,7 @@ def as_rows(weight: Tensor, transposed: bool = False, spatial: bool = False) -> 
 
 
 def from_rows(rows: Tensor, shape: Sequence[int], transposed: bool = False, spatial: bool = False) -> Tensor:
-    """The dense weight of which `as_rows` makes a matrix.
+    """The dense weight from its matrix: undoes `as_rows`.
 
     Args:
         rows: The matrix.
@@ -128,7 +128,7 @@ def from_rows(rows: Tensor, shape: Sequence[int], transposed: bool = False, spat
 
 
 def assemble(blocks: Sequence[WeightBlock], matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-    """Matrices of all the blocks of one weight, put together in its shape.
+    """The matrices of all blocks of one weight, joined in the shape of the weight.
 
     Args:
         blocks: Every block of the weight, in order of their rows.

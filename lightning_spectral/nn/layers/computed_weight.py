@@ -1,4 +1,4 @@
-"""A weight that is computed from singular terms: to be read, with gradients, and never to be written."""
+"""A weight computed from singular terms, which can be read, with gradients, but not written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _READ_BASE = vars(torch._C.TensorBase)["_base"].__get__  # a view of it would ha
 
 
 class ComputedWeight(Tensor):
-    """The effective dense weight of a sharded layer, which refuses what would be lost with it.
+    """The effective dense weight of a sharded layer, which refuses changes that would be lost.
 
-    It is a new tensor each time that it is read, so a value that is written to it would never reach the layer. What is
-    computed from it is a plain tensor; a view of it, and its ``data``, refuse writes too.
+    It is a new tensor each time it is read, so a value written to it would never reach the layer. Results computed from
+    it are plain tensors; views of it, and its ``data``, refuse writes too.
 
     Attributes:
         weight_name: Name of the dense weight, for messages.
@@ -45,16 +45,16 @@ class ComputedWeight(Tensor):
             return result if func == _READ_BASE else _protected(result, weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor: what is kept of a weight may be changed."""
+        """Return a plain tensor: a copy of a weight may be changed."""
         return copy.deepcopy(self.as_subclass(Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is a plain tensor."""
+        """Pickle a plain tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def computed_weight(compute: Callable[[], Tensor], weight_name: str, layer_name: str) -> Tensor:
-    """What ``compute`` returns, as a `ComputedWeight`.
+    """The result of ``compute`` as a `ComputedWeight`.
 
     Example:
         >>> weight = computed_weight(lambda: torch.ones(2), "net.2.weight", "net.2")
@@ -64,14 +64,14 @@ def computed_weight(compute: Callable[[], Tensor], weight_name: str, layer_name:
         Traceback (most recent call last):
         RuntimeError: `net.2.weight` cannot be written on a client: ...
     """
-    if torch.is_inference_mode_enabled():  # its tensors do not count the times that they are written
+    if torch.is_inference_mode_enabled():  # inference tensors do not count writes to them
         with torch.inference_mode(False), torch.no_grad():
             return _named(compute(), weight_name, layer_name)
     return _named(compute(), weight_name, layer_name)
 
 
 def refuse_write(weight_name: str, layer_name: str) -> NoReturn:
-    """Raise the error of all that would be lost."""
+    """Raise the error for changes that would be lost."""
     raise RuntimeError(
         f"`{weight_name}` cannot be written on a client: the layer holds singular terms there, from which this weight "
         "is computed anew each time, so the new value would be lost. Keep the layer dense: "
@@ -80,14 +80,14 @@ def refuse_write(weight_name: str, layer_name: str) -> NoReturn:
 
 
 def _check_before(func: Callable[..., Any], args: Any) -> None:
-    """Refuse what counts as no write: ``weight.data = ...``, another ``grad``, and a gradient that is elsewhere."""
+    """Refuse what does not count as a write: ``weight.data = ...``, a new ``grad``, or a gradient that is elsewhere."""
     weight = args[0] if args else None
     if not isinstance(weight, ComputedWeight):
         return
     if getattr(func, "__name__", "") in ("__set__", "requires_grad_"):
         refuse_write(weight.weight_name, weight.layer_name)
     if func == _READ_GRAD and not weight.retains_grad:
-        raise AttributeError(  # so that `hasattr` is an answer, which torch's compiler asks for
+        raise AttributeError(  # so that `hasattr` works, which torch's compiler uses
             f"`{weight.weight_name}` has no `grad` on a client: the layer holds singular terms there, which have the "
             f"gradients. Keep the layer dense: `LayerChoices(exclude=[{weight.layer_name!r}])`."
         )
@@ -102,7 +102,7 @@ def _weights_in(values: Iterable[Any]) -> Iterator[ComputedWeight]:
 
 
 def _protected(result: Any, weights: list[ComputedWeight]) -> Any:
-    """The result of a call, where what shares memory with a weight refuses writes as the weight does."""
+    """The result of a call, in which tensors that share memory with a weight refuse writes as the weight does."""
     if type(result) is Tensor:
         memory = result.untyped_storage()._cdata
         for weight in weights:

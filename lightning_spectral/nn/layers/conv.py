@@ -1,4 +1,4 @@
-"""Convolutions held as n singular terms: one with n outputs, then a 1 x 1 one."""
+"""Convolutions held as n singular terms: one with n outputs, then a 1 x 1 convolution."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
 
 
 class SpectralShardedConv(SpectralShardedLayer):
-    """A convolution with n output channels followed by a ``1 x 1`` one that carries the bias.
+    """A convolution with n output channels, followed by a ``1 x 1`` convolution with the bias.
 
-    The first has the kernel, the stride, the padding and the dilation of the dense layer. Where the two would take more
-    multiplications than the weight, the weight is rebuilt once per pass.
+    The first has the kernel, the stride, the padding and the dilation of the dense layer. If the two would take more
+    multiplications than rebuilding and applying the weight, the weight is rebuilt once per pass instead.
 
     Args:
         in_channels: Channels of the input.
@@ -118,7 +118,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         return super().kept_by_terms(block, call._replace(input_needs_grad=True), num_terms)
 
     def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
-        """The same as `num_positions`, before there is an output."""
+        """The same as `num_positions`, but before there is an output."""
         sizes = input.shape[-len(self.kernel_size) :]
         batch = input.numel() // (input.shape[-len(sizes) - 1] * math.prod(sizes))
         if padding == "same":
@@ -128,7 +128,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         return batch * math.prod((size + 2 * side - d * (k - 1) - 1) // step + 1 for size, side, d, k, step in axes)
 
     def _convolve(self, input: Tensor, matrix: Tensor, bias: Tensor | None, padding: str | tuple[int, ...]) -> Tensor:
-        """The convolution of this layer with other outputs, one for each row of ``matrix``."""
+        """This layer's convolution with different outputs, one for each row of ``matrix``."""
         conv, unpadded = type(self).conv, isinstance(padding, str) or not any(padding)
         if unpadded and math.prod(self.kernel_size) == 1:
             return pointwise(input, matrix, bias, self.stride, conv)
@@ -136,7 +136,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         return conv(input, kernel, bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows of the layer."""
+        """The text that ``print`` shows for the layer."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_terms={self.num_terms}, "
             f"stride={self.stride}, padding={self.padding}, bias={self.bias is not None}"
@@ -144,7 +144,7 @@ class SpectralShardedConv(SpectralShardedLayer):
 
 
 class SpectralShardedConv1d(SpectralShardedConv):
-    """A convolution in one dimension held as n singular terms; see `SpectralShardedConv`.
+    """A one-dimensional convolution held as n singular terms; see `SpectralShardedConv`.
 
     Shape:
         As ``nn.Conv1d`` with one group.
@@ -162,7 +162,7 @@ class SpectralShardedConv1d(SpectralShardedConv):
 
 
 class SpectralShardedConv2d(SpectralShardedConv):
-    """A convolution in two dimensions held as n singular terms; see `SpectralShardedConv`.
+    """A two-dimensional convolution held as n singular terms; see `SpectralShardedConv`.
 
     Shape:
         As ``nn.Conv2d`` with one group.
@@ -180,7 +180,7 @@ class SpectralShardedConv2d(SpectralShardedConv):
 
 
 class SpectralShardedConv3d(SpectralShardedConv):
-    """A convolution in three dimensions held as n singular terms; see `SpectralShardedConv`.
+    """A three-dimensional convolution held as n singular terms; see `SpectralShardedConv`.
 
     Shape:
         As ``nn.Conv3d`` with one group.

@@ -1,4 +1,4 @@
-"""A convolution with several groups: each has its own singular terms."""
+"""Convolutions with several groups, each of which has its own singular terms."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ConvT = TypeVar("ConvT", bound="SpectralShardedGroupedConv")
 
 
 class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
-    """Two grouped convolutions: one with n outputs in each group, then a ``1 x 1`` one that carries the bias.
+    """Two grouped convolutions: one with n outputs in each group, then a ``1 x 1`` convolution with the bias.
 
-    Made from a dense convolution, by ``like`` or ``from_dense``, with the number of terms of each group, the same for
-    all.
+    Create an instance from a dense convolution with ``like`` or ``from_dense``, giving the number of terms of each
+    group, which must be the same for all.
     """
 
     conv: ClassVar[Callable[..., Tensor]]
@@ -29,7 +29,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
     def __init__(self, dense: Any, num_terms: tuple[int, ...]) -> None:
         super().__init__()
         if len(set(num_terms)) != 1:
-            raise ValueError(f"Every group of a convolution holds as many terms as the others, got {num_terms}.")
+            raise ValueError(f"Every group of a convolution must hold the same number of terms, got {num_terms}.")
         self.in_channels, self.out_channels, self.groups = dense.in_channels, dense.out_channels, dense.groups
         self.weight_shape = tuple(dense.weight.shape)
         self.stride, self.padding, self.dilation = dense.stride, dense.padding, dense.dilation
@@ -72,7 +72,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
 
     @classmethod
     def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Both factors, joined over the groups into new tensors, and what lies between the two products."""
+        """Both factors, joined over the groups into new tensors, and the values between the two products."""
         return num_terms * (sum(block.shape) + call.num_positions)
 
     @property
@@ -84,12 +84,12 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows of the layer."""
+        """The text that ``print`` shows for the layer."""
         return f"weight_shape={self.weight_shape}, groups={self.groups}, stride={self.stride}, padding={self.padding}"
 
 
 class SpectralShardedGroupedConv1d(SpectralShardedGroupedConv):
-    """A convolution with groups, in one dimension; see `SpectralShardedGroupedConv`.
+    """A one-dimensional convolution with groups; see `SpectralShardedGroupedConv`.
 
     Example:
         >>> dense, x = nn.Conv1d(4, 8, 3, groups=2), torch.randn(1, 4, 9)
@@ -101,7 +101,7 @@ class SpectralShardedGroupedConv1d(SpectralShardedGroupedConv):
 
 
 class SpectralShardedGroupedConv2d(SpectralShardedGroupedConv):
-    """A convolution with groups, in two dimensions; see `SpectralShardedGroupedConv`.
+    """A two-dimensional convolution with groups; see `SpectralShardedGroupedConv`.
 
     Example:
         >>> dense, x = nn.Conv2d(4, 8, 3, groups=2), torch.randn(1, 4, 9, 9)
@@ -113,7 +113,7 @@ class SpectralShardedGroupedConv2d(SpectralShardedGroupedConv):
 
 
 class SpectralShardedGroupedConv3d(SpectralShardedGroupedConv):
-    """A convolution with groups, in three dimensions; see `SpectralShardedGroupedConv`.
+    """A three-dimensional convolution with groups; see `SpectralShardedGroupedConv`.
 
     Example:
         >>> dense, x = nn.Conv3d(4, 8, 3, groups=2), torch.randn(1, 4, 5, 5, 5)

@@ -1,4 +1,4 @@
-"""A tensor that is zero from some channel on, and takes no memory for those zeros as long as nothing needs them."""
+"""A tensor whose trailing channels are zero, and which uses no memory for them until they are needed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Narrow = Callable[..., Tensor | None]
 class LeadingChannels(Tensor):
     """The leading channels of a larger tensor, whose other channels are zero.
 
-    A function that acts on every channel by itself and leaves zeros zero returns another one. Normalisation by channel
-    or by groups of channels has fewer channels: those that are absent are in no statistics, get no shift and stay
-    zero. To every other function it is the whole tensor, zeros included.
+    A function that acts on each channel separately and leaves zeros zero returns another `LeadingChannels`.
+    Normalisation by channel or by groups of channels has fewer channels: absent channels enter no statistics, get no
+    shift and stay zero. Every other function sees the whole tensor, including zeros.
 
     Attributes:
         num_channels: Number of channels of the whole tensor.
-        channel_dim: Dimension of the channels, counted from the end: -1 behind a linear layer.
+        channel_dim: Dimension of the channels, counted from the end: -1 after a linear layer.
     """
 
     num_channels: int
@@ -39,7 +39,7 @@ class LeadingChannels(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` with the leading channels where that is enough, else with the whole tensor."""
+        """Call ``func`` with the leading channels where that is enough, otherwise with the whole tensor."""
         kwargs = dict(kwargs or {})
         args = args or ((kwargs.pop("input"),) if "input" in kwargs else ())
         x = args[0] if args else None
@@ -56,7 +56,7 @@ class LeadingChannels(Tensor):
 
 
 def leading_channels(held: Tensor, num_channels: int, channel_dim: int) -> Tensor:
-    """A tensor of ``num_channels`` channels, of which all but the given ones are zero.
+    """A tensor with ``num_channels`` channels, all zero except the given ones.
 
     Args:
         held: The leading channels; returned as they are if there are no others.
@@ -78,7 +78,7 @@ def leading_channels(held: Tensor, num_channels: int, channel_dim: int) -> Tenso
 
 
 def _whole(value: Any) -> Any:
-    """The same argument with whole tensors in it."""
+    """The same argument with whole tensors."""
     if isinstance(value, LeadingChannels):
         missing = value.num_channels - value.held.shape[value.channel_dim]
         return F.pad(value.held, [0, 0] * (-value.channel_dim - 1) + [0, missing])
@@ -86,7 +86,7 @@ def _whole(value: Any) -> Any:
 
 
 def _shape_of(x: LeadingChannels) -> Tensor:
-    """A tensor of the whole shape, in the memory of one value."""
+    """A tensor of the whole shape that takes the memory of one value."""
     shape = list(x.held.shape)
     shape[x.channel_dim] = x.num_channels
     return x.held.new_empty(()).expand(shape)
@@ -135,7 +135,7 @@ def _batch_norm(
     *options: Any,
     **named_options: Any,
 ) -> Tensor | None:
-    """Running statistics are updated in place, those of absent channels stay as they are."""
+    """Running statistics are updated in place; those of absent channels do not change."""
     if not _channels_are_second(x):
         return None
     mean, var, weight, bias = (_leading(tensor, x) for tensor in (running_mean, running_var, weight, bias))
@@ -145,7 +145,7 @@ def _batch_norm(
 def _group_norm(
     x: LeadingChannels, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor | None:
-    """Whole groups, then what is held of the next one."""
+    """Normalise whole groups, then the part of the next group that is held."""
     if not _channels_are_second(x):
         return None
     weight, bias, size = _leading(weight, x), _leading(bias, x), x.num_channels // num_groups

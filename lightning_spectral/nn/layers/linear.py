@@ -12,7 +12,7 @@ from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralSharded
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
-    r"""``y = (x V^T) (U diag(omega))^T + b``: two thin products instead of one.
+    r"""A linear layer ``y = (x V^T) (U diag(omega))^T + b``: two thin products instead of one.
 
     Args:
         in_features: Size of each input example.
@@ -29,8 +29,9 @@ class SpectralShardedLinear(SpectralShardedLayer):
         ValueError: If ``num_terms`` is out of range.
 
     Note:
-        At ``n = N`` the layer computes what the dense one does, but with more parameters, and it trains differently.
-        Where the factors would take more multiplications than the weight, the weight is rebuilt once per pass.
+        With ``n = N`` the layer computes the same as the dense one, but has more parameters and trains differently. If
+        the factors would take more multiplications than rebuilding and applying the weight, the weight is rebuilt once
+        per pass instead.
 
     Example:
         >>> dense = nn.Linear(6, 4)
@@ -68,7 +69,7 @@ class SpectralShardedLinear(SpectralShardedLayer):
         return self.linear(input, self.bias)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows of the layer."""
+        """The text that ``print`` shows for the layer."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
             f"bias={self.bias is not None}"
@@ -81,7 +82,7 @@ class SpectralShardedTransposedLinear(SpectralShardedLinear):
     That is the ``Conv1D`` of the transformers library, which is not a convolution.
 
     Args:
-        in_features: As in `SpectralShardedLinear`, and so are the other arguments.
+        in_features: As in `SpectralShardedLinear`, like the other arguments.
     """
 
     @classmethod

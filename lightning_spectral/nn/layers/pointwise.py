@@ -13,14 +13,14 @@ from torch import Tensor
 def pointwise(
     x: Tensor, matrix: Tensor, bias: Tensor | None, stride: tuple[int, ...], conv: Callable[..., Tensor]
 ) -> Tensor:
-    """A convolution whose kernel has size one in each dimension, by matrix products where they are faster.
+    """A convolution whose kernel has size one in each dimension, computed by matrix products where they are faster.
 
     Args:
         x: Shape ``(batch, columns, *positions)``, or the same without the batch.
         matrix: Shape ``(rows, columns)``.
         bias: Shape ``(rows,)``.
         stride: One number for each dimension of the positions.
-        conv: The convolution of torch with as many dimensions.
+        conv: The torch convolution with the same number of dimensions.
 
     Returns:
         Shape ``(batch, rows, *positions)``, the positions divided by the stride.
@@ -33,7 +33,7 @@ def pointwise(
     """
     ones = (1,) * len(stride)
     if x.device.type == "cpu" and x.is_contiguous() and x.dim() == len(stride) + 2:
-        if stride != ones:  # read no position that is skipped: 1.2 to 1.6 times as fast
+        if stride != ones:  # do not read skipped positions: 1.2 to 1.6 times as fast
             kept: Any = (..., *(slice(None, None, step) for step in stride))
             x, stride = x[kept].contiguous(), ones
         if products_are_faster(matrix.numel(), math.prod(x.shape[2:])):
@@ -46,9 +46,9 @@ def pointwise(
 def products_are_faster(num_values: int, num_positions: int) -> bool:
     """Whether one matrix product for each example beats a convolution, for channels-first memory on a CPU.
 
-    A convolution repacks channels-first memory, which a product reads as it is; but each product packs the matrix
-    anew, which must be small. Measured for 64 to 512 channels at 16 to 196 positions: mostly 1 to 2.5 times as fast
-    where this holds, 0.6 to 1 where not.
+    A convolution repacks channels-first memory, which a product reads as it is. But each product packs the matrix
+    again, so the matrix must be small. Measured for 64 to 512 channels at 16 to 196 positions, products are mostly 1 to
+    2.5 times as fast where this holds, and 0.6 to 1 times elsewhere.
 
     Args:
         num_values: Number of elements of the matrix.

@@ -22,15 +22,16 @@ RecurrentT = TypeVar("RecurrentT", bound="SpectralShardedRecurrent")
 
 
 class SpectralShardedRecurrent(ShardedLayer, _Base):
-    """Every gate's part of every ``weight_ih`` and ``weight_hh`` is factorised by itself, and so is ``weight_hr``.
+    """A recurrent layer with each gate's part of ``weight_ih`` and ``weight_hh``, and ``weight_hr``, held as terms.
 
-    Each pass rebuilds the weights once and hands them to torch's own kernel, which uses them at every time step:
-    memory between passes and what travels are those of the terms, the time is that of the dense layer.
+    Each of these blocks is factorised separately. Each pass rebuilds the weights once and hands them to torch's own
+    kernel, which uses them at every time step. Memory between passes and communication are those of the terms; the
+    time is that of the dense layer.
 
-    Made from a dense layer, by ``like`` or ``from_dense``, with the number of terms of every block.
+    Create an instance from a dense layer with ``like`` or ``from_dense``, giving the number of terms of every block.
 
     Shape:
-        As the dense layer; packed sequences, several layers and both directions included.
+        As the dense layer, including packed sequences, several layers and both directions.
     """
 
     gates: ClassVar[tuple[str, ...]]
@@ -52,12 +53,12 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         return [f"blocks.{name}_{gate}" for gate in cls.gates]
 
     def matrix_inputs(self, input: Tensor | PackedSequence, hx: Any = None) -> Sequence[Tensor]:
-        """The vectors of the sequence: each weight is used once at every position, also those of the hidden state."""
+        """The vectors of the sequence: every weight, including those of the hidden state, is used once per position."""
         return (sequence_values(input),)
 
     @classmethod
     def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """The rebuilt matrix, once per pass; using it takes as much whatever the number of terms."""
+        """Those of rebuilding the matrix once per pass; those of using it do not depend on the number of terms."""
         rows, columns = block.shape
         return num_terms * rows * columns
 
@@ -96,7 +97,7 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         try:
             return super().forward(input, hx)
         finally:
-            self._flat_weights = []  # they belong to this pass: a copy or a pickle cannot hold them
+            self._flat_weights = []  # they belong to this pass, and cannot be copied or pickled
 
     def _dense_tensor(self, name: str) -> Tensor:
         if name not in self._dense_shapes:
@@ -112,7 +113,7 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
 
 
 def sequence_values(input: Tensor | PackedSequence, hx: Any = None) -> Tensor:
-    """The vectors that a recurrent layer reads, called with ``input`` and ``hx``; shape ``(..., input_size)``.
+    """The vectors that a recurrent layer reads when called with ``input`` and ``hx``; shape ``(..., input_size)``.
 
     Example:
         >>> from torch.nn.utils.rnn import pack_sequence
@@ -123,7 +124,9 @@ def sequence_values(input: Tensor | PackedSequence, hx: Any = None) -> Tensor:
 
 
 class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):
-    """An ``nn.LSTM`` of singular terms; blocks of a weight in the order i, f, g, o; see `SpectralShardedRecurrent`.
+    """An ``nn.LSTM`` of singular terms, with the blocks of a weight in the order i, f, g, o.
+
+    See `SpectralShardedRecurrent`.
 
     Example:
         >>> dense, x = nn.LSTM(4, 6), torch.randn(5, 2, 4)
@@ -136,7 +139,9 @@ class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):
 
 
 class SpectralShardedGRU(SpectralShardedRecurrent, nn.GRU):
-    """An ``nn.GRU`` of singular terms; blocks of a weight in the order r, z, n; see `SpectralShardedRecurrent`.
+    """An ``nn.GRU`` of singular terms, with the blocks of a weight in the order r, z, n.
+
+    See `SpectralShardedRecurrent`.
 
     Example:
         >>> dense, x = nn.GRU(4, 6), torch.randn(5, 2, 4)

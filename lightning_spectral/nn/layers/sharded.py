@@ -28,14 +28,14 @@ SIZE = Whole(at_least=1)
 class ShardedLayer(_Base):
     """A module that stands for a dense layer and holds singular terms instead of its weights.
 
-    Parameters that are not factorised, such as biases, keep the names that they have in the dense layer. Each block of
-    a weight has its terms in a `SingularTerms`: the layer itself, or one of its children.
+    Parameters that are not factorised, such as biases, keep the names that they have in the dense layer. The terms of
+    each block of a weight are in a `SingularTerms`, which is the layer itself or one of its children.
 
     Attributes:
-        dense_name: Name of the layer in the module that it belongs to, for messages; set where layers are swapped.
+        dense_name: Name of the layer in the module that it belongs to, for messages; set when layers are swapped.
         dense_weights: Names of the weights that it holds as singular terms, as attributes of the dense layer.
-        cuts_outputs: Whether it can do with the leading rows of its left vectors (`keep_outputs`).
-        channel_dim: Dimension of the channels in an input, if it skips those that are known to be zero.
+        cuts_outputs: Whether it can hold only the leading rows of its left vectors (`keep_outputs`).
+        channel_dim: Dimension of the channels in an input, if the layer skips channels that are known to be zero.
     """
 
     cuts_outputs: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class ShardedLayer(_Base):
 
         Args:
             dense: The dense layer; it is only read.
-            num_parts: For a linear layer that packs several, how many.
+            num_parts: Number of linear layers packed into the layer.
 
         Raises:
             ValueError: If the outputs cannot be divided by ``num_parts``.
@@ -62,7 +62,7 @@ class ShardedLayer(_Base):
 
         Args:
             dense: The dense layer; it is only read.
-            num_terms: Number of terms of each block; one number where there is one block.
+            num_terms: Number of terms of each block; a single number if there is one block.
         """
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class ShardedLayer(_Base):
 
         Args:
             dense: The dense layer; it is only read.
-            num_terms: Number of terms of each block; one number where there is one block.
+            num_terms: Number of terms of each block; a single number if there is one block.
         """
         layer = cls.like(dense, num_terms)
         own = dict(layer.named_parameters())
@@ -126,11 +126,11 @@ class ShardedLayer(_Base):
         return Fraction(input.held.shape[input.channel_dim], input.num_channels)
 
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
-        """Hold the leading output channels only; the others are zero.
+        """Hold only the leading output channels; the others are zero.
 
         Args:
-            num_outputs: How many.
-            with_bias: Whether the bias is cut, too, where there is one.
+            num_outputs: Number of channels to hold.
+            with_bias: Whether the bias, if any, is cut as well.
         """
         raise NotImplementedError(f"{type(self).__name__} has all of its outputs.")
 
@@ -138,8 +138,8 @@ class ShardedLayer(_Base):
     def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
         """Multiply-accumulate operations that the terms of a block take in one call of the layer.
 
-        By default those of two thin products, or of the rebuilt matrix and one product where that is less work, as in
-        `SingularTerms.linear`. Override it, and `kept_by_terms`, in a layer that applies its terms differently.
+        By default, those of two thin products, or of rebuilding the matrix and one product where that is less work, as
+        in `SingularTerms.linear`. Override it, and `kept_by_terms`, in a layer that applies its terms differently.
 
         Args:
             block: The matrix.
@@ -155,8 +155,8 @@ class ShardedLayer(_Base):
     def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
         """Values that autograd keeps of the terms of a block in one call, beyond parameters, buffers and inputs.
 
-        By default ``U diag(omega)``, and the result of the first product or, where the input has a gradient, the
-        rebuilt matrix. What does not grow with the number of terms may be left out: it is counted in a pass.
+        By default, ``U diag(omega)`` and the result of the first product or, if the input has a gradient, the rebuilt
+        matrix. Values that do not grow with the number of terms may be left out, as they are counted in a pass.
 
         Args:
             block: The matrix.
@@ -169,7 +169,7 @@ class ShardedLayer(_Base):
         return num_terms * (rows + call.num_positions)
 
     def computed(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """A dense weight for modules that read it: differentiable, and an error to write to.
+        """A dense weight for modules that read it; differentiable, and writing to it is an error.
 
         Args:
             name: Attribute of the dense layer.
@@ -198,7 +198,7 @@ def counts(num_terms: NumTerms) -> tuple[int, ...]:
 
 
 class SpectralShardedLayer(ShardedLayer, SingularTerms):
-    """A layer with one weight, factorised whole: it holds the terms itself, next to the bias.
+    """A layer with one weight, factorised whole, which holds the terms itself, along with the bias.
 
     Attributes:
         bias: Parameter of shape ``(c_out,)`` or ``None``.
@@ -235,7 +235,7 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
         return row_blocks("weight", dense.weight, [""])
 
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
-        """Hold the leading output channels only; the others are zero."""
+        """Hold only the leading output channels; the others are zero."""
         self.keep_rows(num_outputs)
         if with_bias and self.bias is not None:
             self.bias = nn.Parameter(self.bias.detach()[:num_outputs].clone())

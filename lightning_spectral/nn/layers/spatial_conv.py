@@ -1,4 +1,4 @@
-"""A convolution in two dimensions held as n singular terms of its spatial matrix: along rows, then along columns."""
+"""A two-dimensional convolution held as n singular terms of its spatial matrix: along rows, then along columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     The matrix has a row for each output channel and row of the kernel, and a column for each input channel and column
     of the kernel. So it has up to k times as many terms as that of `SpectralShardedConv2d`, each of which is smaller.
-    Made from a dense convolution with one group, by ``like`` or ``from_dense``.
+    Create an instance from a dense convolution with one group, with ``like`` or ``from_dense``.
 
     Reference:
         Khodak et al. (2021); Yao et al. (2021), FedHM.
@@ -73,7 +73,7 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
         return output.numel() // self.weight_shape[0]
 
     def inner_positions(self, input: Tensor, output: Tensor) -> int:
-        """Positions between both convolutions: as many rows as the input has, and as many columns as the output."""
+        """Positions between the two convolutions: as many rows as the input has, as many columns as the output has."""
         padded = 0 if self.padding_mode == "zeros" else sum(self._sides()[2:])
         return self.num_positions(input, output) // output.shape[-2] * (input.shape[-2] + padded)
 
@@ -85,7 +85,7 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     @classmethod
     def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """``U diag(omega)``, and what lies between both convolutions."""
+        """``U diag(omega)``, and the values between the two convolutions."""
         return num_terms * (block.shape[0] + call.inner_positions)
 
     @property
@@ -94,7 +94,7 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
         return self.computed("weight", lambda: from_rows(self.matrix(), self.weight_shape, spatial=True))
 
     def extra_repr(self) -> str:
-        """What ``print`` shows of the layer."""
+        """The text that ``print`` shows for the layer."""
         return (
             f"weight_shape={self.weight_shape}, num_terms={self.num_terms}, stride={self.stride}, "
             f"padding={self.padding}"

@@ -1,4 +1,4 @@
-"""A linear layer that packs several, such as q, k and v: each part has its own singular terms."""
+"""A linear layer that packs several, such as q, k and v, each with its own singular terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_spectral.nn.layers.terms import SingularTerms
 
 
 class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
-    """Equal parts of the outputs of a linear layer, factorised one by one.
+    """A linear layer whose outputs are split into equal parts that are factorised separately.
 
     Args:
         in_features: Size of each input example.
@@ -57,7 +57,7 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """One block for each of equal parts of the outputs."""
+        """One block for each of ``num_parts`` equal parts of the outputs."""
         return row_blocks("weight", dense.weight, [f"blocks.{i}" for i in range(num_parts)], cls.transposed)
 
     @classmethod
@@ -83,10 +83,10 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
 
 class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):
-    """The same for a weight that is stored transposed, as transformers' ``Conv1D`` stores it.
+    """The same for a weight that is stored transposed, as in transformers' ``Conv1D``.
 
     Args:
-        in_features: As in `SpectralShardedSplitLinear`, and so are the other arguments.
+        in_features: As in `SpectralShardedSplitLinear`, like the other arguments.
     """
 
     transposed = True

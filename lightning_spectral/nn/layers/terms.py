@@ -20,9 +20,9 @@ class SingularTerms(nn.Module):
         u: Parameter of shape ``(rows, n)``; column i is :math:`\sqrt{s_i}\,u_i`.
         v: Parameter of shape ``(n, columns)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
-        num_rows: Number of rows. ``u`` may hold the leading ones only (`keep_rows`); the matrix is zero in the others.
+        num_rows: Number of rows. ``u`` may hold only the leading ones (`keep_rows`); the matrix is zero in the others.
 
-    Training and evaluation do the same. There are ``n (rows + columns)`` trainable values.
+    Training and evaluation compute the same. There are ``n (rows + columns)`` trainable values.
 
     Args:
         shape: Rows (outputs) and columns (inputs) of the matrix.
@@ -79,7 +79,7 @@ class SingularTerms(nn.Module):
         return held if self.has_all_rows else F.pad(held, (0, 0, 0, self.num_rows - len(held)))
 
     def scaled_u(self) -> Tensor:
-        """``U diag(omega)``, differentiable, one row for each of ``u``, shape ``(rows, n)`` if it holds all."""
+        """``U diag(omega)``, differentiable, with the rows that ``u`` holds; shape ``(rows, n)`` if it holds all."""
         return self.u * self.omega
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ class SingularTerms(nn.Module):
 
         Args:
             x: Shape ``(..., columns)``.
-            bias: Shape ``(rows,)``, or of the rows that ``u`` holds.
+            bias: Shape ``(rows,)``, or with the rows that ``u`` holds.
 
         Returns:
             Shape ``(..., rows)``; `LeadingChannels` if ``u`` does not hold all of them.
@@ -101,7 +101,7 @@ class SingularTerms(nn.Module):
         return leading_channels(out, self.num_rows, -1)
 
     def _leading(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-        """An input and ``v``; of both only what is not multiplied with zeros, if the input says so."""
+        """An input and ``v``, both without the parts that belong to channels known to be zero."""
         if not isinstance(x, LeadingChannels) or x.channel_dim != channel_dim:
             return x, self.v
         num_columns = self.v.shape[1] * x.held.shape[channel_dim] // x.num_channels
@@ -109,10 +109,10 @@ class SingularTerms(nn.Module):
 
     @torch.no_grad()
     def keep_rows(self, num_rows: int) -> None:
-        """Hold the leading rows of ``u`` only, in a new parameter.
+        """Hold only the leading rows of ``u``, in a new parameter.
 
         Args:
-            num_rows: How many.
+            num_rows: Number of rows to hold.
         """
         self.u = nn.Parameter(self.u[:num_rows].clone())
 
@@ -147,10 +147,10 @@ def sharded_layers(module: nn.Module) -> dict[str, SingularTerms]:
 
 
 def rebuilding_is_cheaper(num_positions: int, num_terms: int, rows: int, columns: int) -> bool:
-    """Whether the matrix first, then one product, takes fewer multiplications than two thin products.
+    """Whether rebuilding the matrix, then one product, takes fewer multiplications than two thin products.
 
-    The factors cost ``P n (rows + columns)`` and the matrix ``n rows columns + P rows columns``, P being the number of
-    positions. This requires factors that hold more values than the matrix.
+    The factors cost ``P n (rows + columns)`` and the matrix ``n rows columns + P rows columns``, where P is the number
+    of positions. The matrix can only be cheaper if the factors hold more values than it does.
 
     Example:
         >>> rebuilding_is_cheaper(num_positions=2048, num_terms=256, rows=256, columns=256)

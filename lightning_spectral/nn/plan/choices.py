@@ -1,4 +1,4 @@
-"""What a user may decide about the layers and buffers of a module."""
+"""A user's choices about the layers and buffers of a module."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channe
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """Which layers are sharded, how finely, and which buffers are averaged: one record for every function that asks.
+    """Choices of the layers to shard, of how finely, and of the buffers to average, for all functions that use them.
 
     Patterns are shell-style and match dotted names, e.g. ``"head"`` or ``"blocks.*.proj"``; case matters.
 
     Args:
         exclude: Patterns of layers that stay dense.
-        split: From a pattern of layers to the number of linear layers packed into each, an integer of at least 2, e.g.
-            ``{"*.qkv": 3}``. Each part is factorised by itself.
-        keep_first_and_last_dense: Keep the first and the last layer dense, in order of execution where a pass was
-            traced, else of registration. An embedding before the first affine layer is the first layer.
-        keep_buffers: Patterns of buffers that keep the server's value; other finite floating-point ones are averaged.
-        term_granularity: Numbers of terms are rounded up to a multiple of this, as far as there are terms: 16 terms
-            often take no more time than 7. Where a layer has no more terms than this, every client holds all of them;
-            that is warned about, and refused if it is so in every layer.
-        output_ratio: Share q of the output channels that a client computes of each sharded linear layer or convolution
-            that is sharded whole: the ceil(q c_out) leading ones; the others are zero.
-        spatial_convolutions: Factorise a convolution in two dimensions, without groups, as one along the rows of the
-            image and one along its columns: its matrix is ``(c_out k, c_in k)``, of more and smaller terms. Such a
+        split: Maps patterns of layers to the number of linear layers packed into each, an integer of at least 2, e.g.
+            ``{"*.qkv": 3}``. Each part is factorised separately.
+        keep_first_and_last_dense: Keep the first and the last layer dense, in order of execution if a pass was traced,
+            otherwise in order of registration. An embedding before the first affine layer counts as the first layer.
+        keep_buffers: Patterns of buffers that keep the server's value; other finite floating-point buffers are
+            averaged.
+        term_granularity: Numbers of terms are rounded up to a multiple of this, but not beyond all terms of a layer:
+            16 terms often take no more time than 7. If a layer has no more terms than this, every client holds all of
+            them; this raises a warning, or an error if it applies to every layer.
+        output_ratio: Share q of the output channels that a client computes of each linear layer or convolution that is
+            sharded whole: the leading ceil(q c_out) channels; the others are zero.
+        spatial_convolutions: Factorise each two-dimensional convolution without groups into one along the rows of the
+            image and one along its columns: its matrix is ``(c_out k, c_in k)``, with more and smaller terms. Such a
             layer keeps all of its outputs.
 
     Raises:
@@ -74,7 +75,7 @@ class LayerChoices:
         return matches_any(name, self.exclude)
 
     def held_rows(self, num_rows: int) -> int | None:
-        """Number of output channels that a client computes of a layer with as many; ``None`` for all."""
+        """Number of output channels that a client computes of a layer with ``num_rows``; ``None`` for all."""
         held = num_terms_for(num_rows, self.output_ratio)
         return None if held == num_rows else held
 

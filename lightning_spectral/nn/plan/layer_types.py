@@ -1,4 +1,4 @@
-"""Which sharded layer stands for which dense one, and why some dense layers have none."""
+"""The sharded layers that replace dense ones, and the reasons why some dense layers have none."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def is_affine(layer: nn.Module) -> bool:
 
 
 def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) -> ShardedType | None:
-    """The class that stands for a dense layer; subclasses may compute anything, so they have none.
+    """The class that replaces a dense layer; subclasses may compute anything, so they have none.
 
     Args:
         layer: A dense layer.
-        num_parts: For a linear layer that packs several, how many.
+        num_parts: Number of linear layers packed into the layer.
         spatial: Whether a convolution in two dimensions is factorised by its spatial matrix.
     """
     if getattr(layer, "groups", 1) != 1:
@@ -79,7 +79,7 @@ def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) ->
 
 
 def refusal(layer: nn.Module) -> str | None:
-    """Why an affine layer has no sharded one; ``None`` if it has.
+    """The reason why an affine layer has no sharded counterpart; ``None`` if it has one.
 
     Example:
         >>> refusal(nn.ConvTranspose2d(3, 4, 5))

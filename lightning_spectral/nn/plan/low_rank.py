@@ -1,4 +1,4 @@
-"""Finds low-rank factors, such as those of LoRA: they stay whole."""
+"""Finds low-rank factors, such as those of LoRA, which stay whole."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Shapes = Mapping[str, tuple[int, int]]
 def low_rank_factors(module: nn.Module, trained: Shapes, frozen: Shapes) -> frozenset[str]:
     """Names of the layers that are a factor of a low-rank update B A of another layer's weight W.
 
-    They have few terms, which is what makes them cheap: a client that held some of these would save next to nothing,
-    and B is zero at first, so it has no terms at all. A layer is a factor if
+    They are cheap because they have few terms: a client that held some of these would save next to nothing. Also, B is
+    zero at first, so it has no terms at all. A layer is a factor if
 
-    - a part of its dotted name begins with ``lora``, in any case, as in PEFT (``lora_A.default``); or
+    - a part of its dotted name begins with ``lora``, in upper or lower case, as in PEFT (``lora_A.default``); or
     - it is one of a pair B (c_out, r), A (r, c_in) of trained layers in the same module as a frozen W (c_out, c_in),
       with r < min(c_out, c_in). A ``ModuleDict`` or ``ModuleList`` between a layer and that module does not count.
 
     Args:
-        module: The module that all of them are in.
+        module: The module that contains all of them.
         trained: For each affine layer that is trained, the shape of its weight as a matrix.
-        frozen: The same for those that are not.
+        frozen: The same for those that are frozen.
 
     Example:
         >>> class Adapted(nn.Module):
@@ -54,7 +54,7 @@ def _pairs(module: nn.Module, trained: Shapes, frozen: Shapes) -> Iterator[tuple
 
 
 def _owner(module: nn.Module, name: str) -> str:
-    """Path of the module that a layer belongs to, whatever dictionaries and lists are between them."""
+    """Path of the module that a layer belongs to, skipping dictionaries and lists in between."""
     path = name.rpartition(".")[0]
     while path and isinstance(module.get_submodule(path), nn.ModuleDict | nn.ModuleList):
         path = path.rpartition(".")[0]

@@ -17,16 +17,16 @@ from lightning_spectral.protocol.exchange import RETURNED
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How clients hold one layer of a module.
+    """The plan of one layer of a module: how clients hold it.
 
     Attributes:
         name: Dotted module name.
         type_name: Class of the layer.
         shapes: Shapes of its weights, in order; biases are not listed.
-        blocks: The matrices that make up its weights, by names within the module; empty if it is not affine.
-        sharded: The class that holds sampled terms of it, or ``None`` where clients hold it dense.
-        reason: Why.
-        in_forward: Whether one forward pass ran it; ``None`` if none was traced.
+        blocks: The matrices that make up its weights, with names within the module; empty if it is not affine.
+        sharded: The class that holds its sampled terms, or ``None`` if clients hold it dense.
+        reason: The reason for this.
+        in_forward: Whether the traced forward pass ran it; ``None`` if no pass was traced.
     """
 
     name: str
@@ -40,12 +40,13 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """What a federated run does with one buffer of a module.
+    """The plan of one buffer of a module: what a federated run does with it.
 
     Attributes:
         name: Dotted name.
         shape: Its shape.
-        policy: ``"averaged"``, also with what is done to the average, or why it keeps the server's value.
+        policy: ``"averaged"``, possibly with what is done to the average, or the reason why the buffer keeps the
+            server's value.
     """
 
     name: str
@@ -55,13 +56,13 @@ class BufferPlan:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """How clients hold every layer that has parameters, and every buffer; ``print`` shows it as tables.
+    """The plan of every layer that has parameters, and of every buffer; ``print`` shows it as tables.
 
     Attributes:
-        layers: In order of execution where a forward pass was traced, else in order of registration.
+        layers: In order of execution if a forward pass was traced, otherwise in order of registration.
         buffers: In order of registration.
         problems: Problems that have to be solved before training.
-        choices: What the user decided: the plan follows from them and the module.
+        choices: The user's choices, which determine the plan together with the module.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -81,7 +82,7 @@ class ModulePlan:
 
     @property
     def whole(self) -> Mapping[str, int]:
-        """The number of terms of each sharded matrix of which every client holds all, by rounding up."""
+        """The number of terms of each sharded matrix that every client holds whole, because of rounding up."""
         granularity = self.choices.term_granularity
         counts = {name: block.num_singular for name, block in self.blocks.items()}
         return {name: count for name, count in counts.items() if 1 < count <= granularity}
@@ -92,7 +93,7 @@ class ModulePlan:
         return tuple(dict.fromkeys(block.parameter for block in self.blocks.values()))
 
     def cut_biases(self, module: nn.Module) -> dict[str, int]:
-        """Names of the biases of which clients hold leading entries only, with how many; frozen ones are held whole."""
+        """The number of leading entries that clients hold of each bias that is cut; frozen biases are held whole."""
         cuts = {}
         for layer in self.sharded.values():
             bias, held = getattr(module.get_submodule(layer.name), "bias", None), layer.blocks[0].held_rows
@@ -102,7 +103,7 @@ class ModulePlan:
 
     @property
     def kept_buffers(self) -> tuple[str, ...]:
-        """Patterns of the buffers that keep the server's value: those that were asked for, and names of the others."""
+        """Patterns of the buffers that keep the server's value: those the user chose, and names of the others."""
         names = (buffer.name for buffer in self.buffers if buffer.policy not in RETURNED)
         return tuple(dict.fromkeys([*self.choices.keep_buffers, *names]))
 
@@ -118,7 +119,7 @@ class ModulePlan:
         return self
 
     def check_module(self, module: nn.Module) -> None:
-        """Raise ``ValueError`` if this is the plan of another module: of other weights, or with others frozen."""
+        """Raise ``ValueError`` if this is the plan of a module with other weights, or with others frozen."""
         own = dict(module.named_parameters())
         if missing := [name for name in self.sharded_weights if name not in own]:
             raise ValueError(_of_another_module(f"this one has no weights {', '.join(missing)}"))

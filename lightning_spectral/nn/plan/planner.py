@@ -27,7 +27,7 @@ def plan_layers(module: nn.Module, example_input: Example = None, choices: Layer
     Args:
         module: The user's module; it is only read.
         example_input: As in `validate`.
-        choices: What the user decides.
+        choices: The user's choices.
 
     Example:
         >>> plan = plan_layers(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)))
@@ -47,12 +47,12 @@ def plan_layers(module: nn.Module, example_input: Example = None, choices: Layer
 
 @dataclass(frozen=True)
 class _Planner:
-    """What the plan of one layer depends on.
+    """Everything that the plan of a layer depends on.
 
     Attributes:
-        choices: What the user decides.
+        choices: The user's choices.
         order: Names of the layers in the order of their first call; ``None`` if no pass was traced.
-        ends: From the names of the first and the last layer to the reason that keeps them dense.
+        ends: Maps the names of the first and the last layer to the reason that keeps them dense.
         ties: For each layer that shares a parameter, the names of the others.
         factors: Names of low-rank factors.
     """

@@ -26,7 +26,7 @@ def problems_of(
         module: The user's module.
         layers: Its layers by name.
         plans: How clients hold each layer.
-        choices: What the user decided.
+        choices: The user's choices.
     """
     if lazy := [name for name, layer in layers.items() if isinstance(layer, LazyModuleMixin)]:
         yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."

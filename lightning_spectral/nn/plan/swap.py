@@ -31,7 +31,7 @@ def replace_layers(
 ) -> ModuleT:
     """A copy of ``module`` whose affine layers hold the ceil(r N) largest terms of their singular value decomposition.
 
-    One line per swapped layer goes to the package's logger at level INFO.
+    Each swapped layer is logged in one line by the package's logger, at level INFO.
 
     Args:
         module: Any module; it is not changed.
@@ -43,7 +43,7 @@ def replace_layers(
         The copy, of the same class.
 
     Raises:
-        ValueError: If ``keep_ratio`` is out of range, or with every problem that `validate` shows.
+        ValueError: If ``keep_ratio`` is out of range, or if `validate` shows problems; the message lists them all.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
@@ -58,12 +58,12 @@ def replace_layers(
 
 
 def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: float) -> None:
-    """Replace the layers that are to be sharded in place, wherever they are registered.
+    """Replace the layers to be sharded, in place, wherever they are registered.
 
     Args:
         module: The module to change.
-        plan: What is to be sharded, and to a multiple of how many terms.
-        make: From (sharded class, dense layer, numbers of terms of its blocks) to the new layer.
+        plan: The layers to shard, and the multiple to which numbers of terms are rounded up.
+        make: Makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
         keep_ratio: Share of the singular terms that the new layers hold.
     """
     swaps: dict[nn.Module, nn.Module] = {}
@@ -89,14 +89,14 @@ def _numbers_of_terms(plan: ModulePlan, layer: LayerPlan, keep_ratio: float) -> 
 
 
 def _name_weights(sharded: nn.Module, layer: LayerPlan) -> None:
-    """Tell a layer the names of the weights that it stands for, so that it can refuse to have them written."""
+    """Tell a layer the names of the weights that it stands for, so that it can refuse writes to them."""
     if isinstance(sharded, ShardedLayer):
         sharded.dense_name = layer.name
         sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{layer.name}.") for block in layer.blocks)
 
 
 def _cut_outputs(sharded: nn.Module, layer: LayerPlan, dense: nn.Module) -> None:
-    """Leave a layer the output channels that clients compute."""
+    """Reduce a layer to the output channels that clients compute."""
     held_rows, bias = layer.blocks[0].held_rows, getattr(dense, "bias", None)
     if isinstance(sharded, ShardedLayer) and held_rows is not None:
         sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)

@@ -21,7 +21,7 @@ def example_of(module: nn.Module) -> Example:
 
 
 def as_input(module: nn.Module, example_input: Example) -> Example:
-    """An example whose floating-point tensors have the type of a module's parameters, if these have but one.
+    """An example whose floating-point tensors have the type of a module's parameters, if these have only one.
 
     A Trainer with ``precision="64-true"`` casts the module and its batches, but not the ``example_input_array``.
 

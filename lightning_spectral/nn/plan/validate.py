@@ -1,4 +1,4 @@
-"""The plan of a module, from a user's choices or from a plan made before."""
+"""The plan of a module, made from a user's choices or given."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_spectral.nn.plan.trace import Example
 def validate(
     module: nn.Module, example_input: Example = None, layers: LayerChoices | ModulePlan = LayerChoices()
 ) -> ModulePlan:
-    """Print how clients hold every layer and buffer, why, and every problem at once; nothing is changed.
+    """Print how clients hold every layer and buffer, and why, with all problems at once; nothing is changed.
 
     Args:
         module: The user's module.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that
-            shows which layers run and in which order; ``None`` for Lightning's ``example_input_array`` of the module,
-            or no pass.
+            shows which layers run and in which order; ``None`` for the module's ``example_input_array``, as in
+            Lightning, or for no pass if it has none.
         layers: Choices that differ from the defaults; or a plan of this module, to print it again.
 
     Returns:
-        The plan that is printed, problems included. Give it to `SpectralSharding`, `cost_table` and the others as
-        ``layers``, and they follow it.
+        The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
+        and they follow it.
 
     Raises:
         ValueError: If ``layers`` is the plan of another module, or there is an example but no ``forward``.
@@ -46,7 +46,7 @@ def validate(
 def plan_of(
     module: nn.Module, layers: LayerChoices | ModulePlan = LayerChoices(), example_input: Example = None
 ) -> ModulePlan:
-    """The plan of ``module`` without problems: made here from choices, or made before and checked.
+    """A plan of ``module`` without problems: made from choices, or given and checked.
 
     Args:
         module: The user's module; it is only read.
@@ -54,7 +54,8 @@ def plan_of(
         example_input: As in `validate`; a given plan needs none.
 
     Raises:
-        ValueError: With every problem that `validate` shows, or if ``layers`` is the plan of another module.
+        ValueError: If `validate` shows problems, which the message lists, or if ``layers`` is the plan of another
+            module.
         TypeError: If ``layers`` is something else.
 
     Example:

@@ -1,1 +1,1 @@
-"""Networks cut by width: which channels belong together, and what is left of a module without some of them."""
+"""Networks cut by width: which channels belong together, and what remains of a module without some of them."""

@@ -1,4 +1,4 @@
-"""What a rule knows of a traced forward pass, and the rules that most operations need."""
+"""The information about a traced forward pass that rules use, and the rules that most operations need."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Pass:
 
     Attributes:
         units: Classes of labels.
-        splits: What is cut where a dimension is split.
-        axes: The labels of a tensor that was met.
+        splits: The dimension that is cut wherever a dimension is split.
+        axes: Returns the labels of a tensor of the pass.
     """
 
     units: Units
@@ -31,7 +31,7 @@ class Pass:
     axes: Callable[[Tensor], Axes]
 
     def unite(self, some: Labels, others: Labels) -> None:
-        """Unite the labels of two dimensions; one of size 1 is broadcast, and says nothing."""
+        """Unite the labels of two dimensions; a dimension of size 1 is broadcast and has no effect."""
         if len(some) == len(others):
             self.units.unite(some, others)
 
@@ -50,7 +50,7 @@ def fixed(shape: Sequence[int]) -> Axes:
 
 
 def elementwise(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Values at equal places belong together."""
+    """Values at the same place belong together."""
     axes = list(fixed(out.shape))
     of_inputs = [traced.axes(value) for value in tensors_of(call)]
     for place, size in enumerate(reversed(out.shape), start=1):
@@ -85,7 +85,7 @@ def input_of(call: Call) -> Tensor:
 
 
 def dims_of(call: Call, ndim: int, name: str = "dim") -> list[int]:
-    """The dimensions that an argument names; all, if it names none."""
+    """The dimensions that an argument names; all dimensions if it names none."""
     given = call.get(name)
     if given is None or given == []:
         return list(range(ndim))

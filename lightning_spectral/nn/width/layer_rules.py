@@ -1,4 +1,4 @@
-"""What operations of layers say about channels: products, convolutions, attention, norms and pooling."""
+"""Rules for the channels in the operations of layers: products, convolutions, attention, norms and pooling."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed,
 
 
 def embedding(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Rows are looked up by number, so none of them is cut."""
+    """Rows are looked up by number, so they are not cut."""
     rows, columns = traced.axes(call["weight"])
     traced.fix(rows)
     return (*fixed(out.shape[:-1]), columns)
 
 
 def matmul(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """A product of matrices, of batches of them, or of a matrix and a vector, with a bias for some."""
+    """A product of matrices, of batches of them, or of a matrix and a vector, possibly with a bias."""
     tensors = tensors_of(call)
     bias, (left, right) = tensors[:-2], map(traced.axes, tensors[-2:])
     inner = right[-2] if len(right) > 1 else right[-1]
@@ -42,7 +42,7 @@ def attention(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def convolution(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """A depthwise one takes its channels along; of a grouped one each group of channels loses the same."""
+    """Channels of a depthwise convolution go with its inputs; each group of a grouped one loses the same channels."""
     x, weight, groups = traced.axes(call["input"]), traced.axes(call["weight"]), call["groups"]
     traced.fix(*weight[2:])
     into, (first, second) = x[1], weight[:2]
@@ -84,7 +84,7 @@ def layer_norm(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def group_norm(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Whole groups go, or the same channels of each; of a sub-model either is as the whole one has it."""
+    """Whole groups are cut, or the same channels of each; a sub-model keeps the choice of the whole model."""
     axes, channels = traced.axes(call["input"]), call["C"]
     by_group = axes[1].reshape(call["group"], -1)
     groups_go, channels_go = by_group[:, :1], by_group[:1]
@@ -96,7 +96,7 @@ def group_norm(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def loses_groups(num_groups: int, num_channels: int) -> bool:
-    """Whether whole groups of a GroupNorm go; else the same channels of each: what leaves the finer choice.
+    """Whether whole groups of a GroupNorm are cut, or else the same channels of each: whichever is finer.
 
     Example:
         >>> loses_groups(32, 64), loses_groups(8, 64), loses_groups(2, 64)
@@ -106,7 +106,7 @@ def loses_groups(num_groups: int, num_channels: int) -> bool:
 
 
 def spatial(num_dims: int) -> Rule:
-    """All but the last dimensions stay."""
+    """The last dimensions are not cut; the others keep their labels."""
 
     def rule(traced: Pass, call: Call, out: Tensor) -> Axes:
         axes = traced.axes(input_of(call))

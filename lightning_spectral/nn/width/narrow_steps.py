@@ -1,4 +1,4 @@
-"""A sub-model that runs some steps with fewer channels than it has."""
+"""A sub-model that runs some steps with only part of its channels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_spectral.nn.width.sub_model import replacements, take
 
 @dataclass(frozen=True)
 class Narrow:
-    """What is left of a sub-model at a smaller width.
+    """The part of a sub-model that remains at a smaller width.
 
     Attributes:
-        indices: For each tensor that is cut, what stays along each dimension of the sub-model's.
-        sizes: For each layer that changes, the sizes that it then knows.
-        buffers: Buffers that the width has for itself, by name; steps change them, and they stay.
+        indices: For each tensor that is cut, the indices that stay along each dimension of the sub-model's tensor.
+        sizes: For each layer that changes, its size attributes at this width.
+        buffers: Buffers that belong to this width alone, by name; changes made to them by steps are kept.
     """
 
     indices: Mapping[str, tuple[Tensor, ...]]
@@ -45,7 +45,7 @@ def narrow_to(
         narrower: The whole module cut to the smaller width.
         plan: The plan of the whole module.
         widths: The keep ratios of both.
-        own: Names of buffers that the smaller width has for itself.
+        own: Names of buffers that belong to the smaller width alone.
     """
     buffers = {name: buffer for name, buffer in narrower.named_buffers() if name in own}
     whole, left = (plan.indices(plan.first(keep_ratio)) for keep_ratio in widths)
@@ -56,7 +56,7 @@ def narrow_to(
 
 
 def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """All whole numbers that each layer knows: those in which two cuts of one module differ are sizes."""
+    """All whole-number attributes of each layer: those in which two cuts of one module differ are sizes."""
     return {
         name: {attribute: value for attribute, value in vars(layer).items() if _is_size(value)}
         for name, layer in module.named_modules()
@@ -64,22 +64,22 @@ def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_size(value: object) -> bool:
-    """Whether it is a whole number, or a tuple of these."""
+    """Whether a value is a whole number, or a tuple of whole numbers."""
     return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value))
 
 
 class NarrowSteps:
     """Makes a sub-model narrower and whole again, in place.
 
-    While it is narrow, its layers hold parts of its parameters, through which gradients reach these: zero in the
-    entries that are not used. Layers with buffers that are cut hold copies of these, so what a narrow step writes into
-    BatchNorm's averages is forgotten, unless each width has its own.
+    While it is narrow, its layers hold parts of its parameters, through which gradients reach the parameters; gradients
+    are zero in the entries that are not used. Layers with buffers that are cut hold copies of these, so a narrow step's
+    updates of BatchNorm's averages are discarded, unless each width has its own.
 
-    The backward pass of each client's first narrow step is watched: layers that run again in it would be whole.
+    The backward pass of each client's first narrow step is watched, because layers that run again in it would be whole.
 
     Args:
         client: The sub-model.
-        narrow: What is left at each smaller keep ratio.
+        narrow: The part that remains at each smaller keep ratio.
 
     Attributes:
         counts: Number of steps of the client so far at each keep ratio.
@@ -94,7 +94,7 @@ class NarrowSteps:
 
     @property
     def buffers(self) -> dict[float, Mapping[str, Tensor]]:
-        """The buffers that smaller keep ratios have for themselves."""
+        """The buffers that belong to a smaller keep ratio alone."""
         return {keep_ratio: narrow.buffers for keep_ratio, narrow in self._narrow.items()}
 
     def start_client(self) -> None:
@@ -103,7 +103,7 @@ class NarrowSteps:
         self._is_watch_due = True
 
     def use(self, keep_ratio: float) -> None:
-        """Be as wide as a sub-model of this keep ratio, until `restore`; the client's own changes nothing."""
+        """Narrow the client to this keep ratio until `restore`; the client's own keep ratio changes nothing."""
         self.end_backward()
         self._put_back()
         self.counts[keep_ratio] += 1
@@ -114,7 +114,7 @@ class NarrowSteps:
                 self._put(vars(self._client.get_submodule(name)), sizes)
 
     def restore(self) -> None:
-        """Be as wide as the client is; the backward pass follows."""
+        """Restore the client's full width; the backward pass follows."""
         if self._before and self._is_watch_due:
             self._watch.begin()
             self._is_watch_due = False

@@ -1,4 +1,4 @@
-"""Which channels of a module belong together, as groups of interchangeable units."""
+"""The channels of a module that belong together, as groups of interchangeable units."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LISTED = 6  # names in a line of the table
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Channels of a module that can be lost one by one, each with all that belongs to it.
+    """A group of channels that can be removed one by one, each with everything that belongs to it.
 
     Attributes:
         name: Name of the first layer that has them.
-        num_units: How many there are.
-        first_label: Label of the first; the others follow.
-        tensors: For each parameter or buffer that is cut, the dimensions along which it is.
+        num_units: Number of channels in the group.
+        first_label: Label of the first channel; the others follow.
+        tensors: For each parameter or buffer that is cut, the dimensions along which it is cut.
     """
 
     name: str
@@ -41,22 +41,22 @@ class ChannelGroup:
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.tensors))
 
     def num_kept(self, keep_ratio: float) -> int:
-        """Number of units of a client of keep ratio r: ceil(r N)."""
+        """Number of units that a client with keep ratio r holds: ceil(r N)."""
         return num_terms_for(self.num_units, keep_ratio)
 
 
 @dataclass(frozen=True, eq=False)
 class WidthPlan:
-    """How a module can be cut by width; ``print`` shows it as a table.
+    """A plan of how a module can be cut by width; ``print`` shows it as a table.
 
     Attributes:
-        groups: What can be cut, in order of registration.
-        labels: For each tensor that is cut, the labels along each of its dimensions: 0 for what stays, else that of a
-            unit.
-        shapes: For each of them its whole shape.
+        groups: The groups of channels that can be cut, in order of registration.
+        labels: For each tensor that is cut, the labels along each of its dimensions: 0 for entries that stay, otherwise
+            the label of a unit.
+        shapes: The whole shape of each of these tensors.
         whole: Names of the trainable parameters that are held whole.
-        notes: Why channels are kept whole that might have been cut.
-        splits: Where a dimension of channels becomes several in the forward pass, the one that is cut.
+        notes: Reasons why channels that might have been cut are held whole.
+        splits: Where a dimension of channels becomes several in the forward pass, the dimension that is cut.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -68,7 +68,7 @@ class WidthPlan:
 
     @cached_property
     def num_labels(self) -> int:
-        """Number of labels, with that of what stays."""
+        """Number of labels, including the label of entries that stay."""
         return 1 + sum(group.num_units for group in self.groups)
 
     def indices(self, kept: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
@@ -95,7 +95,7 @@ class WidthPlan:
         return {name: tuple(map(torch.from_numpy, dims)) for name, dims in self.labels.items()}
 
     def first(self, keep_ratio: float) -> dict[str, Tensor]:
-        """The first units of each group, as many as a client of a keep ratio holds."""
+        """The first units of each group, as many as a client with this keep ratio holds."""
         return {group.name: torch.arange(group.num_kept(keep_ratio)) for group in self.groups}
 
     def num_parameters(self, module: nn.Module, keep_ratio: float) -> int:
@@ -115,7 +115,7 @@ class WidthPlan:
                 )
 
     def positions(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Where the entries of each small tensor are in the whole one, flattened; of the small tensor's shape.
+        """Positions of each small tensor's entries in the flattened whole tensor, in the shape of the small one.
 
         Tensors that stay whole are left out.
 

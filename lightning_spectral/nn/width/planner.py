@@ -1,4 +1,4 @@
-"""Finds the channels of a module that belong together, and keeps whole what does not work without some of them."""
+"""Finds the channels of a module that belong together, and keeps whole those that cannot be cut."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Place: TypeAlias = tuple[str, int]  # a tensor and one of its dimensions
 
 
 def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequence[str] = ()) -> WidthPlan:
-    """Which channels of a module can be cut, and what goes with each.
+    """Find the channels of a module that can be cut, and what is cut along with each of them.
 
-    Operations of a traced forward pass say which channels belong together: those of a residual sum, the inputs of a
-    layer and the outputs that it reads, the same places in each attention head. Each group is then tried: without one
-    of its channels the module has to run, and to put together those that the whole one does. What fails is held whole,
-    such as channels that the module's own code counts.
+    The operations of a traced forward pass show which channels belong together: those of a residual sum, the inputs of
+    a layer and the outputs that it reads, or the same places in each attention head. Each group is then tested: without
+    one of its channels, the module has to run and to combine the same channels as the whole module does. Groups that
+    fail are held whole, for example channels that the module's own code counts.
 
     Args:
         module: The user's module; it is only read.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments; ``None`` for Lightning's
-            ``example_input_array`` of the module. Use two examples or more.
-        exclude: Patterns of layers of which nothing is cut.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments; ``None`` for the module's
+            ``example_input_array``, as in Lightning. Use two examples or more.
+        exclude: Patterns of layers that are not cut at all.
 
     Raises:
         ValueError: If there is no example, or a pattern matches no layer.
@@ -60,7 +60,7 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
 
 
 def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
-    """Raise ``ValueError`` if the sub-models of a keep ratio do not work; without an example nothing is tried."""
+    """Raise ``ValueError`` if the sub-models of a keep ratio do not work; without an example nothing is tested."""
     if (example := example_of(module)) is None:
         return
     example = _on_cpu(as_input(module, example))
@@ -88,7 +88,7 @@ def _excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 class _Planner:
-    """The search for a plan: what does not work is given up until everything that is left does."""
+    """The search for a plan: groups that do not work are given up until all remaining ones work."""
 
     def __init__(self, module: nn.Module, example: Example, excluded: set[str]) -> None:
         self.module, self.example, self.excluded = module, example, excluded
@@ -119,7 +119,7 @@ class _Planner:
         return found
 
     def grouped(self, found: Found) -> WidthPlan:
-        """Units that are parts of the same dimensions, and of the same size in each, are a group."""
+        """Group the units that are parts of the same dimensions, with the same size in each."""
         classes = {name: tuple(map(found.units.find, axes)) for name, axes in found.axes.items()}
         parameters = {name for name, _ in self.module.named_parameters()}
         groups: list[ChannelGroup] = []
@@ -138,7 +138,7 @@ class _Planner:
         notes = list(self.notes)
         if found.unknown:
             operations = ", ".join(sorted(found.unknown))
-            notes.append(f"held whole is what goes through {operations}: no rule says which channels belong together")
+            notes.append(f"channels that go through {operations} are held whole: no rule says which belong together")
         shapes = {name: tuple(map(len, dims)) for name, dims in cut.items()}
         return WidthPlan(tuple(groups), cut, shapes, tuple(whole), tuple(notes), found.splits.taken)
 
@@ -156,9 +156,9 @@ class _Planner:
         return wrong
 
     def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> str:
-        """What happens if one unit of each of some groups is cut off; empty if all is well.
+        """The problem if one unit of each of some groups is cut off; empty if there is none.
 
-        What counts channels of its own may well divide half of them, but hardly all but one.
+        Code that counts channels on its own may well be able to divide half of them, but hardly all but one.
         """
         kept = {group.name: torch.arange(group.num_units - (group in groups)) for group in plan.groups}
         return problem_of(self.module, self.example, plan, kept)
@@ -179,13 +179,13 @@ class _Planner:
 
 
 def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mapping[str, torch.Tensor]) -> str:
-    """What is wrong with a module that is left with some units; empty if nothing is.
+    """The problem with a module that keeps only some units; empty if there is none.
 
     Args:
         module: The whole module, in evaluation mode; it is only read.
         example: Its input.
         plan: Its plan.
-        kept: The units that stay of each group.
+        kept: The units of each group that stay.
     """
     indices = plan.indices(kept)
     small = copy_module(module)
@@ -197,13 +197,13 @@ def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mappi
     whole = {name: fixed(t.shape) for name, t in travelling_tensors(small).items() if name not in known}
     try:
         found = trace_channels(small, example, plan.splits, {**known, **whole})
-    except Exception as error:  # of the user's own code, which counts channels in its own way
-        return f"the module does not run without some: {type(error).__name__}: {str(error).splitlines()[0]}"
-    return "without some, the others are not where they were" if found.units.num_unions else ""
+    except Exception as error:  # from the user's own code, which may count channels in its own way
+        return f"the module does not run without some channels: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return "without some channels, the others are not where they were" if found.units.num_unions else ""
 
 
 def _by_places(classes: Mapping[str, Sequence[Labels]]) -> dict[tuple[tuple[Place, int], ...], list[int]]:
-    """Classes of labels, but for that of what is fixed, by where they are and how often."""
+    """Classes of labels, except the fixed one, by where they occur and how often."""
     places: dict[int, list[tuple[Place, int]]] = defaultdict(list)
     for name, dims in classes.items():
         for dim, own in enumerate(dims):

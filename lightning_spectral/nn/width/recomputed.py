@@ -1,4 +1,4 @@
-"""Refuses layers that run again in the backward pass, when they are not what they were in the forward pass."""
+"""Refuses layers that run again in the backward pass, when they differ from what they were in the forward pass."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.hooks import RemovableHandle
 class RecomputationWatch:
     """Raises an error from a backward pass that runs layers again, as activation checkpointing does.
 
-    It has hooks only between `begin` and `end`, around a backward pass, in which no layer runs otherwise. So steps that
-    are not watched cost nothing; of those that are, each layer costs the registration of a hook.
+    It has hooks only between `begin` and `end`, around a backward pass, in which layers do not normally run. So steps
+    that are not watched cost nothing; in a watched step, each layer costs the registration of a hook.
 
     Args:
-        module: Whose layers they are.
-        names: Their names.
+        module: The module that has the layers.
+        names: Names of the layers.
     """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
@@ -25,12 +25,12 @@ class RecomputationWatch:
         self._handles: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Watch from here on, until `end`."""
+        """Start watching, until `end`."""
         self.end()
         self._handles = [layer.register_forward_pre_hook(_refuse) for layer in self._layers]
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

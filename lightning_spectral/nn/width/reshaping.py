@@ -15,17 +15,18 @@ Key: TypeAlias = tuple[int, int]
 
 @dataclass
 class Splits:
-    """Which of several new dimensions is the one that is cut, where a dimension of channels becomes several.
+    """The choices of which dimension is cut, wherever a dimension of channels is split into several.
 
-    A linear layer's ``heads * size`` outputs become ``(heads, size)``. The same sizes can go from each head, or whole
-    heads. Either choice unites the channels that go together; the one that leaves more units is taken first.
+    Suppose that a linear layer's ``heads * size`` outputs become ``(heads, size)``. Then either the same places can be
+    cut from each head, or whole heads. Either choice unites the channels that are cut together; the one that leaves
+    more units is tried first.
 
     Attributes:
         chosen: The dimension among the new ones, for splits where it is given; a split's key is the number of the
             reshaped tensor in the pass, and the first of the new dimensions.
-        taken: The dimension of every split of the pass.
-        rivals: For each split that has a choice, its dimensions in order of preference.
-        labels: The labels that each split parts.
+        taken: The dimension chosen for every split of the pass.
+        rivals: For each split with a choice, its dimensions in order of preference.
+        labels: The labels that each split divides.
     """
 
     chosen: Mapping[Key, int] = field(default_factory=dict)
@@ -40,9 +41,9 @@ def reshaped(units: Units, splits: Splits, axes: Sequence[Labels], shape: Sequen
 
     Args:
         units: The classes of labels.
-        splits: Choices that were made, and a record of those that are made here.
-        axes: The labels of each dimension before.
-        shape: The sizes after.
+        splits: Choices made so far, to which those made here are added.
+        axes: The labels of each dimension before reshaping.
+        shape: The sizes after reshaping.
     """
     new: list[Labels] = []
     number, splits.count = splits.count, splits.count + 1
@@ -53,7 +54,7 @@ def reshaped(units: Units, splits: Splits, axes: Sequence[Labels], shape: Sequen
 
 
 def _segments(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Runs of neighbouring dimensions, as short as can be, that hold the same values before and after."""
+    """Runs of neighbouring dimensions, as short as possible, that hold the same values before and after."""
     i = j = 0
     while i < len(before) or j < len(after):
         old, new = [i][: len(before) - i], [j][: len(after) - j]
@@ -89,7 +90,7 @@ def _merged(units: Units, axes: Sequence[Labels]) -> Labels:
 
 
 def _split(units: Units, splits: Splits, merged: Labels, key: Key) -> list[Labels]:
-    """The labels of each of some dimensions: of one of them those of its slices, of the others none."""
+    """The labels of each new dimension: for one of them, those of its slices; for the others, none."""
     new = [np.full(size, FIXED) for size in merged.shape]
     if not merged.any():
         return new
@@ -109,6 +110,6 @@ def _split(units: Units, splits: Splits, merged: Labels, key: Key) -> list[Label
 
 
 def _ranked(by_dim: Sequence[Labels]) -> tuple[int, ...]:
-    """Dimensions by the number of units that are left if each is the one that is cut."""
+    """Dimensions ranked by the number of units that are left if that dimension is cut."""
     num_units = [len(np.unique(slices.min(1))) for slices in by_dim]
     return tuple(sorted(range(len(by_dim)), key=lambda dim: (num_units[dim], dim), reverse=True))

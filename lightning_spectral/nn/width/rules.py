@@ -1,4 +1,4 @@
-"""Which rule goes with each of torch's operations."""
+"""The rule for each of torch's operations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SPATIAL = (
 
 
 def pieces(name: str, call: Call, outs: Sequence[Tensor]) -> list[Call]:
-    """The arguments from which each output follows: those of slices, for the pieces of a split tensor."""
+    """The arguments that determine each output: for the pieces of a split tensor, those of slices."""
     if name == "unbind":
         return [{"dim": 0, **call}] * len(outs)
     if name not in ("split", "split_with_sizes", "chunk"):
@@ -60,11 +60,11 @@ def pieces(name: str, call: Call, outs: Sequence[Tensor]) -> list[Call]:
 
 
 def rule_for(name: str, is_pointwise: bool) -> Rule:
-    """The rule of an operation; that of an unknown one cuts nothing.
+    """The rule for an operation; the rule for an unknown one cuts nothing.
 
     Args:
         name: Its name without namespace and overload, e.g. ``"add"``.
-        is_pointwise: Whether torch says that it acts on each value by itself.
+        is_pointwise: Whether torch tags it as acting on each value separately.
     """
     if name in RULES:
         return RULES[name]

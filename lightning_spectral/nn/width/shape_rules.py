@@ -1,4 +1,4 @@
-"""What operations that move, join, cut and sum up dimensions say about channels."""
+"""Rules for the channels in operations that move, join, cut and reduce dimensions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_spectral.nn.width.units import FIXED, Labels
 
 
 def reduce(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """What is summed up is gone."""
+    """Dimensions that are reduced disappear."""
     if "other" in call:  # the larger of two tensors
         return elementwise(traced, call, out)
     axes = traced.axes(input_of(call))
@@ -32,7 +32,7 @@ def reduce(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def view(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Dimensions become one, or one becomes several: see `reshaped`."""
+    """Several dimensions become one, or one becomes several: see `reshaped`."""
     return reshaped(traced.units, traced.splits, traced.axes(input_of(call)), out.shape)
 
 
@@ -59,7 +59,7 @@ def unsqueeze(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def squeeze(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Dimensions of size 1 are gone."""
+    """Dimensions of size 1 disappear."""
     axes = traced.axes(input_of(call))
     gone = [dim for dim in dims_of(call, len(axes)) if len(axes[dim]) == 1]
     return tuple(labels for dim, labels in enumerate(axes) if dim not in gone)
@@ -77,7 +77,7 @@ def expand(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def select(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """One place of a dimension is read, and the dimension is gone."""
+    """One place of a dimension is read, and the dimension disappears."""
     axes = traced.axes(input_of(call))
     dim = call["dim"] % len(axes)
     return axes[:dim] + axes[dim + 1 :]
@@ -104,7 +104,7 @@ def flip(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def cat(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Along one dimension the pieces' own channels; along the others those of all belong together."""
+    """Along one dimension, each piece keeps its own channels; along the others, those of all pieces belong together."""
     pieces = [axes for axes in map(traced.axes, call["tensors"]) if len(axes) == out.ndim]  # not torch's empty ones
     dim = call.get("dim", 0) % out.ndim
     for axes in pieces[1:]:
@@ -115,21 +115,21 @@ def cat(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def stack(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Equal places of all pieces belong together; the new dimension has no channels."""
+    """The same places of all pieces belong together; the new dimension has no channels."""
     axes = list(elementwise(traced, call, call["tensors"][0]))
     axes.insert(call.get("dim", 0) % out.ndim, fixed([len(call["tensors"])])[0])
     return tuple(axes)
 
 
 def repeat(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """The same channels again and again."""
+    """The same channels, repeated."""
     axes = traced.axes(input_of(call))
     axes = (*fixed([1] * (out.ndim - len(axes))), *axes)
     return tuple(np.tile(labels, times) for labels, times in zip(axes, call["repeats"], strict=True))
 
 
 def pad(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """What is added is no channel."""
+    """Padding adds no channels."""
     axes = list(traced.axes(input_of(call)))
     pairs = zip(call["pad"][::2], call["pad"][1::2], strict=True)
     for place, (before, after) in enumerate(pairs, start=1):
@@ -139,7 +139,7 @@ def pad(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def index(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Along indexed dimensions nothing is cut."""
+    """Indexed dimensions are not cut."""
     axes, indices = traced.axes(call["self"]), call["indices"]
     places = [dim for dim, index in enumerate(indices) if index is not None]
     traced.fix(*(axes[dim] for dim in places))
@@ -153,7 +153,7 @@ def index(traced: Pass, call: Call, out: Tensor) -> Axes:
 
 
 def ordered(traced: Pass, call: Call, out: Tensor) -> Axes:
-    """Along one dimension the order matters, or the number of values: nothing of it is cut."""
+    """The order or the number of values along a dimension matters, so it is not cut."""
     axes = traced.axes(input_of(call))
     traced.fix(*(axes[dim] for dim in dims_of(call, len(axes))))
     return axes

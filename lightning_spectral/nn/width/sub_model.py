@@ -16,11 +16,11 @@ from lightning_spectral.protocol.exchange import copy_module
 
 @torch.no_grad()
 def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> None:
-    """Cut parameters and buffers of a module, and let its layers know their new sizes.
+    """Cut parameters and buffers of a module, and update the sizes that its layers store.
 
     Args:
         module: A copy of the user's module.
-        indices: For each tensor that is cut, what stays along each dimension.
+        indices: For each tensor that is cut, the indices that stay along each dimension.
     """
     small, before = _small_tensors(module, indices), {layer: _channels(layer) for layer in module.modules()}
     for own, new in replacements(module, small):
@@ -38,7 +38,7 @@ def cut_copy(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> Any:
         keep_ratio: Share of the channels that stay.
     """
     indices = plan.indices(plan.first(keep_ratio))
-    # What is about to be cut is not copied first.
+    # Parameters that are about to be cut are not copied first.
     parameters = dict(module.named_parameters())
     small = copy_module(module, [parameters[name] for name in indices if name in parameters])
     cut_module(small, indices)
@@ -46,11 +46,11 @@ def cut_copy(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> Any:
 
 
 def replacements(module: nn.Module, small: Mapping[int, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """For each layer the dictionaries of its tensors, and what comes in the place of some.
+    """For each layer, the dictionaries of its tensors, each with the new tensors that replace some of them.
 
     Args:
         module: The module.
-        small: New tensors, by the identity of the old one, which may be in several places.
+        small: New tensors, by the identity of the old one, which may occur in several places.
     """
     for layer in module.modules():
         owned: list[dict[str, Any]] = [layer._parameters, layer._buffers]
@@ -59,7 +59,7 @@ def replacements(module: nn.Module, small: Mapping[int, Tensor]) -> Iterator[tup
 
 
 def take(tensor: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """What is left of a tensor."""
+    """The part of a tensor at the given indices of each dimension."""
     for dim, index in enumerate(indices):
         if len(index) < tensor.shape[dim]:
             tensor = tensor.index_select(dim, index.to(tensor.device))
@@ -83,7 +83,7 @@ def _is_transformers_linear(layer: nn.Module) -> bool:
 
 
 def _small_tensors(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> dict[int, Tensor]:
-    """The cut tensors, by the identity of the whole one, which may be in several places."""
+    """The cut tensors, by the identity of the whole one, which may occur in several places."""
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     small: dict[int, Tensor] = {}
     for name, where in indices.items():
@@ -94,14 +94,14 @@ def _small_tensors(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -
 
 
 def _channels(layer: nn.Module) -> tuple[int, ...]:
-    """Numbers of a layer that decide how its channels go: groups, and channels."""
+    """The numbers of groups and of channels of a layer, which decide how its channels are cut."""
     if isinstance(layer, _ConvNd):
         return layer.groups, layer.in_channels
     return (layer.num_groups, layer.num_channels) if isinstance(layer, nn.GroupNorm) else ()
 
 
 def _resize(layer: Any, before: tuple[int, ...]) -> None:
-    """Set what torch's layers know of their own sizes."""
+    """Update the sizes that torch's layers store."""
     weight = getattr(layer, "weight", None)
     if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None:
         _resize_attention(layer)

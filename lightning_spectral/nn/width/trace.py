@@ -20,12 +20,12 @@ from lightning_spectral.nn.width.units import Units
 
 @dataclass
 class Found:
-    """What a pass says about the channels of a module.
+    """The result of a pass: what it shows about the channels of a module.
 
     Attributes:
         units: Classes of labels.
         axes: For each parameter and buffer by name, the labels along its dimensions.
-        unknown: Names of the operations that there is no rule for.
+        unknown: Names of the operations for which there is no rule.
         splits: Choices where a dimension of channels becomes several.
     """
 
@@ -41,7 +41,7 @@ def trace_channels(
     chosen: Mapping[Key, int] | None = None,
     known: Mapping[str, Axes] | None = None,
 ) -> Found:
-    """Find which channels of a module belong together, in one forward pass.
+    """Find the channels of a module that belong together, in one forward pass.
 
     Args:
         module: A copy, on the CPU and in evaluation mode.
@@ -67,8 +67,8 @@ def trace_channels(
 
 
 def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
-    """Torch's attention is as wide inside as outside."""
-    if layer.in_proj_weight is None:  # inputs of different widths
+    """Unite the inner and outer channels of torch's attention, which have the same width."""
+    if layer.in_proj_weight is None:  # inputs have different widths
         for weight in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight):
             traced.fix(*traced.axes(weight))
         return
@@ -78,7 +78,7 @@ def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
 
 
 class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each operation, and gives its outputs labels."""
+    """Runs each operation and labels its outputs."""
 
     def __init__(self, found: Found) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.put(out, fixed(out.shape) if axes is None else axes)
 
     def _followed(self, rule: Rule, call: Call, out: Tensor) -> Axes | None:
-        """What a rule says of an output; ``None`` if it does not apply, as to the indices of a maximum."""
+        """The labels of an output by a rule; ``None`` if it does not apply, as to the indices of a maximum."""
         if rule is unknown:
             return None
         try:

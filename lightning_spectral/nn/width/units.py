@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 Labels: TypeAlias = npt.NDArray[np.int64]
-FIXED = 0  # the label of what is never cut
+FIXED = 0  # the label of entries that are never cut
 
 
 class Units:
-    """Labels, each with the class that it belongs to; classes can be united, and with `FIXED`, too.
+    """Labels, each with the class that it belongs to; classes can be united with each other or with `FIXED`.
 
     Attributes:
-        num_unions: How often two classes became one.
+        num_unions: Number of times that two classes became one.
 
     Example:
         >>> units = Units()
@@ -42,7 +42,7 @@ class Units:
         return labels
 
     def own_labels(self, shape: Sequence[int], known: Sequence[Labels] | None = None) -> tuple[Labels, ...]:
-        """The labels of a tensor's dimensions: new ones, but for sizes of 1; or new ones for each known label."""
+        """The labels of a tensor's dimensions: the known ones, or new ones except for dimensions of size 1."""
         if known is None:
             return tuple(self.fresh(size) if size > 1 else np.full(size, FIXED) for size in shape)
         most = max((int(labels.max(initial=0)) for labels in known), default=0)
@@ -50,17 +50,17 @@ class Units:
         return tuple(known)
 
     def find(self, labels: Labels) -> Labels:
-        """The least label of each one's class."""
+        """The smallest label in the class of each label."""
         while not np.array_equal(above := self._parent[labels], labels):
             labels = above
         return labels
 
     def agree(self, some: Labels, others: Labels) -> bool:
-        """Whether labels at equal places have the same class; arrays broadcast."""
+        """Whether labels at the same places have the same class; arrays broadcast."""
         return bool((self.find(some) == self.find(others)).all())
 
     def unite(self, some: Labels, others: Labels) -> None:
-        """Unite the classes of labels at equal places; arrays broadcast."""
+        """Unite the classes of labels at the same places; arrays broadcast."""
         pairs = np.stack(np.broadcast_arrays(self.find(some), self.find(others))).reshape(2, -1)
         for one, two in np.unique(pairs[:, pairs[0] != pairs[1]], axis=1).T:
             least, largest = sorted(self.find(np.array([one, two])).tolist())
@@ -69,5 +69,5 @@ class Units:
                 self.num_unions += 1
 
     def fix(self, labels: Labels) -> None:
-        """Never cut what has these labels."""
+        """Never cut entries with these labels."""
         self.unite(labels, np.array(FIXED))

@@ -1,4 +1,4 @@
-"""Which weights of a module Zampling replaces, and the influence matrix that makes them."""
+"""The weights of a module that Zampling replaces, and the influence matrix that generates them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _one_factor(argument: str, value: Any) -> Any:
     return Number(at_least=1, hint="it is the number of weights for each probability")(argument, value)
 
 
-# The rules of the settings that `Zampling` shares with `Compression`, by the names that users know.
+# The rules for the settings that `Zampling` shares with `Compression`, by the names that users know.
 COMPRESSION: Mapping[str, Rule] = MappingProxyType(
     {
         "compression": _one_factor,
@@ -51,9 +51,9 @@ class CompressedWeight:
     """One parameter that becomes some rows of Qz.
 
     Attributes:
-        name: The parameter's name; if it is tied, the first.
+        name: The parameter's name; the first one if it is tied.
         shape: Its shape.
-        fan_in: Number of inputs of an output of its layer; 2 for embeddings, whose initial variance is then 1.
+        fan_in: Number of inputs to each output of its layer; 2 for embeddings, whose initial variance is then 1.
     """
 
     name: str
@@ -68,17 +68,18 @@ class CompressedWeight:
 
 @dataclass(frozen=True)
 class Compression:
-    """How weights are compressed: everything that determines Q but the module and the seed.
+    """Configuration of the compression: everything that determines Q except the module and the seed.
 
     Args:
         factor: Number of weights for each probability, m / n.
-        degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
+        degree: Number d of probabilities that each weight depends on; ``None`` gives each weight a probability of its
+            own, with a diagonal Q.
         init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed 6 / (d fan_in).
-        sampled: Whether the forward pass uses bits, whose mean square is 1/2, or probabilities, 1/3.
+        sampled: Whether the forward pass uses bits, with mean square 1/2, or probabilities, with mean square 1/3.
         values: Distribution of the entries of Q.
         exclude: Patterns of parameter names that stay dense.
-        include: Patterns of further parameters, of two dimensions or more, that are compressed.
-        memory: Bytes that a process may keep of Q.
+        include: Patterns of additional parameters, with two or more dimensions, to compress.
+        memory: Bytes of Q that a process may keep.
         gain: Factor on the standard deviation of the entries of Q.
 
     Raises:
@@ -116,7 +117,7 @@ class Compression:
         """Variance of the entries of Q in the rows of a layer.
 
         With a gain of 1 the forward pass has weights of variance 2 / fan_in, because d entries are multiplied by values
-        of mean square 1/2 (bits) or 1/3 (uniform probabilities). The paper prints the second for both (Lemma 2.1).
+        of mean square 1/2 (bits) or 1/3 (uniform probabilities). The paper prints the latter for both (Lemma 2.1).
 
         Example:
             >>> Compression(32, degree=10).variance(fan_in=100), Compression(32, init="paper").variance(100)
@@ -135,7 +136,7 @@ class Compression:
         return torch.rand(self.num_probs(weights), dtype=torch.float32, generator=generator)
 
     def matrix(self, weights: Sequence[CompressedWeight], seed: int) -> InfluenceMatrix:
-        """Q, which depends on the seed and each weight's name alone, and on n.
+        """Q, whose rows depend on the seed, the weight's name and n only.
 
         Raises:
             ValueError: If the degree is larger than n.
@@ -149,9 +150,9 @@ class Compression:
     def weights_of(self, module: nn.Module) -> tuple[CompressedWeight, ...]:
         """The parameters that are compressed: weights and biases of affine layers, and embeddings.
 
-        What is frozen or has a gradient hook stays as it is. Parameters of normalisation layers, of parametrised layers
-        and of modules that this package does not know travel whole: a scale that should be near 1 is no random number
-        around 0.
+        Parameters that are frozen or have a gradient hook are left as they are. Parameters of normalisation layers, of
+        parametrised layers and of modules unknown to this package are sent whole: a scale that should be near 1 cannot
+        be a random number around 0.
 
         Raises:
             ValueError: If there is none, or one is complex, or read through a property without a setter.
@@ -199,7 +200,7 @@ class Compression:
 
 
 def _of_special_embeddings(module: nn.Module) -> set[int]:
-    """Tables that stay dense wherever they are used: padding rows must stay zero, sparse gradients make no vector."""
+    """Tables that always stay dense: padding rows must stay zero, and sparse gradients do not form a vector."""
     special = (m for m in module.modules() if isinstance(m, nn.Embedding) and (m.padding_idx is not None or m.sparse))
     return {id(embedding.weight) for embedding in special}
 
@@ -207,7 +208,7 @@ def _of_special_embeddings(module: nn.Module) -> set[int]:
 def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
     if isinstance(owner, nn.Embedding):
         return 2
-    if f"{type(owner).__module__}.{type(owner).__qualname__}" in BY_NAME:  # stored the other way round
+    if f"{type(owner).__module__}.{type(owner).__qualname__}" in BY_NAME:  # stored transposed
         return weight.shape[0]
     if isinstance(owner, _ConvNd) and owner.transposed:
         # An input reaches k outputs, s apart: an output has k / s inputs of each channel, on average.

@@ -1,4 +1,4 @@
-"""Weights that are made from scores whenever they are used, for training without federation."""
+"""Weights that are computed from scores whenever they are used, for training without federation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class LocalWeights(SampledWeights):
         module: Changed in place.
         weights: The parameters to replace.
         how: How they are compressed.
-        link: From scores to probabilities.
-        seed: Of Q, the first probabilities and every draw.
+        link: Maps scores to probabilities.
+        seed: Seed of Q, of the first probabilities and of every draw.
 
     Attributes:
-        num_draws: Number of samples that backward passes have used, a buffer: draw k follows from the seed and k.
-        matrix_id: A hash of Q, a buffer: scores mean nothing with another Q, and are not loaded.
+        num_draws: Buffer with the number of samples that backward passes have used; the seed and k determine draw k.
+        matrix_id: Buffer with a hash of Q; scores are meaningless with another Q, and are then not loaded.
     """
 
     num_draws: Tensor
@@ -45,22 +45,22 @@ class LocalWeights(SampledWeights):
         self.register_buffer("num_draws", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("matrix_id", torch.tensor(derived_seed(seed, "matrix", described), device=device))
         self.seed = seed
-        self._names = {owner: names[owner] for owner, *_ in self._sites}  # in order, of the dense ones too
+        self._names = {owner: names[owner] for owner, *_ in self._sites}  # in order, including the dense ones
         self._draw = 0  # index of the sample in use
-        self._made: tuple[Any, ...] | None = None  # what the weights were made for; None if they have to be made anew
+        self._made: tuple[Any, ...] | None = None  # what the weights were made for; None if new ones are needed
         self._held = False
         owners = set(self._names)
         users = [part for part in module.modules() if not owners.isdisjoint(part.modules())]
         self._handles = [user.register_forward_pre_hook(self.renew) for user in users]
 
     def renew(self, *_: Any) -> None:
-        """Make the weights anew if they were used up, or made for other scores or another mode."""
+        """Make new weights if the old ones were used up, or were made for other scores or another mode."""
         graph = torch.is_grad_enabled() and self.scores.requires_grad
         wanted = (self.training, graph, self.scores._version)
         made_for, *made = self._made or (None,)
         if self._held or (made_for is self.scores and tuple(made) == wanted):
             return
-        # A checkpointed segment is computed again during the backward pass, with the sample that it had.
+        # A checkpointed segment is computed again during the backward pass, with its original sample.
         if torch._C._current_graph_task_id() == -1:
             self._draw = int(self.num_draws)
         self._made = (self.scores, *wanted)
@@ -79,11 +79,11 @@ class LocalWeights(SampledWeights):
         self.put(self._expanded(z))
 
     def release(self) -> None:
-        """Make weights anew again when they are used."""
+        """Make new weights again when they are used."""
         self._held, self._made = False, None
 
     def restore(self, generator: torch.Generator | None) -> None:
-        """Give the module parameters of the values Qp, or Qz of one sample; it no longer depends on the scores."""
+        """Give the module parameters with the values Qp, or Qz of one sample, which do not depend on the scores."""
         for handle in self._handles:
             handle.remove()
         z = self.probs if generator is None else self.draw_bits(generator)
@@ -107,7 +107,7 @@ class LocalWeights(SampledWeights):
         self.rest()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LocalWeights:
-        self._made = None  # the weights that were made stay where they were, and of their type
+        self._made = None  # the weights already made would keep their device and type
         super()._apply(fn, recurse)
         return self
 
@@ -120,14 +120,14 @@ class LocalWeights(SampledWeights):
             super()._load_from_state_dict(state_dict, prefix, *others)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give up the graph of the weights, which cannot be copied: the module and its copy each make theirs anew.
+        """Drop the graph of the weights, which cannot be copied; the module and its copy each make new weights.
 
-        The hooks are copied before the weights, so this comes early enough.
+        The hooks are copied before the weights, so this happens early enough.
         """
         self._give_up()
         return {**self.__dict__, "_held": False}
 
 
 def _kept_as_they_are() -> saved_tensors_hooks:
-    """What is saved for the backward pass belongs to no checkpointed segment, even if it is made in one."""
+    """Hooks that keep tensors saved for the backward pass out of a checkpointed segment in which they are made."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""Scores in place of weights: the weights of a step are Qz, drawn anew, and gradients go to the scores."""
+"""Scores in place of weights: each step draws new weights Qz, and gradients go to the scores."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_spectral.functional.zampling.links import Link
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
 
-NAME = "_zampling"  # of this module in the one whose weights it makes
+NAME = "_zampling"  # of this module within the one whose weights it computes
 
 
 class SampledWeights(nn.Module):
-    """Takes the place of some parameters of a module, whose values it computes from scores.
+    """Replaces some parameters of a module by values that it computes from scores.
 
     The parameters are removed from the module, and plain tensors of the same names take their place, so that layers
     compute with them as before and gradients reach the scores. `draw` replaces them by a new sample.
 
     Args:
-        module: Changed in place: its compressed parameters go, and this module becomes its ``_zampling``.
+        module: Changed in place: its compressed parameters are removed, and this module becomes its ``_zampling``.
         weights: The parameters to replace.
         matrix: Q, with a row for each of their entries.
-        link: From scores to probabilities.
+        link: Maps scores to probabilities.
         sampled: Whether weights are Qz with random bits z, or Qp.
 
     Attributes:
@@ -55,7 +55,7 @@ class SampledWeights(nn.Module):
         self.shapes = tuple(weight.shape for weight in weights)
         self.matrix, self.link, self.sampled = matrix, link, sampled
         self._sites = tuple(_take_out(module, [weight.name for weight in weights]))
-        self.dtype = first.dtype  # of the weights; scores have at least 32 bits, or bits would be drawn with a bias
+        self.dtype = first.dtype  # of the weights; scores have at least 32 bits, so that bits are drawn without bias
         self.scores = nn.Parameter(
             torch.zeros(matrix.num_columns, dtype=_at_least_float32(first.dtype), device=first.device)
         )
@@ -68,18 +68,18 @@ class SampledWeights(nn.Module):
 
     @torch.no_grad()
     def set_probs(self, probs: Tensor) -> None:
-        """Set the scores to those of given probabilities."""
+        """Set the scores to those of the given probabilities."""
         self.scores.copy_(self.link.scores(probs.to(self.scores)))
 
     def forward(self, inputs: Any) -> Any:
-        """Return what comes in: where a module calls all of its children, as `nn.Sequential` does, this one is too."""
+        """Return the inputs: modules that call all of their children, such as `nn.Sequential`, also call this one."""
         return inputs
 
     def draw(self, generator: torch.Generator | None = None) -> None:
         """Give the module the weights of a new sample, through which gradients reach the scores.
 
         Args:
-            generator: Draws the bits, on the CPU; not needed without sampling.
+            generator: Source of randomness, on the CPU; not needed without sampling.
         """
         z = self.draw_bits(generator) if self.sampled else self.probs
         self.put(self.combine(z))
@@ -94,7 +94,7 @@ class SampledWeights(nn.Module):
         return draw_bits(self.probs, generator)
 
     def rest(self) -> None:
-        """Give up the last sample, and the graph that leads from it to the scores."""
+        """Detach the last sample, which frees the graph that leads from it to the scores."""
         for owner, name, _ in self._sites:
             setattr(owner, name, getattr(owner, name).detach())
 
@@ -104,7 +104,7 @@ class SampledWeights(nn.Module):
             setattr(owner, name, weights[i])
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """All entries of the weights, shape ``(m,)``, as one tensor for each weight, of the weights' type."""
+        """Split all entries of the weights, shape ``(m,)``, into one tensor for each weight, of the weights' type."""
         return split_weights(flat.to(self.dtype), self.shapes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SampledWeights:
@@ -119,7 +119,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Cut one long vector into tensors of given shapes, which share its memory.
+    """Cut one long vector into tensors of the given shapes, which share its memory.
 
     Example:
         >>> [tuple(part.shape) for part in split_weights(torch.zeros(7), [(2, 3), (1,)])]
@@ -130,7 +130,7 @@ def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tens
 
 
 class _Expand(torch.autograd.Function):
-    """w = Qz forwards, and Q^T grad_w backwards, from bits to scores as the link says."""
+    """Forward w = Qz, and backward Q^T grad_w, from bits to scores as the link defines."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, z: Tensor, weights: SampledWeights) -> tuple[Tensor, ...]:
@@ -150,7 +150,7 @@ class _Expand(torch.autograd.Function):
 
 
 def _take_out(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str, int]]:
-    """Replace parameters, wherever they are used, by plain tensors; return where each stands."""
+    """Replace parameters, wherever they are used, by plain tensors; return the place of each."""
     index_of = {id(module.get_parameter(name)): i for i, name in enumerate(names)}
     sites = [
         (owner, name, index_of[id(parameter)])

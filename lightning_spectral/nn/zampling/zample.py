@@ -1,4 +1,4 @@
-"""Local Zampling, with no federation: any trainer trains the scores of a module, as it would train its weights."""
+"""Local Zampling, without federation: any trainer can train the scores of a module as it would train its weights."""
 
 from __future__ import annotations
 
@@ -35,36 +35,37 @@ def zample(
 ) -> Module:
     """Train scores in place of a module's weights, with any trainer: ``module.parameters()`` then holds the scores.
 
-    It behaves as dropout does. In training mode each forward and backward pass uses one new sample Qz in all layers,
-    in evaluation mode the expected network Qp. Draws follow from ``seed`` and a counter in the ``state_dict``, so a
-    resumed run repeats an uninterrupted one.
+    It behaves like dropout. In training mode, each forward and backward pass uses one new sample Qz in all layers; in
+    evaluation mode, the expected network Qp is used. Draws are determined by ``seed`` and a counter in the
+    ``state_dict``, so a resumed run repeats an uninterrupted one.
 
     Args:
-        module: Changed in place: its weights and biases of affine layers, and embeddings, become combinations of
-            scores. The values they had are not used.
+        module: Changed in place: the weights and biases of its affine layers, and its embeddings, become combinations
+            of scores. Their previous values are not used.
         compression: Number of weights for each probability, m / n, at least 1.
-        degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
+        degree: Number d of probabilities that each weight depends on; ``None`` gives each weight a probability of its
+            own, with a diagonal Q.
         init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed variance of Q.
         sampled: Whether training uses bits; ``False`` for probabilities, the paper's ContinuousModel.
-        link: From scores to probabilities; ``None`` for `Clip()`.
+        link: Maps scores to probabilities; ``None`` for `Clip()`.
         values: Distribution of the entries of Q, ``"normal"`` or ``"sign"``.
-        seed: Of Q, the first probabilities and every draw.
+        seed: Seed of Q, of the first probabilities and of every draw.
         exclude: Shell-style patterns of parameter names that stay dense.
-        include: Patterns of further parameters, of two dimensions or more, that are compressed.
-        memory: Bytes that may be kept of Q.
+        include: Patterns of additional parameters, with two or more dimensions, to compress.
+        memory: Bytes of Q that may be kept.
         gain: Factor on the standard deviation of the entries of Q.
 
     Returns:
         The same module.
 
     Raises:
-        ValueError: If the module was changed before, there is nothing to compress, or a number is out of range.
+        ValueError: If the module has been changed before, there is nothing to compress, or a number is out of range.
 
     Note:
-        Weight decay pulls scores to 0; AdamW has some unless told otherwise. A sample is used until a backward pass
-        has reached the scores: with frozen scores it stays, and losses of several forward passes are added before one
-        backward pass. Weights are renewed when ``module`` or a part of it that contains some is called, so code that
-        reads a weight before any such call sees the last ones.
+        Weight decay pulls scores to 0; AdamW applies some by default. A sample is used until a backward pass has
+        reached the scores. So it stays the same while the scores are frozen, and the losses of several forward passes
+        have to be added before one backward pass. Weights are renewed when ``module``, or a part of it that contains
+        some of them, is called; code that reads a weight before any such call sees the previous ones.
 
     Reference:
         Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning, section
@@ -83,7 +84,7 @@ def zample(
 
 
 def unzample(module: Module, generator: torch.Generator | None = None) -> Module:
-    """Undo `zample`: plain parameters take the place of scores, under their own names.
+    """Undo `zample`: plain parameters take the place of scores, under their original names.
 
     Args:
         module: Changed in place.
@@ -108,7 +109,7 @@ def unzample(module: Module, generator: torch.Generator | None = None) -> Module
 def sampled_networks(module: Module, num_samples: int, generator: torch.Generator) -> Iterator[Module]:
     """Iterate over sampled networks: ``module`` itself, in evaluation mode, with one sample Qz after another.
 
-    Afterwards, and when the loop is left early, the mode is as it was, and weights are again those of `zample`.
+    When the loop ends, even early, the mode is restored and the weights are again those of `zample`.
 
     Example:
         >>> net = zample(nn.Linear(30, 1), compression=2)
@@ -130,10 +131,10 @@ def sampled_networks(module: Module, num_samples: int, generator: torch.Generato
 
 
 def local_weights(module: nn.Module) -> LocalWeights:
-    """What makes the weights of a module that `zample` changed.
+    """The part of a module changed by `zample` that computes its weights.
 
     Raises:
-        ValueError: If it did not.
+        ValueError: If the module was not changed by `zample`.
     """
     found = getattr(module, NAME, None)
     if not isinstance(found, LocalWeights):

@@ -97,5 +97,5 @@ def test_entropy_is_that_of_a_slow_loop() -> None:
 
 
 def test_another_number_of_digits_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 digits travel as as many rows of bytes, got 1"):
+    with pytest.raises(ValueError, match="3 digits travel as 3 rows of bytes, got 1"):
         unpack_levels(torch.zeros(1, 1, dtype=torch.uint8), num_probs=8, num_bits=3)

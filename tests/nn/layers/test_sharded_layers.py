@@ -303,7 +303,7 @@ def test_number_of_terms_out_of_range_is_refused(num_terms: int) -> None:
 def test_a_grouped_convolution_needs_the_grouped_type() -> None:
     with pytest.raises(ValueError, match="one group, got a convolution with groups=2"):
         snn.SpectralShardedConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), num_terms=2)
-    with pytest.raises(ValueError, match=r"as many terms as the others, got \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"the same number of terms, got \(1, 2\)"):
         snn.SpectralShardedGroupedConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), num_terms=(1, 2))
 
 

@@ -267,7 +267,7 @@ def test_a_layer_without_a_rule_keeps_its_channels_whole() -> None:
 
     plan = width_plan(Sorted(), torch.randn(2, 4))
     assert [group.name for group in plan.groups] == ["two"]
-    assert "held whole is what goes through sort: no rule" in str(plan)
+    assert "channels that go through sort are held whole: no rule" in str(plan)
 
 
 def test_the_plan_leaves_module_and_random_state_as_they_are() -> None:

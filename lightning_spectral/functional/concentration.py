@@ -13,7 +13,8 @@ from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
 TAIL = Number(at_least=0, at_most=1, hint="it multiplies the terms beyond the first ones")
 
 # Fluctuation of the largest eigenvalue of a random matrix about its edge, in units of the Tracy-Widom law. Its mean is
-# -1.2 and its standard deviation 1.3; one random matrix in some hundred thousand exceeds 5.
+# -1.2 and its standard deviation 1.3; one random matrix in 40,000 exceeds 5, by the tail
+# exp(-2/3 s^(3/2)) / (4 sqrt(pi) s^(3/4)).
 TRACY_WIDOM = 5.0
 # Seven standard deviations of John's statistic above its mean.
 SPREAD = 15.0

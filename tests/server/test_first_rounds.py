@@ -230,9 +230,13 @@ class LitNorm(LitWide):
         return nn.functional.cross_entropy(self(x), y)
 
 
+KEPT = {"keep_buffers": ["*.running_*"]}
+STEP_WIDTHS: dict[str, Any] = {"keep_ratio": 1.0, "step_widths": (0.5, 1.0)}
+
+
 @pytest.mark.parametrize(
     "algorithm",
-    [ls.FedAvg(keep_buffers=["*.running_*"]), ls.WidthSharding(keep_buffers=["*.running_*"]), ls.LoRA(2, None)],
+    [ls.FedAvg(**KEPT), ls.WidthSharding(**KEPT), ls.WidthSharding(**KEPT, **STEP_WIDTHS), ls.LoRA(2, None)],
     ids=repr,
 )
 def test_averages_that_nobody_sets_are_named(algorithm: Any, data: Any, fit: Fit) -> None:
@@ -247,7 +251,13 @@ def test_averages_that_nobody_sets_are_named(algorithm: Any, data: Any, fit: Fit
     assert said_during(lambda: fit(learned, data, algorithm=algorithm, max_epochs=1)) == []
 
 
+def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
+    assert ls.WidthSharding(**STEP_WIDTHS).averages_may_rest(seeded(LitNorm))
+    assert not ls.WidthSharding(**STEP_WIDTHS, **KEPT).averages_may_rest(seeded(LitNorm))
+    assert not ls.WidthSharding().averages_may_rest(seeded(LitNorm))
+
+
 def test_averages_of_clients_and_those_of_a_round_without_any_are_not_named(data: Any, fit: Fit) -> None:
     assert said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2)) == []
-    kept = ls.FedAvg(keep_buffers=["*.running_*"])
+    kept = ls.FedAvg(**KEPT)
     assert said_during(lambda: fit(seeded(LitNorm), data, algorithm=kept, local_epochs=0, max_epochs=2)) == []

@@ -17,7 +17,7 @@ and where the time went. It reads what runs left on the disk:
   wandb/offline-run-.../run-....wandb   an offline run of Weights & Biases, even one that was killed
   lightning_logs/version_0              metrics.csv and hparams.yaml of Lightning's CSVLogger
   lightning_logs/version_0              event files and hparams.yaml of Lightning's TensorBoardLogger
-  history.json                          what RoundHistory.save wrote
+  run.json                              what RoundHistory.save wrote
   a folder                              all runs of the first three kinds in it
 
 Runs whose settings differ only in their seeds form one group, drawn as a mean with a band.

@@ -51,7 +51,7 @@ class OneLayer:
         self.units = [unit for units in groups.values() for unit in units]
 
     def play(self, noise: float = 1.0, left_out: Sequence[int] = ()) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
-        """Train everybody and close, with a server step of plain averaging; for each client terms and all parts."""
+        """Train all clients and close with a plain averaging step; return each client's terms and all parts."""
         uploads = {}
         for unit in self.units:
             terms, sent = self.round.draw(unit)
@@ -165,7 +165,7 @@ def test_all_terms_for_everybody_are_plain_federated_lora() -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_clients_that_change_nothing_change_nothing(aggregation: Any) -> None:
-    """But where small ranks count as zeros: there, every round without training costs a part of the adapter."""
+    """Except where small ranks count as zeros: there, each round without training loses part of the adapter."""
     equal, mixed = OneLayer(aggregation, ALL_FULL), OneLayer(aggregation, MIXED)
     before = equal.weight, mixed.weight
     equal.play(noise=0.0)
@@ -186,7 +186,7 @@ def test_the_order_of_clients_does_not_matter(aggregation: Any) -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_several_processes_add_up_to_the_same_bits(aggregation: Any) -> None:
-    """Of two processes each adds two clients; their sums together close as one round."""
+    """Two processes add two clients each; their combined sums close as one round."""
     alone, first, second = (OneLayer(aggregation, MIXED) for _ in range(3))
     alone.play()
     second.play(left_out=[0, 2])

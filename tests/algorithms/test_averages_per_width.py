@@ -1,4 +1,4 @@
-"""BatchNorm's running averages for each width of ordered dropout: against clients that train really cut copies."""
+"""BatchNorm's running averages for each width of ordered dropout: against clients that train physically cut copies."""
 
 import copy
 from collections import Counter
@@ -24,7 +24,7 @@ LR, MOMENTUM, SEED = 0.1, 0.9, 4
 
 
 class Round:
-    """One round without Lightning, of clients that are played one by one."""
+    """One round without Lightning, whose clients are played one by one."""
 
     def __init__(self, server: Any, capacities: list[float], algorithm: Any = None) -> None:
         self.server = server
@@ -69,7 +69,7 @@ def played(round: Round, client: int, num_steps: int) -> Upload:
 
 
 class SlowClient:
-    """A client that trains a really cut copy in each step, and carries weights and averages over by hand."""
+    """A client that trains a physically cut copy in each step, and copies weights and averages over by hand."""
 
     def __init__(self, round: Round, client: int, capacity: float, num_steps: int) -> None:
         plan = round.algorithm.plan
@@ -141,7 +141,7 @@ def test_a_client_trains_as_one_that_cuts_copies_by_hand(client: int) -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_each_width_averages_over_the_clients_that_took_steps_at_it(backwards: bool) -> None:
-    """Weighted by examples, in float64; what nobody drew stays as it is, to the last bit."""
+    """Weighted by examples, in float64; averages of a width that no client drew are unchanged, bit for bit."""
     server = randomised(LitNorms(), 0)
     opened = Round(server, CAPACITIES, ours(keep_ratio=[*CAPACITIES]))
     whole = {name: buffer.clone() for name, buffer in server.named_buffers()}
@@ -184,7 +184,7 @@ def test_the_order_of_clients_makes_no_difference_by_one_bit() -> None:
 
 
 def test_averages_that_a_client_lacks_are_where_its_others_are() -> None:
-    """The server sums on its own device, which refuses even empty tensors of another; none is needed to see it."""
+    """The server sums on its own device, which refuses even empty tensors of another; a meta device shows it."""
     own = {name: torch.zeros(2, device="meta") for name in ("norm.running_mean", "norm.running_mean@0.25")}
     upload = Upload(WorkUnit(0), {**own, STEP_COUNTS: torch.tensor([0, 3])})
     vars(upload)["largest"] = dict.fromkeys(upload.tensors, 0.0)

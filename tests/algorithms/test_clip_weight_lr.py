@@ -26,7 +26,7 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 
-# a few terms of small random matrices, which have large multipliers: what is trained matters here, not how well
+# a few terms of small random matrices have large multipliers: what is trained matters here, not how well
 flat_spectra = pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")
 
 
@@ -115,7 +115,7 @@ class TestFrobeniusDecay:
 
 
 class MultipliersAlone(SpectralSide):
-    """Clips each step with `EffectiveLRClip`, and the learning rate of the weight not at all."""
+    """Clips each step with `EffectiveLRClip`, without a bound on the learning rate of the weight."""
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
         local = rebuild_optimizer(
@@ -163,7 +163,7 @@ class TestInAFit:
         self, lit_mlp: Any, data: Any, fit: Fit, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sent: dict[str, Any] = {}
-        steps: list[tuple[Any, Tensor, Tensor]] = []  # whose, the factors, and those of the terms at that moment
+        steps: list[tuple[Any, Tensor, Tensor]] = []  # the client, its factors, and those of its terms at that moment
         load, scale = SpectralSide.load, TermRates._scale
 
         def spy_load(side: SpectralSide, client: nn.Module, download: Download) -> None:

@@ -21,9 +21,9 @@ HELD = {"1": 4, "4": 5}  # of the layers of `net`
 
 
 class Masked(nn.Module):
-    """A convolution, a normalisation and a second convolution, of which some channels are zero: with nothing left out.
+    """A convolution, a normalisation and a second convolution, all of them whole, with some channels set to zero.
 
-    The groups that are whole are normalised as groups, and so is what is held of the next one.
+    Whole groups are normalised as groups, and so is the part that is held of the next one.
     """
 
     def __init__(self, first: nn.Module, norm: nn.Module, second: nn.Module, held: int) -> None:
@@ -150,7 +150,7 @@ def test_weight_decay_does_not_reach_the_biases_of_absent_outputs(fit: Fit, data
 
 
 def test_no_direction_of_the_weight_is_trained_faster_than_in_a_dense_layer() -> None:
-    """Of cut vectors, which are not orthogonal, the bound on the learning rate still holds."""
+    """The bound on the learning rate also holds for cut vectors, which are not orthogonal."""
     server = nn.Sequential(*(seeded(nn.Linear, 12, 12) for _ in range(3)))
     algorithm = ls.SpectralSharding(ls.TopN(), keep_ratio=0.5, output_ratio=0.1, clip_weight_lr=0.5)
     download, _ = algorithm.send(algorithm.open(server, None, cohort([0.5])), unit(0))

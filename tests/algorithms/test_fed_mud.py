@@ -1,8 +1,9 @@
-"""FedMUD's rounds, written out slowly in float64, against `LoRA` that goes into the base.
+"""FedMUD's rounds, written out slowly in float64, against `LoRA` that is merged into the base.
 
-FedMUD: each client trains a low-rank update U V of a frozen weight, which begins with zeros and random values, and the
-server adds the average to the weight: that of the factors (plain), or of the products, which its aggregation-aware
-decomposition is for. Its code draws U and has zeros in V; this package does the opposite, and so do the rounds below.
+In FedMUD, each client trains a low-rank update U V of a frozen weight, in which one factor starts at zero and the other
+at random. The server adds the average of the updates to the weight: that of the factors (plain), or that of the
+products, which is the purpose of its aggregation-aware decomposition. Its code draws U and sets V to zero; this package
+does the opposite, and so do the rounds below.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ def clients() -> list[tuple[Tensor, Tensor]]:
 
 
 def drawn(ids: Sequence[int], like: Tensor) -> list[Tensor]:
-    """The V of each layer: random, the same for all clients, and another one in each round."""
+    """The V of each layer: random, the same for all clients, and a new one in each round."""
     return [drawn_rows(layer, RANK, like, 0, *ids) for layer in adapted_layers(LitPlain(), ["*"], ())]
 
 
@@ -78,7 +79,7 @@ def mean_of_products(updates: Sequence[Update]) -> Tensor:
 
 
 def fed_mud(average: Callable[[Sequence[Update]], Tensor], draws: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """All rounds: the average of the updates goes into the weights, and the next begin anew."""
+    """All rounds: the average of the updates goes into the weights, and the next ones start afresh."""
     model = {name: tensor.clone() for name, tensor in seeded(LitPlain).state_dict().items()}
     for ids in draws:
         start = drawn(ids, like=model["net.0.weight"])

@@ -16,7 +16,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fiarse_side import ThresholdedWeight
 
 WEIGHTS = ("net.0.weight", "net.2.weight", "net.5.weight")
-SIZE = 12 * 6 + 12 * 12 + 3 * 12  # of these
+SIZE = 12 * 6 + 12 * 12 + 3 * 12  # of these weights
 
 
 class Plain(LitMLP):
@@ -117,7 +117,7 @@ def test_bytes_are_the_values_and_a_bit_for_each_weight(
 ) -> None:
     ledger = fit(seeded(LitMLP), data, algorithm=ls.FIARSE(0.25, exclude=exclude)).ledger
     whole = 12 + 12 + 3 + SIZE - masked
-    bits = masked / 8 + (0.5 if exclude == () else 0.0)  # the last byte of 36 bits is filled up
+    bits = masked / 8 + (0.5 if exclude == () else 0.0)  # 36 bits are padded to whole bytes
     assert ledger.bytes_per_client() == {0.25: (4 * (whole + masked / 4) + bits, 4 * (whole + masked / 4))}
 
 

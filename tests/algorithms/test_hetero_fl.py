@@ -36,7 +36,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(step_widths: Any
             turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
 
     algorithm = Recording(keep_ratio=KEEP_RATIO, step_widths=step_widths, averages_per_width=per_width)
-    data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and of two it has large gradients
+    data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and has large gradients with two
     hooks = [ls.MaskedLogits(), ls.GradientClip(1.0)]
     fitted = fit(lit, data, algorithm=algorithm, local_hooks=hooks, max_epochs=1)
     assert len(turns) == 4
@@ -58,7 +58,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(step_widths: Any
                     expected[at] += mean
         # float32 weights of order one: an eighth of the rounding of sums
         torch.testing.assert_close(fitted.state[name].double(), expected, rtol=0.0, atol=2.0**-23)
-        assert torch.equal(fitted.state[name][4], before[name][4])  # nobody's class
+        assert torch.equal(fitted.state[name][4], before[name][4])  # a class that no client has
         assert diluted > 1e-3
 
 

@@ -165,7 +165,7 @@ def first_changes(rank: int, max_rank: int, x: Tensor) -> Tensor:
 
 
 def test_a_rank_is_a_capacity_and_not_a_learning_rate() -> None:
-    """A term's first step is the same whoever holds it; the expected one of the weight, whatever the largest rank."""
+    """A term's first step does not depend on its holder, nor the weight's expected first step on the largest rank."""
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     few, all_ = (first_changes(rank, 6, x) for rank in (2, 6))
     assert torch.allclose(few, all_[:, :2], rtol=1e-6)
@@ -180,7 +180,7 @@ def test_a_rank_is_a_capacity_and_not_a_learning_rate() -> None:
 
 
 class LitTokens(LitLogits):
-    """Its embeddings are as large as trained ones, since frozen small ones leave no choice of logits."""
+    """Its embeddings are as large as trained ones, since small frozen ones would leave the logits little room."""
 
     def __init__(self) -> None:
         super().__init__(gpt2(), lambda net, x: net(input_ids=x).logits, torch.zeros(1, 8, dtype=torch.long))

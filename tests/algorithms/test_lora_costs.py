@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"layers": ["net.0", "net.2"], "train": ["net.5"]}
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_bytes_are_those_of_rounds(aggregation: Any, data: Any, fit: Fit) -> None:
-    """The costlier of two rounds, down and up; and what the first sends besides."""
+    """The costlier of two rounds, down and up, and what the first round sends in addition."""
     for ranks in ([2, 4], [3]):
         table = ls.lora_cost_table(LitMLP(), ranks, EXAMPLE, aggregation=aggregation, **OPTIONS)
         algorithm = ls.LoRA({rank: 1 / len(ranks) for rank in ranks}, aggregation=aggregation, **OPTIONS)

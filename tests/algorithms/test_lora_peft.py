@@ -197,7 +197,7 @@ def test_a_frozen_a_trains_with_frozen_a(fit: Fit) -> None:
 
 
 class LitPlain(pl.LightningModule):
-    """The same model without PEFT, and a head beside it."""
+    """The same model without PEFT, with an additional head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adapters that go into the base and begin anew: against runs that are put together by hand, and what never changes."""
+"""Adapters that are merged into the base and start afresh: against runs built by hand, and what never changes."""
 
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ MIXED = {1: 0.5, 3: 0.5}
 
 
 def merge_by_hand(folder: Path, num_rounds: int) -> Path:
-    """A checkpoint in which the merged weights are the bases, B is zero, and A drawn for that round."""
+    """A checkpoint in which the merged weights are the bases, B is zero, and A is drawn for that round."""
     checkpoint = torch.load(folder / "before.ckpt", weights_only=True)
     weights = checkpoint["state_dict"]
     for index, layer in enumerate(adapted_layers(LitMLP(), ["*"], ())):
@@ -63,7 +63,7 @@ def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None
 
 @pytest.mark.parametrize("merge_every", [1, 2])
 def test_a_restart_changes_no_weight_by_one_bit(merge_every: int, data: Any, fit: Fit) -> None:
-    """Not where nobody trains, and not where somebody has: the new base is the weight that the server has."""
+    """Neither without training nor after it: the new base is the weight that the server has."""
     algorithm = ls.LoRA(2, merge_every=merge_every)
     idle = fit(seeded(LitMLP), data, algorithm=algorithm, local_epochs=0, max_epochs=3)
     assert same_state(idle.state, seeded(LitMLP).state_dict())
@@ -81,7 +81,7 @@ def test_a_run_with_restarts_resumes_as_the_uninterrupted_one(data: Any, fit: Fi
 
 
 class Restarts(pl.Callback):
-    """Notes the rounds after which there is another A, and those that somebody was left in."""
+    """Notes the rounds after which A is a new one, and those that averaged at least one client."""
 
     def __init__(self) -> None:
         self.merged: list[int] = []

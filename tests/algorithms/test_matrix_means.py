@@ -72,7 +72,7 @@ def test_without_training_clients_of_all_terms_change_nothing_by_one_bit() -> No
 
 
 def test_without_training_the_weight_becomes_the_mean_of_its_truncations() -> None:
-    """So what nobody holds is gone: it is not the mean of terms, of which all would stay."""
+    """So terms that no client holds are lost, whereas a mean of terms would keep all of them."""
     server = net().double()
     expected = {name: mean([truncated(matrix(server, name), r) for r in (0.3, 0.6, 0.3)]) for name in SHARDED}
     run_round(algorithm(ls.TopN()), server, [0.3, 0.6, 0.3], trained=False)

@@ -24,7 +24,7 @@ DECAY = 0.01
 
 
 def examples(client: int) -> tuple[Tensor, Tensor]:
-    """Each client's data is another regression."""
+    """Each client's data is a different regression."""
     generator = torch.Generator().manual_seed(client)
     x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
     return x, x @ torch.randn(3, 1, generator=generator, dtype=torch.float64) + client
@@ -96,7 +96,7 @@ def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train
 
 @pytest.mark.slow
 def test_at_the_optimum_of_all_data_no_client_drifts(rounds: DirectRounds, train: Any) -> None:
-    """Federated averaging is drawn to another point, because clients take different numbers of steps."""
+    """Federated averaging converges to another point, because clients take different numbers of steps."""
     weight, bias = torch.zeros(1, 3).double().requires_grad_(), torch.zeros(1).double().requires_grad_()
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=500, tolerance_grad=1e-14, tolerance_change=0)
 
@@ -147,7 +147,7 @@ def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: Direc
     download, _ = rounds.algorithm.send(opened, unit)
     download.tensors["correction:bias"].fill_(3.0)
     client = side.build(rounds.server, 1.0)
-    client.weight.requires_grad_(False)  # by a hook of the user's
+    client.weight.requires_grad_(False)  # as a user's hook might do
     side.start(client, download).before_step(torch.optim.SGD(client.parameters(), lr=1.0))
     assert client.bias.grad.tolist() == [3.0]
     assert client.weight.grad is None

@@ -30,7 +30,7 @@ def rounds(fit: Fit, lit_mlp: Any, data: Any) -> Rounds:
 
 
 class Switched(ls.ShardingStrategy):
-    """The slow way: another strategy whenever somebody turns the switch."""
+    """The slow way: another strategy whenever the switch is turned."""
 
     def __init__(self, now: ls.ShardingStrategy) -> None:
         self.now = now
@@ -43,7 +43,7 @@ class Switched(ls.ShardingStrategy):
 
 
 class TurnsTheSwitch(ls.RoundCallback):
-    """Before the server prepares the round."""
+    """Turns the switch before the server prepares the round."""
 
     def __init__(self, switch: Switched, values: list[ls.ShardingStrategy]) -> None:
         self.switch, self.values = switch, values

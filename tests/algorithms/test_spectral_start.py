@@ -48,7 +48,7 @@ CORES: dict[str, tuple[Any, dict[str, Rows]]] = {
 
 
 def slow_start(weight: Tensor, tail: float, keep_ratio: float) -> tuple[np.ndarray[Any, Any], float]:
-    """One singular term after another; and how much the sum may be off, in units of rounding."""
+    """The sum of one singular term after another, and how far it may be off, in units of rounding."""
     U, s, Vh = np.linalg.svd(weight.double().flatten(1).numpy(), full_matrices=False)
     n = math.ceil(keep_ratio * len(s))
     factors = [1.0 if i < n else tail for i in range(len(s))]

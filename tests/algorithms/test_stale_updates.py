@@ -122,7 +122,7 @@ def filled(algorithm: ls.StaleUpdates, seen: tuple[int, ...] = (0, 1, 2, 3)) -> 
 
 
 def expectation(rounds: DirectRounds) -> Tensors:
-    """The mean pseudo-gradient over all cohorts, each with its probability; the empty one counts, too."""
+    """The mean pseudo-gradient over all cohorts, each with its probability, including the empty one."""
     expected: dict[str, Tensor] = {}
     for drawn in product((True, False), repeat=len(PROBS)):
         prob = prod(p if d else 1 - p for p, d in zip(PROBS.values(), drawn, strict=True))

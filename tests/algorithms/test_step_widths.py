@@ -27,7 +27,7 @@ class LitShapes(LitSmall):
     def __init__(self) -> None:
         super().__init__()
         del self.net
-        self.num_features = [16, 96]  # of a user's module, and of no layer
+        self.num_features = [16, 96]  # belongs to the user's module, not to a layer
         self.conv, self.norm = nn.Conv1d(1, 16, 3, padding=1), nn.GroupNorm(8, 16)
         self.attention, self.depthwise = nn.MultiheadAttention(16, 2, batch_first=True), nn.Conv1d(16, 16, 1, groups=16)
         self.batch_norm, self.head = nn.BatchNorm1d(16), nn.Linear(16 * 6, 3)
@@ -56,7 +56,7 @@ def narrow_copy(lit: Any, plan: ls.WidthPlan, keep_ratio: float) -> Any:
 @pytest.mark.parametrize("capacity", [0.75, 1.0])
 @pytest.mark.parametrize("width", [0.25, 0.5])
 def test_a_step_is_that_of_the_narrower_model(module: Any, width: float, capacity: float) -> None:
-    """Against a cut copy: the same outputs and gradients, zero elsewhere; nothing of the client is changed by it."""
+    """Against a cut copy: the same outputs and gradients, zero elsewhere; the step changes nothing of the client."""
     lit: Any = seeded(module)
     _, client, plan = client_of(lit, capacity)
     state = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
@@ -117,7 +117,7 @@ def test_widths_are_drawn_evenly_up_to_the_clients_own() -> None:
 
 
 class LitCheckpointed(LitSmall):
-    """Computes the activations of some layers again in the backward pass."""
+    """Recomputes the activations of some layers in the backward pass."""
 
     reentrant = True
 
@@ -129,7 +129,7 @@ class LitCheckpointed(LitSmall):
 
 
 class LitCurious(LitSmall):
-    """Runs its layers, and their backward pass, wherever Lightning asks."""
+    """Runs its layers and their backward pass in several of Lightning's hooks."""
 
     def look(self, *, again: bool = False) -> None:
         self.eval()
@@ -219,7 +219,7 @@ def test_both_engines_take_the_same_steps(data: Any, fit: Fit) -> None:
 
 
 def test_measuring_losses_leaves_clients_as_they_are(data: Any, fit: Fit) -> None:
-    """A sampler asks for losses before clients train; each pass has a width, too."""
+    """A sampler asks for losses before clients train, and each of these passes has a width as well."""
     algorithm = ls.WidthSharding(keep_ratio=MIXED, step_widths=WIDTHS)
     sampler = ls.LossVarianceReduced(active=4)
     fitted = fit(seeded(LitSmall), data, algorithm=algorithm, participation=sampler, clients_per_round=None)

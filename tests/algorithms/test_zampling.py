@@ -58,7 +58,7 @@ def dense_matrix(algorithm: ls.Zampling, module: nn.Module, seed: int) -> Tensor
 
 
 def as_weights(module: nn.Module, flat: Tensor) -> dict[str, Tensor]:
-    """A long vector cut into the parameters of a module all of whose parameters are compressed."""
+    """Cut a long vector into the parameters of a module whose parameters are all compressed."""
     parameters = dict(module.named_parameters())
     parts = flat.split([p.numel() for p in parameters.values()])
     return {name: part.view(p.shape) for (name, p), part in zip(parameters.items(), parts, strict=True)}
@@ -92,7 +92,7 @@ def test_rounds_are_those_of_the_paper_written_out(data: Any, fit: Fit, smoothin
             batches = data.client_data(download).epoch(0)
             bits.append(local_bits(net, Q, probs, batches, (round_idx, client_id), lr=0.5))
         probs = (torch.stack(bits).double().sum(0) + smoothing) / (4 + 2 * smoothing)
-    # p is the same number but for the grid: half a step of it
+    # p agrees up to half a step of the grid
     assert float((fitted.model.state.probs.detach().double() - probs).abs().max()) <= 0.5 / GRID
     torch.testing.assert_close(fitted.weights.double(), Q @ probs, rtol=1e-5, atol=1e-6)
 
@@ -148,7 +148,7 @@ def test_new_probabilities_are_exactly_the_shares_of_clients_with_a_one(data: An
 
 
 def test_the_figures_of_a_round_are_those_of_its_bits_and_of_what_was_sent() -> None:
-    """Of four bits two clients differ in one; two of the probabilities are settled, whatever the clients say."""
+    """Two clients differ in one of four bits; two probabilities are settled, whatever the clients say."""
     rounds = DirectRounds(ls.Zampling(2, degree=1), nn.Linear(3, 2), {0: 0.5, 1: 0.5})
     rounds.state.probs.data = torch.tensor([0.0, 1.0, 0.5, 0.25])
     opened, units = rounds.open({0: 0.5, 1: 0.5})
@@ -205,7 +205,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: P
 
 
 def test_coordinated_bits_have_a_mean_nearer_to_the_probabilities(data: Any, fit: Fit) -> None:
-    """Nobody trains, so that all have the same p: K p ones on average, and with K = 3 that or the next one."""
+    """No client trains, so all have the same p: K p ones on average; coordinated, K p rounded down or up (K = 3)."""
     start = torch.rand(31, generator=derived_generator(0, "probabilities"))
 
     def ones(coordinated: bool) -> tuple[Tensor, int]:

@@ -135,7 +135,7 @@ def test_the_trainers_own_clipping_points_to_ours(lit: Any, data: Any, quiet: An
     with pytest.raises(ValueError, match=r"local_hooks=\[GradientClip\(0\.5\)\]"):
         trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
     (scores,) = trainer.validate(ls.FederatedModule(lit, clients_per_round=2), data, verbose=False)
-    assert math.isfinite(scores["val_loss"])  # which clips nothing
+    assert math.isfinite(scores["val_loss"])  # validation clips nothing
 
 
 @pytest.mark.parametrize("hooks", [ls.GradientClip(1.0), [ls.GradientClip], ["clip"]])

@@ -209,7 +209,7 @@ def test_only_hooks_that_the_user_wrote_are_called(client_data: ClientData, monk
         "epoch end": 2,
     }
     called.clear()
-    LocalLoop(module, [optimizer], LocalSettings())(task)  # where nobody can tell, all of them are
+    LocalLoop(module, [optimizer], LocalSettings())(task)  # without `defines` all hooks are called
     assert len(called) == 2 + 10 + 10 + 10 + 10
 
 

@@ -13,7 +13,7 @@ from lightning_spectral.client.worker_batches import WorkerBatches
 
 
 class Noisy(Dataset[Any]):
-    """Examples that draw from all global generators, and tell who loaded them."""
+    """Examples that draw from all global generators, and tell which process loaded them."""
 
     def __len__(self) -> int:
         return 12
@@ -38,7 +38,7 @@ def test_any_number_of_workers_loads_the_same(num_workers: int) -> None:
     alone, with_workers = load(0)[0], load(num_workers)[0]
     assert all(torch.equal(a, b) for a, b in zip(alone, with_workers, strict=True))
     assert torch.equal(alone[0], alone[3])  # the same seed and examples
-    assert not torch.equal(alone[0][:, 1:], alone[0].flip(0)[:, 1:])  # examples of a batch draw apart
+    assert not torch.equal(alone[0][:, 1:], alone[0].flip(0)[:, 1:])  # the examples of a batch draw separately
 
 
 def test_workers_stay_from_client_to_client() -> None:

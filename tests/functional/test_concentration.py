@@ -1,4 +1,4 @@
-"""The spectrum of a start against plain loops, and what is taken for random: no false alarms, and clear cases seen."""
+"""The spectrum of a start against plain loops, and what passes for random: no false alarms, clear cases detected."""
 
 import math
 
@@ -19,7 +19,7 @@ def gaussian(shape: tuple[int, int], seed: int) -> Tensor:
 
 
 def uniform(shape: tuple[int, int], seed: int) -> Tensor:
-    """As `nn.Linear` and the convolutions begin."""
+    """The initialisation of `nn.Linear` and the convolutions."""
     bound = shape[1] ** -0.5
     weight = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return bound * (2 * weight - 1)

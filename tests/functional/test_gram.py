@@ -33,7 +33,7 @@ def half_small(size: int, ratio: float) -> Tensor:
     """Half of the singular values are 1, half are ``ratio``.
 
     Rounding to single precision spreads each half a little. That is the worst case for a Gram matrix: small values that
-    each have their own singular vectors, whereas exactly equal values would allow any rotation of theirs.
+    each have their own singular vectors, whereas exactly equal values would allow any rotation of these vectors.
     """
     return torch.where(torch.arange(size) < size // 2, 1.0, ratio).double()
 

@@ -61,14 +61,14 @@ def operator(terms: Terms, factors: Tensor) -> Tensor:
 
 
 def largest_rate(terms: Terms, factors: Tensor) -> float:
-    """Its largest eigenvalue; the matrix is symmetric."""
+    """The largest eigenvalue of the operator, whose matrix is symmetric."""
     matrix = operator(terms, factors)
     torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=rounding(terms) * float(matrix.abs().max()))
     return float(torch.linalg.eigvalsh(matrix)[-1])
 
 
 def rounding(terms: Terms) -> float:
-    """Relative to the largest eigenvalue: orthogonality, entries, factors, eigenvalues: each with dimension x eps."""
+    """Relative to the largest eigenvalue: dimension x eps each for orthogonality, entries, factors and eigenvalues."""
     return 4 * len(terms.u) * terms.v.shape[1] * EPS
 
 

@@ -114,7 +114,7 @@ def test_resnet_has_the_size_and_the_cost_of_prism_table_10() -> None:
     assert round(num_parameters(model) / 1e6) == 11
     macs = layer_macs(model, model.example_input())
     assert round(macs / 1e6) == 555
-    # The table's 35 G for 32 images are 35 rounded down and two operations for each multiply-add.
+    # The table's 35 G for 32 images is rounded down, and counts two operations for each multiply-add.
     assert int(2 * 32 * macs / 1e9) == 35
 
 
@@ -145,7 +145,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
 def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> None:
     model = build(TINY[name]).eval()  # dropout would leave a floor under the loss
     inputs, targets = examples(name, 8)
-    if name == "gpt":  # next characters that the sequence determines
+    if name == "gpt":  # targets that the sequence determines
         targets = inputs.roll(1, dims=1)
         targets[:, 0] = 0
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

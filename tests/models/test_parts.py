@@ -106,7 +106,7 @@ class TestCharTransformer:
             expected |= {f"blocks.{i}.attention.out": branch, f"blocks.{i}.contract": branch}
         for name, std in expected.items():
             weight = model.get_parameter(f"{name}.weight")
-            # the standard deviation of N normal numbers has itself a standard deviation of std / sqrt(2 N)
+            # the standard deviation of N normal numbers itself has a standard deviation of std / sqrt(2 N)
             assert abs(weight.std().item() - std) < 5 * std / math.sqrt(2 * weight.numel()), name
         biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
         assert not any(bias.any() for bias in biases)

@@ -73,7 +73,7 @@ def by_hand(
 
 
 def test_every_bound_holds_a_term_and_one_term_is_free() -> None:
-    """What the other tests rest on."""
+    """What the other tests rely on."""
     u, v, _ = terms(0)
     both, of_vectors, of_weight = (slow_factors(u, v, *b) for b in ((TAU, BOUND), (TAU, math.inf), (math.inf, BOUND)))
     assert both[0] == 1.0
@@ -99,7 +99,7 @@ def test_steps_are_those_computed_by_hand(momentum: float) -> None:
 
 
 def test_factors_are_those_of_the_terms_at_the_start_of_each_turn() -> None:
-    """They stay while the terms grow, and the next client's terms have their own."""
+    """They stay fixed while the terms grow, and the next client's terms have their own."""
     layer = loaded()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
     rates = TermRates(layer, TAU, BOUND)

@@ -1,6 +1,6 @@
-"""Small federated runs, whose outcome must not depend on the number of processes.
+"""Small federated runs whose outcome must not depend on the number of processes.
 
-``python client_parallel_runs.py FOLDER PORT PORT`` makes them in two processes, then in three.
+``python client_parallel_runs.py FOLDER PORT PORT`` does the runs in two processes, then in three.
 """
 
 import os
@@ -32,7 +32,7 @@ BATCH_SIZE = 4
 
 
 def uneven_data(held_out: float = 0.0) -> ls.FederatedDataModule:
-    """Clients with 3 to 30 examples, of which they train on all or on some."""
+    """Clients with 3 to 30 examples each, which train on all or some of them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(SIZES), 6, generator=generator)
     toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
@@ -57,7 +57,7 @@ class WithPlainSGD(LitMLP):
 
 
 class WithExperts(LitMLP):
-    """Two layers of which each client uses one, by its first example, and a third that nobody uses."""
+    """Two layers, of which each client uses one, chosen by its first example, and a third that no client uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class WithExperts(LitMLP):
 
 
 class FailsForClient(LitMLP):
-    """Fails in round 1 on example 0, which client 0 has; one layer is frozen."""
+    """Fails in round 1 on example 0, which belongs to client 0; one layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class FailsForClient(LitMLP):
 
 
 class DivergesForSome(LitMLP):
-    """Comes back without a finite weight where a client's last batch has one example."""
+    """Returns a bias that is not finite if a client's last batch has a single example."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if len(batch[0]) == 1:
@@ -93,7 +93,7 @@ class DivergesForSome(LitMLP):
 
 
 class FailsBetweenTurns(pl.Callback):
-    """An error that no round can share: outside of any client's turn, in one process."""
+    """Fails in one process, outside any client's turn, where no round can share the error."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == trainer.world_size - 1:
@@ -101,7 +101,7 @@ class FailsBetweenTurns(pl.Callback):
 
 
 class Leaves(ls.RoundCallback):
-    """A process ends in a client's turn, or is away for some seconds."""
+    """Ends a process during a client's turn, or pauses it for a few seconds."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.rank, self.seconds = rank, seconds
@@ -124,7 +124,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 class BreaksWeights(torch.optim.SGD):
-    """A server's step after which a weight is not finite."""
+    """A server optimizer whose step leaves weights that are not finite."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -230,7 +230,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "module": FailsForClient,
         "clients_per_round": 12,
         "faults": ls.Faults(on_error=ls.LeaveOut()),
-        "dropout": ls.ClientDropout([0.0, *[0.3] * 11]),  # client 0 is to fail
+        "dropout": ls.ClientDropout([0.0, *[0.3] * 11]),  # client 0 has to take part, and fails
         "clock": ls.VirtualClock([ls.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
     },
     "sampled networks": {
@@ -252,7 +252,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": breaking, "clients_per_round": 7},
     "a callback fails": {"clients_per_round": 7, "trainer": {"callbacks": [FailsInOneProcess()]}},
 }
-# three take turns on small machines
+# three processes have to take turns on small machines
 ONLY_WITH_TWO = {
     "errors, dropout and over-selection",
     "evaluation on clients",
@@ -283,12 +283,12 @@ ONLY_WITH_TWO = {
     "Zampling",
 }
 RESUMED = "spectral, FedAdam"
-# which process leaves, for how long (0 for ever), and how long the others wait
+# which process leaves, for how long (0: for good), and how long the others wait
 LOST = {"the last ends": (-1, 0.0, 60.0), "the first ends": (0, 0.0, 60.0), "the last is away": (-1, 6.0, 4.0)}
 
 
 def several_models(algorithms: dict[str, ls.Algorithm[Any]], seed: int) -> tuple[Any, Any]:
-    """A model for each algorithm, drawn by losses that all processes must measure alike."""
+    """A model for each algorithm; clients are drawn by losses that all processes must measure alike."""
     models = {name: ls.FederatedModule(LitMLP(), algorithm=algorithm) for name, algorithm in algorithms.items()}
     models["dense"].module.net[0].requires_grad_(False)
     sampler = ls.LossVarianceReduced(active=5, measure=7)
@@ -324,7 +324,7 @@ def run(
         rank = os.environ.get("LOCAL_RANK", 0)
         options["logger"] = CSVLogger(folder.parent, name=None, version=f"{folder.name}, process {rank}")
         watchers.append(ls.RoundDashboard(every_n_rounds=1))
-    timeout = timedelta(seconds=patience)  # who waits longer waits for ever
+    timeout = timedelta(seconds=patience)  # a process that waits any longer would wait for ever
     several = {"strategy": ls.ClientParallelStrategy(timeout=timeout), "devices": num_processes}
     strategy = several if num_processes > 1 else {}
     runner = pl.Trainer(
@@ -350,7 +350,7 @@ def run(
             tested = runner.test(model, data.val, verbose=False)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    state = getattr(model, "state", None)  # of the algorithm; several models have theirs in what `lit` then is
+    state = getattr(model, "state", None)  # the algorithm's; several models have theirs in `lit`
     between_rounds = {} if state is None else {f"state: {name}": value for name, value in state.state_dict().items()}
     return {
         "weights": {name: value.clone() for name, value in {**lit.state_dict(), **between_rounds}.items()},
@@ -365,7 +365,7 @@ def run(
 
 
 def say_and_share(processes: Processes) -> dict[str, Any]:
-    """What a process receives from the others."""
+    """Exchange results between processes, and return what this one receives."""
     weights = [torch.randn(n, n + 3, generator=torch.Generator().manual_seed(n)) for n in (7, 2, 5, 4, 9)]
 
     def fails_on_the_largest(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -406,13 +406,13 @@ def say_and_share(processes: Processes) -> dict[str, Any]:
 
 
 def begin(rank: int, num_processes: int, port: int, folder: Path) -> Callable[[str, dict[str, Any]], None]:
-    """Take part in a meeting of processes; a function that writes what this one had at the end of a run."""
+    """Set up the rendezvous of the processes, and return a function that writes this one's result of a run."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
     return lambda name, result: torch.save(result, folder / f"{name} {num_processes} {rank}.pt")
 
 
 def one_process(rank: int, num_processes: int, port: int, folder: Path) -> None:
-    """All runs as one of several processes; writes what it had at the end of each."""
+    """Do all runs as one of several processes, and write its result of each."""
     keep, mine = begin(rank, num_processes, port, folder), folder / str(num_processes)
 
     for name, options in RUNS.items():
@@ -427,7 +427,7 @@ def one_process(rank: int, num_processes: int, port: int, folder: Path) -> None:
 
 
 def a_lost_process(rank: int, num_processes: int, port: int, folder: Path, name: str) -> None:
-    """A run that one of its processes leaves, and what the others save then."""
+    """Do a run that one of its processes leaves, and write what the others save."""
     keep, mine = begin(rank, num_processes, port, folder), folder / name / str(num_processes)
     leaves, seconds, patience = LOST[name]
     saver = ModelCheckpoint(mine, "saved", every_n_epochs=9, save_on_exception=True)
@@ -442,7 +442,7 @@ def main(folder: Path, ports: dict[int, int]) -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec")
     warnings.filterwarnings("ignore", category=ls.SpectralWarning)
     warnings.filterwarnings("ignore", message=".*exists and is not empty|The dirpath has changed|.*num_workers")
-    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")  # each has them whole
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")  # each gets all data
     torch.set_num_threads(1)
     for num_processes, port in ports.items():
         start_processes(one_process, (num_processes, port, folder), nprocs=num_processes, start_method="fork")

@@ -9,7 +9,7 @@ Plan = tuple[Tensor, Tensor]
 
 
 def random_spectrum(seed: int, size: int) -> Tensor:
-    """Any decay from nearly flat to many decades."""
+    """A random spectrum, from nearly flat to a decay over many decades."""
     generator = torch.Generator().manual_seed(seed)
     power = 3 * torch.rand((), generator=generator, dtype=torch.float64)
     noise = torch.rand(size, generator=generator, dtype=torch.float64)
@@ -17,7 +17,7 @@ def random_spectrum(seed: int, size: int) -> Tensor:
 
 
 def slow_errors(values: Tensor, plan: Plan, cohort_size: float) -> tuple[float, float]:
-    """Of one client's sub-model and of the average of C: squared bias, and variance, term by term."""
+    """Squared bias plus variance of one client's sub-model and of the average of C, term by term."""
     client = cohort = 0.0
     for s, pi, omega in zip(values.tolist(), plan[0].tolist(), plan[1].tolist(), strict=True):
         bias, variance = 1 - omega * pi, omega**2 * pi * (1 - pi)

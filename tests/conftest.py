@@ -29,7 +29,7 @@ settings.load_profile("reproducible")
 
 
 def free_port() -> int:
-    """A port of this machine on which processes can meet."""
+    """A free port of this machine for the rendezvous of processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -42,7 +42,7 @@ def new_port() -> Callable[[], int]:
 
 
 class LitMLP(pl.LightningModule):
-    """A user's module as it might come: metrics, dropout, momentum, a schedule."""
+    """A typical module of a user: metrics, dropout, momentum, a schedule."""
 
     def __init__(self, lr: float = 0.1, momentum: float = 0.9, dropout: float = 0.1, width: int = 12) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class LitMLP(pl.LightningModule):
 
 
 class LitSmall(LitMLP):
-    """Has an example, no dropout, and a BatchNorm whose averages are shared."""
+    """Has an example input, no dropout, and a BatchNorm whose averages are shared."""
 
     example_input_array = torch.zeros(2, 6)
 
@@ -95,7 +95,7 @@ class LitSmall(LitMLP):
 
 
 class Remembering(ls.FedAvg):
-    """Keeps every client's last loss at the server, and counts a client for less the more often it has trained."""
+    """Keeps each client's last loss at the server, and gives a client less weight the more often it has trained."""
 
     def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
         store, unit = opened.cohort.store, receipt.unit
@@ -133,7 +133,7 @@ def data(toy: TensorDataset) -> ls.FederatedDataModule:
 
 @pytest.fixture
 def quiet(tmp_path: Any) -> dict[str, Any]:
-    """Trainer options that write nothing and say nothing."""
+    """Trainer options that write and print nothing."""
     return {
         "accelerator": "cpu",
         "logger": False,

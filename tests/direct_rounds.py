@@ -44,7 +44,7 @@ class DirectRounds:
         self.state = self.algorithm.start(self.server, 0)
 
     def copy(self) -> DirectRounds:
-        """The same federation, whose rounds do not touch this one."""
+        """An independent copy of this federation."""
         return copy.deepcopy(self)
 
     def open(self, coefficients: Mapping[int, float]) -> tuple[Any, list[WorkUnit]]:
@@ -79,7 +79,7 @@ class DirectRounds:
 
 
 def assert_close(ours: Tensors, theirs: Tensors, tolerance: float = 1e-13) -> None:
-    """The same names, and values within a tolerance in units of the largest, at least 1."""
+    """Compare names, and values up to a tolerance relative to the largest value (or to 1, if that is larger)."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         scale = max(1.0, float(value.abs().max()))

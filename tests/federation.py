@@ -60,7 +60,7 @@ class Fitted:
 
     @property
     def logged(self) -> dict[str, float]:
-        """What the Trainer has logged last, apart from seconds."""
+        """The metrics that the Trainer logged last, except for seconds."""
         return without_seconds({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
@@ -122,14 +122,14 @@ def fit(
 
 
 def resume(trainer: pl.Trainer, model: Any, data: Any, ckpt_path: str | Path | None) -> None:
-    """Fit, and execute nothing of the checkpoint to resume from: ours hold tensors and plain values alone."""
+    """Fit without executing code from the checkpoint to resume from: ours hold only tensors and plain values."""
     has_choice = "weights_only" in inspect.signature(trainer.fit).parameters  # since Lightning 2.6
     safely = {"weights_only": True} if has_choice and ckpt_path is not None else {}
     trainer.fit(model, data, ckpt_path=ckpt_path, **safely)
 
 
 def seeded(make: Callable[..., ModuleT], *arguments: Any, **options: Any) -> ModuleT:
-    """A module whose initial weights are always the same; the global generator stays as it is."""
+    """A module whose initial weights are always the same; the global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make(*arguments, **options)
@@ -141,7 +141,7 @@ def same_state(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 
 
 def check_resumes(fit: Fit, make: Callable[[], pl.LightningModule], data: Any, folder: Path, **options: Any) -> None:
-    """Fail unless two rounds, a checkpoint and two more rounds are four rounds, bit for bit and byte for byte."""
+    """Fail unless two rounds, a checkpoint and two more rounds equal four rounds, bit for bit and byte for byte."""
     whole = fit(seeded(make), data, max_epochs=4, **options)
     part = fit(seeded(make), data, max_epochs=2, **options)
     part.trainer.save_checkpoint(folder / "2.ckpt")
@@ -157,7 +157,7 @@ def without_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def said_during(run: Callable[[], Any]) -> list[str]:
-    """The package's warnings during a run, each as often as it was given."""
+    """The package's warnings during a run, repeated ones included."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()

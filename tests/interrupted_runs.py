@@ -1,8 +1,8 @@
-"""A run that is interrupted again and again, each time by a signal at a random moment, and resumed from what it left.
+"""A run that is interrupted repeatedly, each time by a signal at a random moment, and resumed from what it left behind.
 
 ``python interrupted_runs.py FOLDER NUM_PROCESSES SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and the outcome of
 the same run without any signal, in one process. The processes that are interrupted are forks of this one, so that
-everything is imported once. Of several, some get the signal.
+everything is imported once. If there are several, all of them get a SIGKILL, but maybe only some a SIGTERM.
 """
 
 import os
@@ -25,11 +25,11 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 
 CLIENTS_PER_ROUND = 4
-ROUNDS_PER_SIGNAL = 1  # at most so many go by between two signals, so that the run outlasts them
+ROUNDS_PER_SIGNAL = 1  # at most this many between two signals, so that the run outlasts the signals
 
 
 class LitNet(pl.LightningModule):
-    """With all that a resumed run might get wrong: dropout, momentum, batch norm, a schedule."""
+    """Has everything that a resumed run might get wrong: dropout, momentum, batch norm, a schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def fed_adam(parameters: Any) -> Any:
 
 
 def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes: int = 1) -> None:
-    """Fit, from the newest whole checkpoint if there is one, and write its outcome."""
+    """Fit, from the newest complete checkpoint if there is one, and write the outcome."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(80, 6, generator=generator)
     examples = TensorDataset(x, x[:, :3].argmax(1))
@@ -104,7 +104,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes:
 
 
 def start(folder: Path, num_rounds: int, num_processes: int) -> tuple[list[int], int]:
-    """Train in forks; their process ids, and the pipe that they report to."""
+    """Train in forks; return their process ids and the pipe that they report to."""
     reading, writing = os.pipe()
     port, pids = free_port(), []
     for rank in range(num_processes):
@@ -123,7 +123,7 @@ def status_of(*arguments: Any) -> int:
     try:
         train(*arguments)
     except SystemExit:
-        return 143  # Lightning answers SIGTERM so
+        return 143  # Lightning's answer to SIGTERM
     except BaseException:
         traceback.print_exc()
         return 1
@@ -133,11 +133,11 @@ def status_of(*arguments: Any) -> int:
 
 
 def interrupt(folder: Path, num_rounds: int, num_processes: int, kind: signal.Signals, chance: random.Random) -> None:
-    """Start or resume the run, and send it a signal after some turns and some milliseconds."""
+    """Start or resume the run, and send it a signal after a random number of turns and milliseconds."""
     pids, pipe = start(folder, num_rounds, num_processes)
     for _ in range(chance.randint(1, ROUNDS_PER_SIGNAL * CLIENTS_PER_ROUND)):
         if not os.read(pipe, 1):
-            break  # it is over: the status says why
+            break  # the run is over: its exit status says why
     time.sleep(chance.uniform(0.0, 0.05))
     for pid in chance.sample(pids, num_processes if kind == signal.SIGKILL else chance.randint(1, num_processes)):
         os.kill(pid, kind)

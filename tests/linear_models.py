@@ -58,7 +58,7 @@ def one_model(toy: TensorDataset) -> ls.MultiModelDataModule:
 
 
 def update(module: LitLine, data: ls.FederatedDataModule, client: int) -> Tensor:
-    """The change that one client makes, in one plain step on all of its data."""
+    """The change that one client makes in one plain step on all of its data."""
     local = copy.deepcopy(module)
     tensors: Any = data.train
     local.training_step([tensor[data.partition[client]] for tensor in tensors.tensors], 0).backward()

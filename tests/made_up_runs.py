@@ -1,4 +1,4 @@
-"""Runs that nobody trained, as CSVLogger would leave them."""
+"""Made-up runs, as CSVLogger would leave them."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.client.batches import BatchSource, ClientData
 
-# Class 4 is nobody's, client 3 has all others. Of each class three examples.
+# No client has class 4; client 3 has all others. Each client has three examples of each of its classes.
 OWN = ((0, 1), (1, 2), (3,), (0, 1, 2, 3))
 
 
 class LitHead(pl.LightningModule):
-    """Five logits of six features; a seventh says whose example it is, which only modules that mask by hand read."""
+    """Five logits from six features; a seventh holds the client's id, used only by modules that mask by hand."""
 
     example_input_array = torch.zeros(2, 7)
 
@@ -55,7 +55,7 @@ class LitZeros(LitHead):
 
 
 class LitPresent(LitHead):
-    """The cross-entropy of the present classes alone, which are numbered anew."""
+    """The cross-entropy of the present classes only, which are renumbered."""
 
     def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
         own = list(OWN[client_id])
@@ -63,7 +63,7 @@ class LitPresent(LitHead):
 
 
 def clients(own: Any = OWN, **options: Any) -> ls.FederatedDataModule:
-    """Three examples for each client and class."""
+    """Three examples of each class that a client has."""
     keys = [client_id for client_id, classes in enumerate(own) for _ in range(3 * len(classes))]
     y = torch.tensor([c for classes in own for c in classes for _ in range(3)])
     x = torch.randn(len(y), 6, generator=torch.Generator().manual_seed(1)) + 0.3 * y[:, None]
@@ -78,7 +78,7 @@ def present(*classes: int) -> ClientData:
 
 
 def masked(layer: nn.Module, x: Tensor, *classes: int) -> Tensor:
-    """The output of a layer while a client trains that has some classes."""
+    """The output of a layer while a client that has only the given classes trains."""
     with ls.MaskedLogits("", absent=7.0).while_training(layer, present(*classes)):
         out: Tensor = layer(x)
     return out

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 
 def offline_logger(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> WandbLogger:
-    """A logger that says nothing and leaves files in ``folder`` alone."""
+    """A silent logger that writes files only to ``folder``."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(folder / "wandb"))

@@ -26,7 +26,7 @@ from lightning_spectral.server.executor import Executor
 
 
 class Worker:
-    """Another process, which is one device after another: starting it takes longer than most tests."""
+    """Another process, which acts as one device after another, since starting it takes longer than most tests."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -42,15 +42,15 @@ class Worker:
 
 @dataclass
 class OtherProcess(Executor):
-    """Sends pickled downloads to a process of its own, and reads pickled uploads, last one first.
+    """Sends pickled downloads to a process of its own, and reads pickled uploads, which it yields in reverse.
 
     Attributes:
         worker: The process.
         side: The device half of the algorithm.
-        module: The user's module; with the half and the recipes, all that is sent at the start.
+        module: The user's module; sent at the start, as are the half and the recipes.
         recipes: Of the user's optimizers.
-        make_data: Called in the other process, which has data of its own: from a download to its client's data.
-        local_hooks: Hooks that act while clients train; sent at the start, too.
+        make_data: Called in the other process, which has its own data. Its result maps a download to the client's data.
+        local_hooks: Hooks that act while clients train; also sent at the start.
         sent: Types of everything that was sent after the start.
         received: Types of everything that came back.
     """
@@ -69,7 +69,7 @@ class OtherProcess(Executor):
         self.worker.pipe.send_bytes(pickle.dumps(start))
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
-        """Yield uploads in reversed order: each is a copy, so any order will do."""
+        """Yield uploads in reverse order: each is a copy, so any order will do."""
         asked = list(downloads)
         for download in asked:
             self.sent.add(type(download))
@@ -84,7 +84,7 @@ class OtherProcess(Executor):
 
 
 def serve(pipe: Connection) -> None:
-    """What runs in the other process: devices, which see neither server nor round."""
+    """Run devices in the other process; they see neither the server nor the round."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while start := pipe.recv_bytes():
@@ -127,7 +127,7 @@ class LitPlain(LitMLP):
 
 
 class LitFrozen(LitMLP):
-    """The first layer is frozen, and yet every step of a client writes to it, as one that keeps an average would."""
+    """The first layer is frozen, yet every step of a client writes to it, as in modules that keep an average."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LitFrozen(LitMLP):
 
 
 class Unpicklable(RuntimeError):
-    """An error that cannot travel."""
+    """An error that cannot be pickled."""
 
     def __init__(self, what: Callable[[], None]) -> None:
         super().__init__("the sensor is broken")

@@ -1,4 +1,4 @@
-"""Small populations with gaps, and the enumeration of everything that could be drawn for them."""
+"""Small populations with gaps, and the enumeration of everything that could be drawn from them."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ DRAWN: list[Sampler] = [
 
 
 def some_figures(population: Population, seed: int = 0) -> Tensor:
-    """Positive figures of which some are not known."""
+    """Positive figures, some of which are unknown."""
     generator = torch.Generator().manual_seed(seed)
     figures = torch.rand(population.num_examples.shape, dtype=torch.float64, generator=generator) + 0.1
     figures[0, 0] = math.nan

@@ -15,10 +15,10 @@ EXAMPLES = STUDIES.parent / "examples"  # which studies may import
 
 @contextmanager
 def study_files(study: str | Path, names: Sequence[str], folder: Path) -> Iterator[Any]:
-    """Import some files of a study, in an empty working folder that has a ``docs``.
+    """Import some files of a study, in an empty working folder that has a folder ``docs``.
 
-    Files that these import from other studies or from examples, and the folders they add to ``sys.path``, are gone
-    afterwards, too; and Lightning's log, which they silence, is back.
+    Afterwards, files that these import from other studies or from examples are unloaded as well, the folders they add
+    to ``sys.path`` are removed, and Lightning's log, which they silence, is restored.
 
     Args:
         study: Name of its folder, or the whole path of another folder of scripts.

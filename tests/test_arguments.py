@@ -44,7 +44,7 @@ def by_width() -> ls.FederatedModule:
 EXAMPLE, TOY = torch.zeros(1, 8), TensorDataset(torch.zeros(12, 3))
 DEVICE = ls.DeviceProfile(1.0, 1.0, 1.0)
 
-# What has to be given, besides the argument that is wrong.
+# What must be given in addition to the argument that is wrong.
 NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "ClientDropout": lambda: {"probability": 0.5},
     "DeviceProfile": lambda: {"downlink": 1.0, "uplink": 1.0, "macs_per_second": 1.0},
@@ -85,7 +85,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "zample": lambda: {"module": net()},
     "zampling_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
 }
-# Nobody but the package makes the first; the last hands its arguments to torch.
+# Only the package creates the first ones; the last passes its arguments on to torch.
 LEFT_OUT = {
     "ClientRow",
     "ClientTable",
@@ -106,7 +106,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def arguments() -> Iterator[tuple[str, str, Any]]:
-    """Public name, argument and type hint, of all that take arguments of our own."""
+    """Public name, argument and type hint of everything that takes arguments of our own."""
     for name in ls.__all__:
         made = getattr(ls, name)
         function = made.__init__ if isinstance(made, type) else made
@@ -141,7 +141,7 @@ CHECKED = [found for found in arguments() if next(wrong_values(*found), None) is
 def test_a_wrong_number_or_flag_is_refused_by_name(name: str, argument: str, hint: Any) -> None:
     given = NEEDED.get(name, dict)()
     if argument.startswith("budget"):
-        given.pop("budget_bytes", None)  # exactly one is given
+        given.pop("budget_bytes", None)  # exactly one may be given
     for value in wrong_values(name, argument, hint):
         with pytest.raises((TypeError, ValueError), match=rf"`{argument}[`\[]"):
             getattr(ls, name)(**{**given, argument: value})

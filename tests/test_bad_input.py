@@ -18,7 +18,7 @@ from lightning_spectral.plugin.checks import check_trainer
 
 
 class Measured(IterableDataset[Any]):
-    """It has a length, but its examples have no numbers."""
+    """Has a length, but its examples have no indices."""
 
     def __len__(self) -> int:
         return 4
@@ -314,7 +314,7 @@ class TestSetup:
 
 
 class LitPoisoned(pl.LightningModule):
-    """Its loss is NaN wherever the first feature of a batch is NaN; it fails where it is infinite."""
+    """The loss is NaN if a feature in the batch is NaN; training fails if one is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class LitPoisoned(pl.LightningModule):
 
 
 def poisoned_data(values: list[float]) -> ls.FederatedDataModule:
-    """One client of four examples per value; the value is all it sees."""
+    """One client per value, with four examples; all of their features have that value."""
     x = torch.tensor(values).repeat_interleave(4)[:, None].expand(-1, 2).contiguous()
     return ls.FederatedDataModule(
         TensorDataset(x), ls.NaturalPartitioner([i // 4 for i in range(len(x))]), batch_size=2
@@ -351,7 +351,7 @@ class TestClients:
         assert (row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) == (2.0, 1.0, 8.0)
         assert math.isfinite(row["fl/loss"])
         assert math.isfinite(row["seen"])
-        if isinstance(algorithm, ls.FedAvg):  # nobody's draw depends on the cohort: the others' average is the same
+        if isinstance(algorithm, ls.FedAvg):  # no draw depends on the cohort: the others' average is the same
             others = fit(seeded(LitPoisoned), poisoned_data([1.0, 2.0]), algorithm=algorithm, clients_per_round=2)
             torch.testing.assert_close(fitted.weights, others.weights, rtol=1e-6, atol=1e-7)
 

@@ -85,13 +85,13 @@ def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDat
     assert count.graphs == [2] * 12
 
 
-# all terms: which ones are drawn depends on names of layers, and `torch.compile` adds to them
+# all terms, since the draw depends on the names of layers, which `torch.compile` changes
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(1.0)], ids=["dense", "spectral"])
 def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     compiled = fit(seeded(LitCompiled), clients(toy, 5), algorithm=algorithm).module
     plain = fit(seeded(LitCompiled, compiled=False), clients(toy, 5), algorithm=algorithm).module
     for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32; same operations, maybe other order
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32: same operations, maybe reordered
 
 
 def test_compiling_in_place_is_lost_with_a_warning() -> None:

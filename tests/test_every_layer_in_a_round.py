@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """As the transformers library has it; its place in the library is what the package knows it by."""
+    """The layer of the transformers library, which the package recognises by its qualified name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def shared_out(dataset: TensorDataset, num_clients: int = 6) -> ls.FederatedData
     return ls.FederatedDataModule(dataset, ls.IIDPartitioner(num_clients), batch_size=8)
 
 
-# the matrices are tiny and random, so half of their terms are a poor copy: here they need only train
+# half of the terms of tiny random matrices are a poor copy: here they only need to train
 flat_spectra = pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")
 
 
@@ -119,7 +119,7 @@ def same_initial_weights() -> Iterator[None]:
 
 
 def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
-    """Any layer is sharded, and no weight changes but by training."""
+    """Options with which any layer can be sharded, and weights change only by training."""
     split = {"core.1": 3} if name == "split" else {}
     choices = ls.LayerChoices(
         exclude=["head"], split=split, keep_first_and_last_dense=False, spatial_convolutions=name == "spatial conv2d"
@@ -173,7 +173,7 @@ def test_mixed_keep_ratios_train_every_layer(name: str, flat: TensorDataset, fit
 
 
 class LitNet(pl.LightningModule):
-    """Layers under names of their own; `forward` is the test's."""
+    """Layers under given names, with a `forward` that the test passes."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Tensor], traced: bool, **layers: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Federated runs that must equal something known.
 
-Weights are float32 of order one: 1e-6 is a few roundings of a sum, 1e-5 those of several rounds one after another.
+Weights are float32 of order one: 1e-6 allows for a few roundings of a sum, 1e-5 for those of several rounds.
 """
 
 import copy

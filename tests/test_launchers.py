@@ -1,4 +1,4 @@
-"""However Lightning starts the processes, they end, and with the weights of a single one."""
+"""However Lightning starts the processes, they end, and with the same weights as a single process."""
 
 import os
 import subprocess

@@ -41,9 +41,9 @@ def study(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def result(study: Any, setup: str, rate: float, seed: int, last: float, sent: float = 10.0, task: str = "") -> None:
-    """A made-up run: the figure goes from 8 by 7 to ``last``, for nothing, half and all of the megabytes.
+    """A made-up run: the figure goes from 8 through 7 to ``last``, after none, half and all of the megabytes.
 
-    At ``last`` it stays for as many rounds as are averaged.
+    It stays at ``last`` for as many rounds as are averaged.
     """
     own = study.run.TASKS[task or "shakespeare"]
     run = {"setup": setup, "rate": rate, "seed": seed, own.figure: [8.0, 7.0] + [last] * own.averaged}
@@ -106,7 +106,7 @@ def test_the_report_compares_runs_of_one_seed_and_of_one_size(study: Any) -> Non
             result(study, setup, rate, 0, last + 1, sent)
     result(study, "FrozenA", low, 1, last=5.5)
     found = rows(study)
-    # FrozenA ends at 5 and 5.5, mean 5.25, deviation 0.354; only seed 0 has a reference; by 8 MB it has 7.0 and 7.0
+    # FrozenA ends at 5 and 5.5, mean 5.25, deviation 0.354; only seed 0 has a reference; by 8 MB it is at 7.0 and 7.0
     assert found["FrozenA"] == ["2", f"{low:g}", "5.250 ± 0.354", "1.000", "10.0", "2.0", "7.000 ± 0.000"]
     assert found[study.report.REFERENCE] == ["1", f"{low:g}", "6.000", "", "8.0", "2.0", "6.000"]
     assert Path("docs/lora_shakespeare.png").stat().st_size > 10_000
@@ -123,4 +123,4 @@ def test_the_report_of_an_accuracy_says_by_how_much_it_is_higher(study: Any) -> 
     found = rows(study, "lora_vit_tables.md")
     assert found["FrozenA"] == ["1", f"{low:g}", "50.0", "10.0", "10.0", "2.0", "50.0"]
     assert Path("docs/lora_vit.png").stat().st_size > 10_000
-    assert not Path("docs/lora_tables.md").exists()  # nothing of the other has been run
+    assert not Path("docs/lora_tables.md").exists()  # the other task has no runs

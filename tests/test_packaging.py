@@ -1,4 +1,4 @@
-"""What is said of the package in several places is the same in all of them."""
+"""What several places say about the package is the same in all of them."""
 
 import sys
 from importlib.metadata import metadata

@@ -1,4 +1,4 @@
-"""The papers' experiments: every grid can be run, runs are done once and go on where they stopped, tables are right."""
+"""The papers' experiments: every grid runs, runs are done once and resume where they stopped, tables are right."""
 
 import re
 import sys
@@ -35,7 +35,7 @@ def store(paper: Any, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def settings(paper: Any) -> Any:
-    """A run of seconds."""
+    """A run that takes seconds."""
     return next(iter(paper.run.read("table3", "toy").runs(seed=0)))
 
 
@@ -80,7 +80,7 @@ def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, name: str) -> None:
-    """The last of its runs but for PriSM, whose exact probabilities take seconds; all of them: the slow test below."""
+    """The last run without PriSM, whose exact probabilities take seconds; the slow test below does all of them."""
     experiment = paper.run.read(name, "toy")
     for settings in [run for run in experiment.runs(seed=0) if "PriSM" not in run.setup][-1:]:
         shorter = replace(settings, length=1.0)
@@ -148,7 +148,7 @@ def test_what_is_done_is_not_done_again(
     monkeypatch.setattr(paper.evidence.Store, "train", train)
     command = ["table3", "figure1", "--scale", "toy", "--output", str(tmp_path)]
     paper.run.main([*command, "--seeds", "0"])
-    assert len(calls) == len(set(calls)) == 9  # four of the table, six of the figure, one of them in both
+    assert len(calls) == len(set(calls)) == 9  # four for the table, six for the figure, one of them for both
     paper.run.main([*command, "--seeds", "0", "1"])
     assert len(calls) == len(set(calls)) == 18
     capsys.readouterr()
@@ -255,7 +255,7 @@ def test_cifar100_is_dealt_by_superclass(
     partition = paper.build.deal(paper.sources.cifar100(), wanted).partition
     drawn = [len({int(rows[i, 0]) for i in partition[client]}) for client in range(20)]
     assert partition.sizes.tolist() == 20 * [20]
-    assert sum(drawn) / 20 < 10  # of 20 superclasses; dealt at random a client has 13
+    assert sum(drawn) / 20 < 10  # of 20 superclasses; a random split gives a client 13
 
 
 def test_sequences_follow_each_other(paper: Any) -> None:
@@ -269,14 +269,14 @@ def test_reviews_are_read_as_frequent_words(paper: Any) -> None:
     text = reviews.words("It's GOOD.<br /><br />'Good', it says: 10/10!")
     assert text == ["it's", "good", "good", "it", "says"]
     ids = reviews.vocabulary([text, ["bad", "it"]], size=3)
-    assert ids == {"good": 1, "it": 2, "bad": 3}  # of bad, it's and says the first in the alphabet
+    assert ids == {"good": 1, "it": 2, "bad": 3}  # bad, it's and says tie: the first in alphabetical order
     assert reviews.word_ids([text, ["so", "bad"], []], ids, 2).tolist() == [[1, 1], [3, 0], [0, 0]]
 
 
 def test_an_lstm_learns_from_reviews(
     paper: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 reviews of one telling word each; words of the ten that test have no ids of their own."""
+    """60 reviews with one telling word each; the other words of the ten test reviews have no ids."""
     good = torch.arange(70) % 2
     texts = [["good" if label else "bad", f"film{i}"] for i, label in enumerate(good.tolist())]
     monkeypatch.setattr(paper.sources, "imdb", lambda: (texts, good))

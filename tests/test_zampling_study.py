@@ -60,7 +60,7 @@ def test_the_network_of_fedpm_has_as_many_weights_as_its_authors_count(study: An
 def test_a_run_says_what_travelled_and_how_good_networks_became(
     study: Any, monkeypatch: pytest.MonkeyPatch, setup: str, compression: int, down: int, up: int
 ) -> None:
-    """Of 60 images every second one is trained on, three by each client; every third of them is a test."""
+    """Of 60 images, every second one is for training, three for each client, and every third one is for testing."""
     labels = torch.arange(60) // 6
     images = nn.functional.one_hot(labels, 784).float()
     monkeypatch.setattr(study.tasks, "mnist", lambda: (images, labels, images, labels))

@@ -34,7 +34,7 @@ def ours(keep_ratio: Any = MIXED, step_widths: Any = WIDTHS, **options: Any) -> 
 
 
 def randomised(lit: Any, seed: int) -> Any:
-    """Weights and averages that are no initial ones, so that nothing is the same by accident."""
+    """Replace the initial weights and averages, so that nothing agrees by accident."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in lit.state_dict().values():
         if tensor.is_floating_point():

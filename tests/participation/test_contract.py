@@ -1,4 +1,4 @@
-"""The contract test that is shipped for samplers, and samplers that must fail it."""
+"""The contract test shipped for samplers, and samplers that must fail it."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ OTHER_SEEDS = itertools.count()
 
 
 class WholeRows(ls.Uniform):
-    """Everybody is active, whatever was asked for."""
+    """Activates every processor, whatever was requested."""
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         return super().probs(scores, round_idx) * (len(scores) / self.active)
 
 
 class ForAnything(ls.Uniform):
-    """May draw what a processor cannot train."""
+    """May draw models that a processor cannot train."""
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         return torch.full_like(scores, self.active / scores.numel())
 
 
 class Forgetful(ls.Uniform):
-    """Draws from something else than its generator."""
+    """Draws from a generator other than the one it is given."""
 
     def assign(
         self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
@@ -57,7 +57,7 @@ class Forgetful(ls.Uniform):
 
 @dataclass(frozen=True)
 class Biased(ls.Uniform):
-    """Divides by other probabilities than it draws with."""
+    """Divides by probabilities other than those it draws with."""
 
     def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
         return probs.clamp(max=0.25)

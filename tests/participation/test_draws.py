@@ -19,12 +19,12 @@ PROBS = LossVarianceReduced(active=2).probs(
 
 
 def num_draws(design: Design | None) -> int:
-    """As many as take a second or two: designs are fitted for every draw."""
+    """The number of draws that takes a second or two; designs are fitted for every draw."""
     return 5000 if design is None else 500 if isinstance(design, ConditionalPoisson) else 2000
 
 
 def deviation(frequencies: Tensor, probs: Tensor, num_samples: int) -> float:
-    """Largest deviation in standard errors; infinite for what cannot or must happen and does not."""
+    """Largest deviation in standard errors; infinite if something impossible happens or something certain does not."""
     errors = (probs * (1 - probs) / num_samples).sqrt()
     distances = (frequencies - probs).abs()
     return float(torch.where(distances < 1e-12, 0.0, distances / errors).max())

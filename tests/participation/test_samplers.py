@@ -1,4 +1,4 @@
-"""Client samplers: unbiased by enumeration of everything they could draw; their probabilities, choices and refusals."""
+"""Client samplers: unbiasedness by enumerating every possible draw; their probabilities, choices and refusals."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_the_average_is_unbiased(sampler: Sampler, population: Population) -> No
 
 
 def test_the_enumeration_notices_a_coefficient_that_forgets_the_number_of_processors() -> None:
-    # n_i as if every client had one processor, but drawn for all its processors
+    # n_i as if every client had one processor, although all its processors may be drawn
     wrong = Population(MIXED.num_examples * MIXED.processors[:, None], MIXED.processors)
     values = random_values(MIXED)
     assert distance(MIXED, expected_average(wrong, Uniform(active=1.5), values), values) > 0.01
@@ -182,9 +182,9 @@ def test_more_active_processors_than_can_train_are_refused_at_set_up() -> None:
     "bad",
     [
         lambda scores: scores[:, :1],
-        lambda scores: scores.sign(),  # rows above one
+        lambda scores: scores.sign(),  # rows that sum to more than one
         lambda scores: scores.sign() - 1,
-        lambda scores: torch.full_like(scores, 0.1),  # also who cannot
+        lambda scores: torch.full_like(scores, 0.1),  # even where a processor cannot train the model
         lambda scores: scores * math.nan,
     ],
 )

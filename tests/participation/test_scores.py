@@ -1,4 +1,4 @@
-"""From figures to scores: gaps, zeros and what cannot be."""
+"""From figures to scores: gaps, zeros and invalid values."""
 
 import math
 
@@ -20,7 +20,7 @@ def test_scores_are_weighted_figures() -> None:
 
 
 def test_unknown_figures_count_as_the_largest_known_of_their_model() -> None:
-    # client 1 has examples but is not available: its figure is known all the same
+    # client 1 has examples but is not available; its figure is still known
     figures = torch.tensor([[NAN, NAN], [9.0, NAN], [5.0, NAN], [NAN, NAN]])
     filled = torch.tensor([[9.0, 1.0], [0.0, 0.0], [5.0, 0.0], [9.0, 1.0]])
     assert torch.equal(sampling_scores(GAPS, figures), GAPS.weights * filled)

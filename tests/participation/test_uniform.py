@@ -98,4 +98,4 @@ def test_scheme_without_limits_checks_nothing() -> None:
     for num_clients in (0, 1, 10**9):
         assert Everyone().check(num_clients) is None  # type: ignore[func-returns-value]
     with pytest.raises(ValueError, match="at most num_clients=1, got 2"):
-        UniformParticipation(2).check(1)  # unlike a scheme that has limits
+        UniformParticipation(2).check(1)  # a scheme with limits does check

@@ -1,4 +1,4 @@
-"""The Dirichlet split: its law against literal one-label-at-a-time draws, its counts exactly."""
+"""The Dirichlet split: its law against draws of one label at a time, its counts against exact probabilities."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ CONCENTRATION = 2.0 * SUPPLY / SUPPLY.sum()
 
 
 def exact_count_law(prior: np.ndarray, supply: np.ndarray, num_draws: int) -> dict[tuple[int, ...], float]:
-    """Probability of every count vector, following one label after another."""
+    """Probability of every count vector, computed one label at a time."""
     law = {tuple(0 for _ in supply): 1.0}
     for _ in range(num_draws):
         following: dict[tuple[int, ...], float] = defaultdict(float)
@@ -41,7 +41,7 @@ def exact_count_law(prior: np.ndarray, supply: np.ndarray, num_draws: int) -> di
 def batched_slots(
     class_sizes: np.ndarray, client_sizes: np.ndarray, concentration: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """What the partitioner draws."""
+    """The slots as the partitioner draws them."""
     return draw_slot_classes(class_sizes, client_sizes, partial(draw_dirichlet_counts, concentration), rng)
 
 
@@ -64,7 +64,7 @@ def literal_slots(
 def leftover_from_proportions(
     log_prior: np.ndarray, supply: np.ndarray, num_draws: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """A wrong way: what the prior cannot supply comes from the examples left, ignoring the prior."""
+    """A wrong way: the shortfall is drawn from the remaining examples, ignoring the prior."""
     prior = np.exp(log_prior - log_prior.max())
     counts = np.minimum(rng.multinomial(num_draws, prior / prior.sum()), supply)
     return np.asarray(counts + rng.multivariate_hypergeometric(supply - counts, num_draws - counts.sum()))
@@ -176,7 +176,7 @@ def test_both_conventions_name_the_same_split_for_equal_classes() -> None:
 
 @pytest.mark.parametrize(("symmetric", "mean"), [(False, 0.1), (True, 0.5)])
 def test_prior_of_an_unequal_data_set_is_centred_as_the_convention_says(symmetric: bool, mean: float) -> None:
-    # ten clients of one example each: the first served draws its label from a fresh prior, all classes live
+    # ten clients of one example each: the first served draws its label from a fresh prior, with all classes live
     labels = (torch.arange(10) == 0).long()
     partitioner, num_seeds = DirichletPartitioner(10, 1.0, symmetric), 3000
     rare_first = []

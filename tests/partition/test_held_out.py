@@ -1,4 +1,4 @@
-"""What is held out of each client's examples."""
+"""The held-out part of each client's examples."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def seeded(seed: int = 0) -> Generator:
 
 @pytest.fixture
 def whole() -> Partition:
-    """Clients of 0 to 60 examples, whose ids are scattered."""
+    """Clients with 0 to 60 examples whose ids are scattered."""
     sizes = [0, 1, 2, 3, 10, 25, 60]
     return Partition.from_lists(list(torch.randperm(sum(sizes), generator=seeded()).split(sizes)))
 
@@ -25,7 +25,7 @@ def test_every_example_is_trained_on_or_held_out(fraction: float, expected: list
     for mine, kept, out in zip(whole, training, held_out, strict=True):
         assert sorted([*kept.tolist(), *out.tolist()]) == sorted(mine.tolist())
         places = [mine.tolist().index(example) for example in kept.tolist()]
-        assert places == sorted(places)  # in their order
+        assert places == sorted(places)  # in their original order
 
 
 def test_every_example_of_a_client_is_as_likely_to_be_held_out(whole: Partition) -> None:

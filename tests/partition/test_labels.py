@@ -1,4 +1,4 @@
-"""Labels of all kinds of data sets against reading every example."""
+"""Labels of all kinds of data sets, without reading examples where the labels are stored."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -88,7 +88,7 @@ def test_labels_that_are_no_classes_are_refused_with_the_remedy(dataset: Dataset
 
 
 class Column(Sequence[Any]):
-    """Labels that are read as they are asked for."""
+    """Labels that are read on demand."""
 
     def __init__(self, labels: list[Any]) -> None:
         self.labels = labels

@@ -35,7 +35,7 @@ def one_of(weights: np.ndarray, rng: np.random.Generator) -> int:
 
 
 def one_by_one(symmetric: bool) -> Law:
-    """Reddi et al.'s procedure as a loop: two stages for each label; what has run out is removed from its stage."""
+    """Reddi et al.'s procedure as a loop: two stages for each label; exhausted choices are removed from their stage."""
     sizes = np.bincount(SUPERCLASSES, SUPPLY)
     coarse = ALPHA * (np.ones(2) if symmetric else sizes / sizes.sum())
     fine = BETA * (np.ones(5) if symmetric else SUPPLY / sizes[SUPERCLASSES])
@@ -56,7 +56,7 @@ def one_by_one(symmetric: bool) -> Law:
 
 
 def renormalised_over_all_classes(left: np.ndarray, num_draws: int, rng: np.random.Generator) -> np.ndarray:
-    """A wrong way: what runs out gives its share to the classes of all superclasses."""
+    """A wrong way: the share of an exhausted class goes to the classes of all superclasses."""
     of_superclass, of_class = log_dirichlet(law().over_superclasses, rng), np.empty(5)
     of_superclass -= np.log(np.exp(of_superclass).sum())
     for own, prior in zip(law().members, law().over_classes, strict=True):
@@ -127,7 +127,7 @@ def test_small_alpha_gives_a_client_one_superclass_with_all_its_classes() -> Non
     partitioner = PachinkoPartitioner(60, superclasses, alpha=1e-3, beta=1e6)
     partition = partitioner(6000, labels, torch.Generator().manual_seed(0))
     found = [labels[own].unique() for own in partition]
-    # the last clients share what is left of either
+    # the last clients share what is left of both
     assert sum(len(classes) == 3 and len(superclasses[classes].unique()) == 1 for classes in found) >= 58
 
 

@@ -20,7 +20,7 @@ CONTENT = {"weights": torch.arange(1000.0), "round": 3}
 
 
 def write(path: Path, num_rounds: int, **more: Any) -> None:
-    """A checkpoint of a Trainer, as far as it matters here."""
+    """Write the parts of a Trainer's checkpoint that matter here."""
     progress = {"epoch": num_rounds - 1, "global_step": num_rounds, "loops": {}, "optimizer_states": []}
     ls.AtomicCheckpointIO().save_checkpoint({**CONTENT, **progress, **more}, path)
 
@@ -39,7 +39,7 @@ def set_age(path: Path, seconds: int) -> None:
 
 
 class Untrusted:
-    """What a user may keep in a checkpoint: an object that runs code when it is loaded."""
+    """An object that a user may keep in a checkpoint and that runs code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return pytest.fail, ("it was executed",)
@@ -69,7 +69,7 @@ class TestWriting:
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
         monkeypatch.undo()
         write(saved / "two.ckpt", 2)
-        assert sorted(file.name for file in saved.iterdir()) == ["one.ckpt", "two.ckpt"]  # what was left is gone
+        assert sorted(file.name for file in saved.iterdir()) == ["one.ckpt", "two.ckpt"]  # the leftover file is gone
 
     def test_a_link_is_replaced_and_what_it_shows_stays(self, saved: Path) -> None:
         link = saved / "last.ckpt"
@@ -92,7 +92,7 @@ class TestWriting:
 class TestFinding:
     def test_the_most_rounds_are_found_whatever_the_age_of_the_files(self, saved: Path) -> None:
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
-        write(saved / "another.ckpt", 2)  # of two of the same round the newer one
+        write(saved / "another.ckpt", 2)  # of two from the same round, the newer one is found
         set_age(saved / "another.ckpt", 300)
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
         set_age(saved / "another.ckpt", 50)
@@ -116,7 +116,7 @@ class TestFinding:
 
     @pytest.mark.filterwarnings("ignore:.*cannot be resumed from and is skipped")
     def test_no_damaged_bit_is_believed(self, tmp_path: Path) -> None:
-        """Of files that differ in one bit those that are found hold what was written."""
+        """A file with one flipped bit is found only if it still holds what was written."""
         path, found = tmp_path / "one.ckpt", 0
         write(path, 4, weights=torch.arange(5.0))
         whole = path.read_bytes()
@@ -127,7 +127,7 @@ class TestFinding:
                 loaded = torch.load(path, weights_only=True)
                 assert loaded["global_step"] == 4
                 assert torch.equal(loaded["weights"], torch.arange(5.0))
-        assert 0 < found < len(whole) // 3  # padding holds nothing
+        assert 0 < found < len(whole) // 3  # flips in padding do no harm
 
     @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
     def test_a_file_that_was_cut_short_is_passed_over(self, saved: Path, share: float) -> None:

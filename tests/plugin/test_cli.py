@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightni
 
 
 class LitToy(pl.LightningModule):
-    """A user's module whose width a checkpoint knows."""
+    """A user's module whose width is saved in its checkpoints."""
 
     def __init__(self, width: int, lr: float = 0.1) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def points(num_points: int) -> TensorDataset:
 
 
 class Clients(ls.FederatedDataModule):
-    """A data module that makes its data itself."""
+    """A data module that creates its own data."""
 
     def __init__(self, num_clients: int) -> None:
         super().__init__(points(40), ls.IIDPartitioner(num_clients), val=points(20))
@@ -91,11 +91,11 @@ class Command:
     """A command line with a config, in a folder of its own.
 
     Attributes:
-        start: Starts it.
-        config: The config of model and data.
-        name: Name of one of the models.
-        cli: What was run first, for one round.
-        checkpoint: Its checkpoint.
+        start: The function that starts it.
+        config: The configuration of model and data.
+        name: The name of one of the models.
+        cli: The first run, of one round.
+        checkpoint: The checkpoint of that run.
     """
 
     def __init__(self, folder: Path, cli: Any, config: dict[str, Any], name: str) -> None:
@@ -129,7 +129,7 @@ class Command:
 
 @pytest.fixture(scope="module", autouse=True)
 def a_process_of_its_own() -> Iterator[None]:
-    """Whatever a command line does to the process is undone: arguments, variables, paths, the generators' seeds."""
+    """Undo whatever a command line does to the process: arguments, variables, paths, the generators' seeds."""
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
         patch.setattr(sys, "argv", ["program"])
         patch.setattr(sys, "path", [str(ROOT), *sys.path])

@@ -24,7 +24,7 @@ from lightning_spectral.functional.factors import singular_terms
 from lightning_spectral.plugin.callbacks.ledger import LedgerRow
 
 SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
-SECONDS = 300  # for all runs; within them nobody waits for another longer than a minute
+SECONDS = 300  # for all runs; within them no process waits for another longer than a minute
 
 
 def load_runs() -> ModuleType:
@@ -52,12 +52,12 @@ def run_in_several(folder: Path, ports: list[str]) -> None:
         assert process.returncode == 0, said[-3000:]
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that it forked are of its session
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it forked are in its session
 
 
 @dataclass(frozen=True)
 class Results:
-    """What each process of each run had at the end."""
+    """The final state of each process of each run."""
 
     folder: Path
     alone: dict[str, dict[str, Any]]
@@ -68,12 +68,12 @@ class Results:
         return [self.of(name, num_processes, rank) for rank in range(num_processes)]
 
     def of(self, name: str, num_processes: int, rank: int) -> dict[str, Any]:
-        """What one process had."""
+        """The results of one process."""
         found: dict[str, Any] = torch.load(self.folder / f"{name} {num_processes} {rank}.pt", weights_only=True)
         return found
 
     def checkpoint(self, name: str, num_processes: int) -> Path:
-        """After the first round."""
+        """The checkpoint after the first round."""
         return self.folder / str(num_processes) / name / "0.ckpt"
 
 
@@ -109,7 +109,7 @@ def test_every_process_ends_as_a_single_one(name: str, num_processes: int, resul
 
 
 def test_runs_are_what_they_are_called(results: Results) -> None:
-    """Otherwise equality would show little: clients are left out, cohorts are cut, values of watchers are there."""
+    """Otherwise equality would prove little: clients are left out, cohorts are cut, watchers log their values."""
     rows = {name: results(name, 1)[0]["history"][0] for name in SAME}
     assert rows["clients left out"]["fl/clients_left_out"] > 0
     assert rows["cut cohort"]["fl/clients"] == 4
@@ -171,7 +171,7 @@ def test_a_failing_client_ends_every_process_with_its_address(num_processes: int
     several = results("a client fails", num_processes)
     assert len({one["error"] for one in several}) == 1
     assert several[0]["error"].startswith(f"{words} (process ")
-    for one in several:  # the round before is whole
+    for one in several:  # the round before is complete
         assert_same_run({**one, "error": None}, {**alone, "error": None})
 
 
@@ -213,7 +213,7 @@ def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, 
         assert re.match(rf"LostProcessError: .*\b{lost} \(round 1, client \d+\)", one["error"]), one["error"]
         assert "latest_checkpoint" in one["error"]
         assert one["global_step"] == 1
-    if lost != 0:  # it is the first that saves
+    if lost != 0:  # the first process saves
         saved = results.folder / name / str(num_processes) / "saved.ckpt"
         assert torch.load(saved, weights_only=True)["global_step"] == 1
 

@@ -1,4 +1,4 @@
-"""A client's own Trainer gives what the plain loop gives, where that is enough."""
+"""A client's own Trainer gives the same results as the plain loop, where the loop is enough."""
 
 import copy
 from dataclasses import replace
@@ -25,7 +25,7 @@ def fit(fit: Fit) -> Fit:
 
 
 class Unindexed(Dataset[Any]):
-    """Data that does not lie in tensors as far as the loader can see."""
+    """Data whose tensors are hidden from the loader."""
 
     def __init__(self, data: Any) -> None:
         self.data = data

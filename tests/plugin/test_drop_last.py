@@ -65,7 +65,7 @@ def test_every_client_trains_without_short_last_batches(
     data = uneven(toy, drop_last=True, **options)
     found = fit(with_batch_norm, data, callbacks=[Count()], local_epochs=3, client_engine=client_engine)
     assert steps == {0: 6, 1: 3, 2: 3, 3: 3}
-    assert found.rows[0]["fl/examples"] == sum(SIZES)  # weights stay those of all examples
+    assert found.rows[0]["fl/examples"] == sum(SIZES)  # weights still count all examples
 
 
 @pytest.mark.parametrize(("drop_last", "examples"), [(False, 9), (True, 8)])

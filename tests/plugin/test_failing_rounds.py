@@ -1,4 +1,4 @@
-"""Rounds that fail at an awkward moment: what is saved, restored and said."""
+"""Rounds that fail at an awkward moment: what is saved, restored and reported."""
 
 import random
 from collections.abc import Iterable, Iterator

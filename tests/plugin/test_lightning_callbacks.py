@@ -75,7 +75,7 @@ def test_learning_rates_come_once_a_round(interval: Any, lit: Any, data: Any, fi
     monitor = theirs.LearningRateMonitor(logging_interval=interval)
     rows = fit(lit, data, max_epochs=3, callbacks=[monitor], trainer={"logger": CSVLogger(tmp_path)}).rows
     assert monitor.lrs == {"lr-SGD": [row["fl/lr"] for row in rows], "lr-SGD-1/server": [1.0] * 3}
-    assert monitor.logging_interval == interval  # again, after the fit
+    assert monitor.logging_interval == interval  # restored after the fit
 
 
 @pytest.mark.parametrize("scheduled", [True, False])

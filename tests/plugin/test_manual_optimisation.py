@@ -47,7 +47,7 @@ class LitHalves(pl.LightningModule):
             front.zero_grad()
             back.zero_grad()
             self.manual_backward(loss)
-            front.step()  # while the other half has gradients too: hooks of one must leave the other's alone
+            front.step()  # while the other half also has gradients: hooks of one must leave the other's alone
             back.step()
         return loss
 
@@ -129,7 +129,7 @@ def test_a_gan_of_one_client_is_a_loop_written_out(data: Any, toy: Any, fit: Fit
     for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-7)  # w - (w - w') rounds at the size of w
     assert history.column("judge_loss") == [pytest.approx(sum(last[1::2]) / 8, rel=1e-6)]
-    assert str(history.column("fl/loss")) == "[nan]"  # its step returns none
+    assert str(history.column("fl/loss")) == "[nan]"  # its step returns no loss
 
 
 def test_a_gan_of_sub_models_trains_both_networks(data: Any, fit: Fit) -> None:
@@ -176,7 +176,7 @@ def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) 
     data.val = None
     watchers = [ls.UpdateAlignment(every_n_rounds=1), Listen()]
     fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, callbacks=watchers)
-    assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # what it compares with is what the run does
+    assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # the round it compares with does what the run does
 
 
 def test_schedulers_can_be_read_and_are_stepped_by_the_server(data: Any, fit: Fit) -> None:

@@ -1,4 +1,4 @@
-"""Models of one width, taken out of what clients of several widths have trained."""
+"""Models of one width, extracted from a module trained by clients of several widths."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ import lightning_spectral as ls
 
 
 def narrow_by_hand(fitted: Any, width: float) -> Any:
-    """The whole module, cut, with the averages that the state has for the width."""
+    """The whole module cut to the width, with the averages that the state holds for it."""
     small = cut(fitted.module, ls.width_plan(fitted.module), width)
     small.load_state_dict(fitted.model.state.widths.get(width, {}), strict=False)
     return small
@@ -70,7 +70,7 @@ def test_before_the_first_fit_averages_are_the_modules_own() -> None:
 
 
 def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -> None:
-    """Of weights that stay as they are, the averages come near the truth; those of the whole module do not."""
+    """With constant weights, these averages come close to the truth; those of the whole module do not."""
     lit = seeded(LitNorms)
     lit.hparams.lr = 0.0
     fitted = fit(lit, data, algorithm=ours({1.0: 1.0}), clients_per_round=12, max_epochs=8, local_epochs=3)

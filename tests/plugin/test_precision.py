@@ -88,7 +88,7 @@ class TestEveryAlgorithm:
         history = fit(seeded(lit_mlp), data, algorithm=algorithm, trainer={"precision": precision}).history
         full = fit(seeded(lit_mlp), data, algorithm=algorithm).history
         eps = torch.finfo(torch.float32 if precision == "64-true" else torch.bfloat16).eps
-        # a round's loss is a mean over sixty examples, whose roundings differ in sign: no more than one is left
+        # a round's loss is a mean over sixty examples, whose roundings differ in sign: at most one remains
         assert history.column("fl/loss") == pytest.approx(full.column("fl/loss"), rel=eps)
 
 
@@ -97,7 +97,7 @@ class TestEveryAlgorithm:
 def test_an_example_input_is_cast_as_batches_are(
     precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
-    """Plans are those of the module in single precision, in which the example is."""
+    """Plans are those of the module in single precision, the type of the example."""
     lit = seeded(lit_mlp)
     lit.example_input_array = torch.zeros(2, 6)
     plain = algorithm.prepare(lit)
@@ -142,5 +142,5 @@ def test_weights_stay_on_the_device_and_are_those_of_the_cpu(
     there = fit(seeded(Lit), data, algorithm=algorithm, max_epochs=1, trainer={"accelerator": device})
     here = fit(seeded(Lit), data, algorithm=algorithm, max_epochs=1)
     assert there.trainer.strategy.root_device.type == device
-    # signs and order of equal singular vectors may differ, what they make does not: float32, one round of a few steps
+    # signs and order of equal singular vectors may differ, their products do not: float32, one round of a few steps
     torch.testing.assert_close(there.weights.cpu(), here.weights, rtol=1e-4, atol=1e-5)

@@ -47,7 +47,7 @@ def test_clients_write_no_line_and_no_file(
     finally:
         for logger in watched:
             logger.removeHandler(handler)
-    assert said[0] == said[1]  # what the Trainer of the rounds says
+    assert said[0] == said[1]  # only what the Trainer of the rounds says
     assert list(tmp_path.iterdir()) == []
     assert [logger.level for logger in watched] == levels
 

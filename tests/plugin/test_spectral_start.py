@@ -16,7 +16,7 @@ import lightning_spectral as ls
 
 
 def started(module: nn.Module, keep_ratio: float, **options: Any) -> dict[str, Tensor]:
-    """A copy of the weights, after the plain function."""
+    """A copy of the weights after `spectral_start`."""
     own = copy.deepcopy(module)
     ls.spectral_start(own, keep_ratio, **options)
     return own.state_dict()
@@ -27,7 +27,7 @@ def sentences(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class TestInAFit:
-    # for smaller clients than the start is for, half of the energy is too far down
+    # for clients smaller than those the start is meant for, half of the energy lies too far down the spectrum
     @pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio 0.2:lightning_spectral.SpectralWarning")
     @pytest.mark.parametrize(
         ("keep_ratio", "start", "share"),
@@ -111,7 +111,7 @@ class TestResume:
     def test_an_algorithm_sets_weights_once_and_not_when_resumed(
         self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Where a repetition would show in every weight."""
+        """A repetition would show in every weight."""
         caplog.set_level(logging.INFO)
 
         def rounds(max_epochs: int, ckpt_path: Path | None = None) -> Fitted:

@@ -42,7 +42,7 @@ def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, fit
 
 
 class Table(torch.utils.data.Dataset[Any]):
-    """Rows that are dictionaries, and columns by name, as those of Hugging Face's data sets."""
+    """Rows as dictionaries and columns by name, as in Hugging Face's data sets."""
 
     def __init__(self, **columns: torch.Tensor) -> None:
         self.columns = columns

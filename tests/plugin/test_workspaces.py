@@ -1,4 +1,4 @@
-"""Pages of wandb, built offline. ``python tests/plugin/test_workspaces.py`` writes the expected one anew."""
+"""Pages of wandb, built offline. ``python tests/plugin/test_workspaces.py`` rewrites the expected one."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every choice that a federation offers comes from YAML as it does from Python, and what is printed loads again."""
+"""Every choice that a federation offers can be made in YAML as in Python, and the printed YAML loads again."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `skip_n
 
 @dataclass(frozen=True)
 class Cautious(ls.FedAvg):
-    """An algorithm of a user's own."""
+    """A user's own algorithm."""
 
     caution: float = 0.5
 
 
 def crowd() -> ls.VirtualClock:
-    """A function may stand where a class may: here because YAML has no mapping from profiles to shares."""
+    """A function may take the place of a class: here because YAML cannot map profiles to shares."""
     return ls.VirtualClock({ls.DeviceProfile(1e6, 1e5, 1e9): 0.5, ls.DeviceProfile(1e5, 1e4, 1e8): 0.5})
 
 
@@ -164,7 +164,7 @@ def data() -> Any:
 
 
 def built(parser: Any, key: str, yaml: str) -> tuple[Any, Any]:
-    """What the YAML says, and what the YAML says that is printed of it."""
+    """The object from the YAML, and the object from the YAML that is printed for it."""
     config = parser.parse_string(f"it: {{{key}: {yaml}}}")
     again = parser.parse_string(parser.dump(config, skip_none=False))
     return parser.instantiate(config).it[key], parser.instantiate(again).it[key]

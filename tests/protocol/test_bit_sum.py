@@ -59,7 +59,7 @@ def test_the_mean_of_whole_weights_is_the_nearest_number_to_the_fraction(weights
 
 
 def test_weights_that_are_rounded_change_the_mean_by_their_rounding_alone() -> None:
-    """Each by 2^-52 of the total at most: the numerator and the denominator by the number of clients times that."""
+    """Each weight by at most 2^-52 of the total, numerator and denominator by K times that for K clients."""
     weights = [0.1 + i / 7 for i in range(50)]
     added, total = clients(weights), math.fsum(weights)
     mean = mean_of(added, total).finish().tolist()

@@ -8,7 +8,7 @@ BLOCK = block_size(torch.zeros(1))
 
 
 def flat_change(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put together again what comes in blocks."""
+    """Reassemble the change from its blocks."""
     blocks = ChangeBlocks(before, dict.fromkeys(before, 0.0))
     whole = torch.full((blocks.size,), float("nan"), dtype=torch.float64)
     for block, change in blocks.changes(after):

@@ -1,4 +1,4 @@
-"""What the server keeps of single clients, alone and in a run."""
+"""What the server keeps about single clients, on its own and in a run."""
 
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_client_and_model_are_the_key_and_the_coefficient_is_not() -> None:
     assert WorkUnit(7, "words") not in store
     store[WorkUnit(7, coefficient=2.0)] = {"turns": torch.tensor(1)}
     assert len(store) == 3
-    assert list(store[WorkUnit(7)]) == ["turns"]  # in place of all that was there
+    assert list(store[WorkUnit(7)]) == ["turns"]  # replaces everything that was there
 
 
 def test_bytes_are_those_of_all_tensors() -> None:
@@ -160,7 +160,7 @@ class TestInARun:
     def test_a_checkpoint_within_a_round_remembers_nothing_of_that_round(
         self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        """The round begins again in the resumed run, as its weights do: nobody has trained twice."""
+        """The resumed run restarts the round, weights included, so no client has trained twice."""
         remember = partial(fit, algorithm=remembering())
         whole = remember(seeded(lit_mlp), data, max_epochs=3)
 

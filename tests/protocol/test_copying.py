@@ -61,7 +61,7 @@ def test_weights_that_a_hook_recomputes_are_trained_after_a_forward_pass(
     after = fit(lit, data, algorithm=algorithm).module.net[3]
     after(torch.zeros(1, 12))
     assert not torch.equal(after.weight, before)
-    assert torch.equal(after.weight == 0, before == 0)  # what is pruned stays so
+    assert torch.equal(after.weight == 0, before == 0)  # pruned entries stay pruned
 
 
 def test_a_copy_shares_no_gradient_function_with_the_original() -> None:

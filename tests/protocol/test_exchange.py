@@ -29,7 +29,7 @@ def test_what_travels_is_what_a_copy_needs() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(server.state_dict().values(), client.state_dict().values(), strict=True)
     )
-    assert "cache" in travelling_tensors(server)  # not in a state_dict, but clients must not hand it on to each other
+    assert "cache" in travelling_tensors(server)  # not in a state_dict, but clients must not pass it on to each other
 
 
 def test_what_is_averaged_can_be_averaged() -> None:

@@ -1,4 +1,4 @@
-"""A frozen base travels to a client once: by the ledger, by what is pickled, in every kind of run, to the same bits."""
+"""A frozen base travels to a client once, by the ledger and by what is pickled; every kind of run keeps its bits."""
 
 import pickle
 from pathlib import Path
@@ -45,7 +45,7 @@ def first_turns(fitted: Fitted) -> list[bool]:
 
 
 def expected(fitted: Fitted) -> list[bool]:
-    """The same by the rule: everything, until an update has come back."""
+    """The same by the rule: the base is sent until an update has come back."""
     have: set[int] = set()
     sent = []
     for row in fitted.ledger.rows:
@@ -88,7 +88,7 @@ def test_it_is_sent_again_until_an_update_comes_back(data: Any, fit: Fit) -> Non
     assert first_turns(fitted) == expected(fitted)
     work = 3 * sum(p.numel() for p in LitFrozen().parameters()) * 10 / 1e6
     for row in rows:
-        if row.left_out is None:  # by the clock, too, it got what the ledger says, on the fast link
+        if row.left_out is None:  # the clock agrees with the ledger, on the fast link
             seconds = row.downlink_bytes / 1e4 + work + row.uplink_bytes / 1e4
             assert row.virtual_seconds == pytest.approx(seconds, rel=1e-12)
 
@@ -102,7 +102,7 @@ def test_what_a_callback_writes_travels_once_more_to_everybody(data: Any, fit: F
 @pytest.mark.parametrize("kind", ["between rounds", "before the save", "within a round"])
 def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: Any, fit: Fit, tmp_path: Path) -> None:
     class Saves(ls.RoundCallback):
-        """At the end of round 1; or in the middle of it, when some of its clients have it and the round may not end."""
+        """Saves at the end of round 1, or within it, when some of its clients have the base and it may not end."""
 
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
             if kind == "within a round" and turn.round_idx == 1:
@@ -116,7 +116,7 @@ def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: A
             if kind != "within a round":
                 trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
-    sampler = ls.UpdateVarianceReduced(active=3, measure=4)  # who is measured has it before the round is over
+    sampler = ls.UpdateVarianceReduced(active=3, measure=4)  # measured clients have it before the round is over
     ours, theirs = (ls.FederatedModule(seeded(LitFrozen), participation=sampler) for _ in range(2))
     whole = fit(ours, data, max_epochs=4, callbacks=[Saves()])
     resumed = fit(theirs, data, max_epochs=4, ckpt_path=tmp_path / "saved.ckpt")
@@ -159,7 +159,7 @@ def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_noth
 
 
 def download(net: nn.Linear, held: frozenset[str] = frozenset()) -> Download:
-    """Of a layer whose weight is frozen, in a pickle and back."""
+    """The download of a layer whose weight is frozen, pickled and unpickled."""
     base = FrozenBase()
     base.refresh(frozen_parameters(net))
     tensors = {name: parameter.detach() for name, parameter in net.named_parameters()}

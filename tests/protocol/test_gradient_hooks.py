@@ -16,7 +16,7 @@ SPECTRAL = ls.SpectralSharding(layers=ls.LayerChoices(keep_first_and_last_dense=
 
 
 class Frozen(nn.Module):
-    """Half of the rows of every weight are to stay as they are."""
+    """Half of the rows of every weight must not change."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

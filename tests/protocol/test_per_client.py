@@ -1,4 +1,4 @@
-"""One law for keep ratios, devices and dropout probabilities: one for all, exact shares, or one per client."""
+"""One law for keep ratios, devices and dropout probabilities: one value for all, exact shares, or one per client."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def probabilities(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
     return ls.ClientDropout(value).assign(num_clients, seed)
 
 
-# who uses the law, under which purpose, and three values that it accepts
+# each user of the law, its purpose, and three values that it accepts
 USERS = [
     pytest.param(keep_ratios, "keep ratios", (0.1, 0.2, 1.0), id="keep ratios"),
     pytest.param(devices, "device profile", (SLOW, MEDIUM, FAST), id="devices"),
@@ -44,7 +44,7 @@ def everyone(assigned: Assigned[Any]) -> list[Any]:
 
 
 def by_hand(shares: dict[Any, float], num_clients: int, seed: int, purpose: str) -> list[Any]:
-    """The law, one client after another."""
+    """The law applied to one client at a time."""
     counts = {value: math.floor(share * num_clients + 1e-9) for value, share in shares.items()}
     by_remainder = sorted(shares, key=lambda value: counts[value] - shares[value] * num_clients)
     for value in by_remainder[: num_clients - sum(counts.values())]:
@@ -93,7 +93,7 @@ def test_who_has_which_value_is_drawn_from_the_seed_alone(user: Any, purpose: st
 
 
 def test_different_settings_are_drawn_independently() -> None:
-    """Or slow devices would be those of small keep ratios, without anybody having asked for it."""
+    """Otherwise slow devices would be those with small keep ratios, although no user asked for that."""
     drawn = [everyone(assign({0: 0.5, 1: 0.5}, 50, 0, user.values[1])) for user in USERS]  # type: ignore[attr-defined]
     assert len({tuple(indices) for indices in drawn}) == len(USERS)
 

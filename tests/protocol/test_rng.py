@@ -66,7 +66,7 @@ def test_seeds_use_all_63_bits() -> None:
 
 def test_seed_is_the_same_in_another_process() -> None:
     code = "from lightning_spectral.protocol.rng import derived_seed; print(derived_seed(3, 'terms', 1, 'fc'))"
-    command = [sys.executable, "-W", "ignore", "-c", code]  # another process has another string hash seed
+    command = [sys.executable, "-W", "ignore", "-c", code]  # another process has a different string hash seed
     root = Path(lightning_spectral.protocol.rng.__file__).parents[2]
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout
     assert int(output) == derived_seed(3, "terms", 1, "fc")

@@ -55,13 +55,13 @@ def scale(total: float) -> Fraction:
 
 
 def change_of(before: Tensor, after: Tensor) -> Tensor:
-    """In the tensors' own type, unless that overflows."""
+    """The change in the tensors' own type, unless that overflows."""
     own = after - before
     return own.double() if bool(own.isfinite().all()) else after.double() - before.double()
 
 
 def exact_mean(before: Tensor, clients: list[tuple[Tensor, float]], total: float, absolute: bool) -> list[Fraction]:
-    """Of weights cut to 2^-52 of their scale, and of weighted changes cut to 2^-50 units, once rounded as products."""
+    """The mean with weights cut to 2^-52 of their scale and weighted changes, rounded as products, to 2^-50 units."""
     cut_weights = [round(Fraction(weight) / scale(total) * 2**52) for _, weight in clients]
     sums = [Fraction(0)] * before.numel()
     for (after, _), steps in zip(clients, cut_weights, strict=True):
@@ -83,7 +83,7 @@ WEIGHTS = st.integers(0, 1000).map(float) | st.floats(0, 1000)
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[Client], float]:
-    """Starting tensors of one type, what came back with which weight, and the total."""
+    """Starting tensors of one type, the returned tensors with their weights, and the total."""
     dtype = draw(st.sampled_from(DTYPES))
     largest = draw(st.sampled_from([1.0, 100.0, 60_000.0 if dtype == torch.float16 else LARGEST * 0.99]))
     shapes = {"matrix": (2, 3), "scalar": (), "none": (0, 2), "one": (1,)}
@@ -193,7 +193,7 @@ class Peer:
 
 
 def in_processes(groups: list[T], work: Callable[[T], RunningMean]) -> list[RunningMean]:
-    """Each group in a process of its own; afterwards all have the sums of all."""
+    """Each group in its own process; afterwards every process has the sums of all."""
     board: list[object] = [None] * len(groups)
     barrier = threading.Barrier(len(groups), timeout=30)
 
@@ -231,7 +231,7 @@ def test_more_clients_than_there_is_room_for_fail_in_every_process() -> None:
 
 
 def test_largest_uploads_of_the_largest_round_are_summed_exactly() -> None:
-    """Every sum as large as it can be, with one sign, as often as there is room for; weights that sum to almost 1."""
+    """The largest possible sums, all of one sign, for as many terms as there is room for; weights sum to almost 1."""
     before = {"far": torch.zeros(4).double() - 0.999, "near": torch.tensor([-0.999]).double()}
     after = {
         "far": torch.tensor([LARGEST, LARGEST * 0.7, 2.0**-12 * 0.999, -LARGEST]).double(),
@@ -243,7 +243,7 @@ def test_largest_uploads_of_the_largest_round_are_summed_exactly() -> None:
     while mean.weights.num_terms < MOST_TERMS:
         mean.merge(mean)  # twice as many
     for name, change in mean.finish():
-        # all add the same: the exact sum is that of one, as often
+        # all add the same: the exact sum is a multiple of one's
         once = exact_mean(before[name], [(after[name], weight)], total, absolute=True)
         in_all = [value * MOST_TERMS / Fraction(total) for value in once]
         for value, expected in zip(change.tolist(), in_all, strict=True):
@@ -388,7 +388,7 @@ def test_bits_of_terms_depend_neither_on_order_nor_on_processes(absolute: bool) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_factors_come_in_blocks_and_sum_like_dense_tensors(dtype: torch.dtype) -> None:
-    """As a client that holds every term; the trained factors lie in memory in another order."""
+    """Like one client that holds every term; the trained factors have another memory layout."""
     generator = torch.Generator().manual_seed(0)
     u, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((700, 300), (300, 500)))
     u_after, v_after = (torch.randn(tensor.T.shape, generator=generator).to(dtype).T * 3 for tensor in (u, v))

@@ -25,7 +25,7 @@ ROUNDS = 3
 
 
 def filled(table: Table) -> list[dict[str, Any]]:
-    """Rows without empty cells, which no text tells from empty texts, and with the digits that TensorBoard gets."""
+    """Rows without empty cells, which text files cannot tell from empty strings, with the digits TensorBoard gets."""
     known = ({n: v for n, v in zip(table.columns, row, strict=True) if v not in ("", None)} for row in table.rows)
     return [{n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in row.items()} for row in known]
 
@@ -34,7 +34,7 @@ def filled(table: Table) -> list[dict[str, Any]]:
 def runs(
     lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Run, Run, Run, Any]:
-    """One federation that was logged by CSV files, by wandb and by TensorBoard, and what it was."""
+    """One federation as logged to CSV files, wandb and TensorBoard, and the fit itself."""
     wandb = pytest.importorskip("wandb", reason="wandb is in the `report` extra")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     loggers = [

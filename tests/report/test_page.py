@@ -43,7 +43,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a page on runs that hold everything a logger of numbers can have, and its figures."""
+    """A folder with a page and its figures, for runs that hold everything a logger of numbers can record."""
     folder = tmp_path_factory.mktemp("full")
     runs = strategies(folder / "runs", **EVERYTHING)
     assert main([str(runs), "-o", str(folder / "new/report.html"), "--png", str(folder / "png")]) == 0
@@ -146,7 +146,7 @@ def test_a_report_that_cannot_be_made_says_why_and_fails(
     assert 'this needs matplotlib; install it: pip install "lightning-spectral[report]"' in capsys.readouterr().err
 
 
-# Shows a page in a frame, because a window has a least width, unfolds everything, and says by how much it overflows.
+# Shows a page in a frame, because a window has a minimum width, unfolds everything, and says how far it overflows.
 FRAME = """<iframe srcdoc="{page}" style="width:{width}px;height:3000px;border:0"></iframe><script>
 onload = () => {{
   const page = document.querySelector("iframe").contentDocument;

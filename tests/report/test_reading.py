@@ -37,7 +37,7 @@ def wandb_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.log({"fl/round": index, "val_acc": 0.1 * index, "nested": {"val_acc": 0.5}})
             run.log({SPECTRUM + "head": wandb.Histogram(np_histogram=([1, 2], [0.0, 1.0, 2.0]))})
             run.log({CLIENT_TABLE: wandb.Table(columns=["client_id", "val_acc"], data=[[index, 0.25]])})
-    wandb.teardown()  # what is set up once in a process decides whether a later `WandbLogger` can be offline
+    wandb.teardown()  # the first setup in a process decides whether a later `WandbLogger` can be offline
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     return path
 
@@ -60,7 +60,7 @@ def test_an_offline_run_of_wandb_is_read_whole(wandb_file: Path) -> None:
 
 
 def as_log(records: list[bytes]) -> bytes:
-    """What a writer of LevelDB's format makes of some records, after wandb's header."""
+    """The records in LevelDB's log format, after wandb's header."""
     log = FILE_HEADER
     for record in records:
         kind, rest = "first", record

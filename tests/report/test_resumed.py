@@ -17,7 +17,7 @@ from lightning_spectral.report.reading import read_run, read_runs
 from lightning_spectral.report.resumed import join_resumed
 from lightning_spectral.report.runs import Run, Table, build_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # of the run that goes on
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # of the resumed run
 SETTINGS = {"federation": {"algorithm": "FedAvg()", "seed": 0}}
 OTHER_SEED = {"federation": {"algorithm": "FedAvg()", "seed": 1}}
 
@@ -25,7 +25,7 @@ OTHER_SEED = {"federation": {"algorithm": "FedAvg()", "seed": 1}}
 def part(
     name: str, first: int, last: int, value: float, config: dict[str, Any] | None = None, identity: str = ""
 ) -> Run:
-    """A part with rounds from the first to the last, whose evaluations, and seconds, tell it from others."""
+    """A part with the given rounds, identified by the value of its evaluations and seconds."""
     logged = rounds([value] * (last + 1), **{"fl/seconds_train": value})[2 * first :]
     table = Table(("client",), ((value,),))
     shown = [{"fl/round": index, "tables/clients": table} for index in range(first, last + 1)]
@@ -34,7 +34,7 @@ def part(
 
 
 def values(run: Run) -> list[float]:
-    """The evaluation of each round: of which part it is."""
+    """The evaluation of each round, which tells the part it is from."""
     assert [row["fl/round"] for row in run.rows] == list(range(len(run.rows)))
     return [row["val_acc"] for row in run.rows]
 
@@ -105,7 +105,7 @@ def test_a_part_with_the_id_of_a_run_belongs_to_it_whatever_a_crash_undid() -> N
 
 
 def test_of_repetitions_that_were_all_resumed_no_part_is_dropped() -> None:
-    """Without a seed nobody knows which is whose; that a crash undid the rounds of another part is less likely."""
+    """Without a seed it is unknown which part continues which run; a crash that undid a part is less likely."""
     names = [("version_0", 0, 2, 0.1), ("version_1", 0, 2, 0.2), ("version_2", 3, 4, 0.3), ("version_3", 3, 4, 0.4)]
     joined = join_resumed([part(*own) for own in names])
     assert [values(run) for run in joined] == [[0.1, 0.1, 0.1, 0.4, 0.4], [0.2, 0.2, 0.2, 0.3, 0.3]]

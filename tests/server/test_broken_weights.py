@@ -49,7 +49,7 @@ def test_a_server_step_that_broke_a_weight_is_named(
 ) -> None:
     options = {"algorithm": algorithm, "server_optimizer": breaking(which), "faults": faults}
     with warnings.catch_warnings():
-        warnings.simplefilter("error", ls.SpectralWarning)  # nobody is left out on the way
+        warnings.simplefilter("error", ls.SpectralWarning)  # no client is left out on the way
         with pytest.raises(ls.RoundError) as caught:
             fit(lit, data, max_epochs=3, trainer={"limit_val_batches": 0}, **options)
     told = str(caught.value)

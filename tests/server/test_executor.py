@@ -1,4 +1,4 @@
-"""Rounds without Lightning: what runs the device half is exchangeable, and the order of its answers has no effect."""
+"""Rounds without Lightning: the device half's executor is exchangeable, and the order of its uploads has no effect."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 
 
 
 class Backwards(SequentialExecutor):
-    """Lets everyone train before it answers, the last one first."""
+    """Trains all clients before it returns their uploads, the last one first."""
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         uploads = [self.kept(self.device.run(download)) for download in downloads]
@@ -58,7 +58,7 @@ def played(
     rounds: int = 2,
     **conditions: Any,
 ) -> tuple[dict[str, Tensor], list[RoundSummary]]:
-    """Rounds of all clients with plain averaging at the server; its weights afterwards."""
+    """Play rounds of all clients with plain averaging; return the server's weights and the summaries."""
     (template,), _ = server.configure_optimizers()
     algorithm = algorithm.prepare(server)
     run = Run(
@@ -92,7 +92,7 @@ def test_answers_in_reversed_order_give_the_same_weights_bit_for_bit(algorithm: 
     assert same_state(in_order, backwards)
     assert not same_state(in_order, start)
     for ours, theirs in zip(summaries, expected, strict=True):
-        assert ours.clients == theirs.clients  # in the cohort's order, whoever answered first
+        assert ours.clients == theirs.clients  # in the cohort's order, whichever client answered first
         assert ours.diagnostics == theirs.diagnostics
     careless, _ = played(algorithm, Careless, seeded(lit_mlp), uneven)
     assert not same_state(in_order, careless)  # or the test would show nothing

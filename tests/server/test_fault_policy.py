@@ -1,4 +1,4 @@
-"""For every reason and every answer: the round does what the policy says, and other clients are unaffected."""
+"""For every reason and every policy, the round does what the policy says and other clients are unaffected."""
 
 import math
 import warnings
@@ -27,14 +27,14 @@ FitWith = Callable[..., Fitted]
 FAST = ls.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
 SLOW = ls.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
 REASONS: tuple[ExclusionReason, ...] = get_args(ExclusionReason)
-POLICIES = tuple(reason for reason in REASONS if reason != "surplus")  # which is no fault, and has no policy
+POLICIES = tuple(reason for reason in REASONS if reason != "surplus")  # which is not a fault and has no policy
 ALGORITHMS = [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
 BAD, NUM_CLIENTS = 2, 6  # the client with the fault
 EXPECTED = {"dropped_out", "late", "no_data", "surplus"}  # counted, but no reason to warn
 
 
 class LitFragile(pl.LightningModule):
-    """Fails in the way that its batches decide; before it raises an error, it corrupts all that it can reach."""
+    """Fails in the way its batches dictate; before it raises an error, it corrupts everything it can reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class LitFragile(pl.LightningModule):
 
 
 class ByClient(ls.Partitioner):
-    """Four examples for each client, none for those named."""
+    """Four examples for each client, none for those in ``without``."""
 
     def __init__(self, without: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.num_clients, self.without = NUM_CLIENTS, without
@@ -161,7 +161,7 @@ def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(
         fit_with(reason, bad, module, max_epochs=1, faults=leave_out(reason, 0.49))
     assert same_state(module.state_dict(), before)
     (row,) = fit_with(reason, bad, module, max_epochs=1, faults=leave_out(reason, 0.5)).rows
-    assert (row["fl/clients"], row["fl/clients_left_out"]) == (3.0, 3.0)  # exactly the share is allowed
+    assert (row["fl/clients"], row["fl/clients_left_out"]) == (3.0, 3.0)  # exactly the allowed share
     assert not same_state(module.state_dict(), before)
 
 
@@ -202,7 +202,7 @@ def test_a_round_without_survivors_changes_nothing_and_warns(
     ):
         fitted = fit_with(reason, everyone, module, callbacks=[ls.UpdateAlignment(1)], **options)
     assert same_state(fitted.state, before)
-    assert fitted.trainer.global_step == 2  # rounds are counted all the same
+    assert fitted.trainer.global_step == 2  # rounds are still counted
     assert [(row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) for row in fitted.rows] == [
         (0.0, 6.0, 0.0)
     ] * 2

@@ -1,4 +1,4 @@
-"""The first rounds say why a run will not learn: once, where it is true, and nowhere else."""
+"""The first rounds say why a run will not learn: once, when it is true, and not otherwise."""
 
 import math
 import re
@@ -214,7 +214,7 @@ def test_a_default_fit_on_clients_that_differ_is_told_nothing(lit_mlp: Any, toy:
 
 
 class LitNorm(LitWide):
-    """With a BatchNorm, whose averages are there to be estimated."""
+    """With a BatchNorm whose averages can be estimated."""
 
     example_input_array = torch.zeros(2, 6)
 

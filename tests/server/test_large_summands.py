@@ -1,4 +1,4 @@
-"""Clients whose own values are small enough for an exact sum, and what follows from them is not: left out."""
+"""Clients whose values fit an exact sum, but whose derived values are too large for it, are left out."""
 
 import re
 import warnings
@@ -47,7 +47,7 @@ def few() -> ls.FederatedDataModule:
 
 @pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)
 def test_a_client_whose_products_are_too_large_is_left_out_without_a_trace(algorithm: Any, few: Any, fit: Fit) -> None:
-    """The oracle is a client that drops out: the others' average is the same, of what is trained whole, too."""
+    """The oracle is a client that drops out: the others' average is the same, also of what is trained whole."""
     drops = ls.ClientDropout([float(client == BAD) for client in range(NUM_CLIENTS)])
     options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS, "max_epochs": 2}
     dropped = fit(seeded(LitFar), few, dropout=drops, **options)
@@ -112,7 +112,7 @@ def test_aggregations_that_sum_factors_average_the_same_client(algorithm: Any, f
 @pytest.mark.filterwarnings("ignore:Round 0. the clients' mean update:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("factor", [0.8, 1.2])
 def test_products_are_multiplied_out_where_the_bound_is_not_sure(factor: float, few: Any, fit: Fit) -> None:
-    """Twice the bound is above what there is room for in both cases; the product of the first is not."""
+    """Twice the bound exceeds the limit in both cases, the product itself only in the second."""
     far = (factor * LARGEST / 12) ** 0.5  # twelve inputs or outputs, all terms: products are sums of twelve
     algorithm = ls.SpectralSharding.published(ls.TopN(), keep_ratio=1.0, aggregation=ls.MatrixMeans())
     options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS}

@@ -33,7 +33,7 @@ SECOND_MOMENT: dict[type, Callable[[float, float, float], float]] = {
 
 
 def oracle(choice: Any, start: float, deltas: list[float]) -> float:
-    """Where one weight ends after the mean changes of some rounds."""
+    """The final value of one weight after the given mean changes."""
     if isinstance(choice, ls.FedAvgM):
         velocity = 0.0
         for delta in deltas:
@@ -111,7 +111,7 @@ def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str
 
 
 class LitLine(pl.LightningModule):
-    """Everyone with one full batch and one step of learning rate 0.1: the mean change is -0.1 times a gradient."""
+    """One full batch and one step of learning rate 0.1 per client: the mean change is -0.1 times a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def test_a_device_in_another_process_gives_the_same_bits(name: str, fit_as: FitA
 
 
 class WritesFrozenWeight(pl.Callback):
-    """Before round 1, so that what the other process was given at the start is out of date."""
+    """Writes before round 1, so that the weight the other process was given at the start is out of date."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 1:

@@ -55,7 +55,7 @@ def test_every_unit_has_one_slot_and_all_processes_as_many(num_clients: int, num
 
 
 def seconds_of(dealt: list[list[int | None]], work: list[float]) -> float:
-    """Of a round in which all wait for all after each slot."""
+    """The duration of a round in which all processes wait for each other after each slot."""
     return sum(max(0.0 if i is None else work[i] for i in row) for row in zip(*dealt, strict=True))
 
 

@@ -80,7 +80,7 @@ def test_a_layer_that_no_client_trains_is_named_once(num_rounds: int, last: int,
 
 
 class KeepOf(ls.RoundCallback):
-    """Saves a round."""
+    """Saves a checkpoint at the end of a round."""
 
     def __init__(self, path: Path, round_idx: int) -> None:
         self.path, self.round_idx = path, round_idx
@@ -92,7 +92,7 @@ class KeepOf(ls.RoundCallback):
 
 @pytest.mark.parametrize("saved", [2, WATCHED_ROUNDS - 1])
 def test_a_resumed_run_knows_who_had_a_gradient_before(saved: int, lit_mlp: Any, fit: Any, tmp_path: Path) -> None:
-    """After the checkpoint nobody uses the first two layers; the last is used then, or the first rounds are over."""
+    """After the checkpoint no client uses the first two layers; the last is used then, or the first rounds are over."""
     path = tmp_path / "saved.ckpt"
     first = with_experts(lit_mlp, but_the_last)
     before = said_during(lambda: fit(first, max_epochs=saved + 1, callbacks=[KeepOf(path, saved)]))

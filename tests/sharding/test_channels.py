@@ -1,4 +1,4 @@
-"""The contract test that is shipped for choices of channels, and choices that must fail it."""
+"""The contract test shipped for choices of channels, and choices that must fail it."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def test_our_choices_keep_the_contract(channels: ls.ChannelChoice) -> None:
 
 
 class Breaks(ls.ChannelChoice):
-    """Chooses by a function of the test."""
+    """Chooses with a function that the test provides."""
 
     def __init__(self, choose: Callable[..., Any]) -> None:
         self.choose = choose

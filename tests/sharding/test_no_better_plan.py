@@ -19,7 +19,7 @@ ACCURACY = 1e-6  # of the effective number of clients, from below
 
 
 def feasible(probs: Floats, n: int) -> Floats:
-    """What a solver returns, made to keep its constraints exactly: no more than n terms, each at most once."""
+    """A solver's result, adjusted to meet its constraints exactly: no more than n terms, each at most once."""
     probs = probs.clip(0.0, 1.0)
     result: Floats = probs * min(1.0, n / probs.sum())
     return result
@@ -66,7 +66,7 @@ def test_no_plan_has_a_smaller_mixture_of_both_errors(seed: int, lam: float) -> 
     assert lam * client + (1 - lam) * cohort == pytest.approx(ours, rel=100 * EPS)
     theirs = [mixture(feasible(x, n)) for x in solve(mixture, starting_points(n, 8), n, 8)]
     assert ours <= min(theirs) * (1 + 100 * EPS)  # theirs are feasible: only rounding can make them better
-    assert min(theirs) <= ours * (1 + 1e-6)  # and they did look
+    assert min(theirs) <= ours * (1 + 1e-6)  # and the solver did search
     assert ours < mixture(Unbiased()(values, n, C)[0].numpy())  # negative control
 
 
@@ -76,7 +76,7 @@ def test_no_plan_with_such_clients_has_a_better_average(seed: int, slack: float)
     """Over probabilities and multipliers at once.
 
     A solver keeps its constraint up to its own accuracy. So its plan is compared with ours for the client's error that
-    it really has, and ours is taken at the upper end of the accuracy of the effective number of clients.
+    it actually has, and ours is taken at the upper end of the accuracy of the effective number of clients.
     """
     values, n, C, N = random_spectrum(seed, 7), 2, 10.0, 7
     squares = values.numpy() ** 2
@@ -100,5 +100,5 @@ def test_no_plan_with_such_clients_has_a_better_average(seed: int, slack: float)
         if room(plan) >= -1e-9 * best:
             theirs.append(error(plan, 1 / C))
     strategy = slow_errors(values, EffectiveCohort(slack)(values, n, C), C)[1]
-    assert min(theirs) <= strategy * (1 + 1e-4)  # the solver did look, and found what is nearly as good
+    assert min(theirs) <= strategy * (1 + 1e-4)  # the solver did search, and found a plan nearly as good
     assert strategy < slow_errors(values, TopN()(values, n, C), C)[1]  # negative control

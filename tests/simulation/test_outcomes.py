@@ -1,4 +1,4 @@
-"""The virtual clock against sums by hand; which clients are late or surplus, and how long a round takes."""
+"""The virtual clock against hand-computed sums; which clients are late or surplus, and how long a round takes."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ TASK = SimulatedTask(0.5, num_examples=10, local_epochs=2, num_parameters=100, d
 
 
 def device(seconds: float) -> ls.DeviceProfile:
-    """A device that takes so long to receive ``TASK`` and no time for anything else."""
+    """A device that takes ``seconds`` to receive ``TASK`` and no time for anything else."""
     return ls.DeviceProfile(downlink=400 / seconds, uplink=math.inf, macs_per_second=math.inf)
 
 
@@ -28,7 +28,7 @@ def units(num_clients: int) -> list[WorkUnit]:
 def simulated(
     seconds: list[float], dropped: list[float] | None = None, task: SimulatedTask = TASK, **options: Any
 ) -> SimulatedRound:
-    """A round of clients that take so many seconds each."""
+    """A round of clients that take the given numbers of seconds."""
     clock = ls.VirtualClock([device(s) for s in seconds], **options)
     simulation = Conditions(None if dropped is None else ls.ClientDropout(dropped), clock).prepare(len(seconds), seed=0)
     return simulation.outcomes(0, dict.fromkeys(units(len(seconds)), task))
@@ -57,7 +57,7 @@ def test_a_client_slower_than_the_deadline_is_late_and_the_server_waits_until_th
     result = simulated([3.0, 1.0, 2.0], deadline=2.0)
     assert left_out(result, 3) == ["late", None, None]
     assert result.seconds == 2.0
-    assert simulated([1.0, 1.5], deadline=2.0).seconds == 1.5  # all are there: nobody waits for the deadline
+    assert simulated([1.0, 1.5], deadline=2.0).seconds == 1.5  # all have reported: no wait for the deadline
 
 
 def test_the_first_to_finish_are_kept() -> None:
@@ -74,7 +74,7 @@ def test_over_selection_makes_up_for_clients_that_drop_out_or_are_late() -> None
 
 def test_the_server_waits_for_missing_clients_until_the_deadline() -> None:
     assert simulated([1.0, 2.0], dropped=[0, 1], deadline=5.0).seconds == 5.0
-    assert simulated([1.0, 2.0], dropped=[0, 1]).seconds == 1.0  # without one it knows at once
+    assert simulated([1.0, 2.0], dropped=[0, 1]).seconds == 1.0  # without a deadline it knows at once
     assert simulated([1.0, 2.0], dropped=[1, 1]).seconds == 0.0
     assert math.isnan(simulated([1.0, 2.0], dropped=[0, 1]).of(WorkUnit(1)).seconds)
     no_data = SimulatedTask(0.5, num_examples=0, local_epochs=1)
@@ -127,7 +127,7 @@ def test_a_client_drops_out_or_not_whoever_else_takes_part() -> None:
 @pytest.mark.parametrize("model", ["", "words"])
 @pytest.mark.parametrize("seed", [0, 7])
 def test_dropout_and_photo_finish_are_drawn_as_by_hand(seed: int, model: str) -> None:
-    """From the client alone where there is a single model, as before models had names."""
+    """With a single model, draws do not involve its name, as before models had names."""
     conditions = Conditions(ls.ClientDropout(0.3), ls.VirtualClock(device(1.0), keep_first=3))
     for round_idx in range(10):
         tasks = dict.fromkeys([WorkUnit(client_id, model, 80.0) for client_id in range(8)], TASK)

@@ -131,8 +131,8 @@ def test_state_made_in_hooks_is_there_when_it_is_used(lit_mlp: Any, data: Any, f
         def on_train_epoch_end(self) -> None:
             num_outs.append(len(self.outs))
 
-    assert fit(Lit(), data).history.column("fl/loss") == [0.0, 0.0]  # by the scale that the server's hook made
-    assert num_outs == [3] * 6  # two rounds of three clients, who begin with an empty list
+    assert fit(Lit(), data).history.column("fl/loss") == [0.0, 0.0]  # by the scale that the server's hook set
+    assert num_outs == [3] * 6  # two rounds of three clients that begin with an empty list
 
 
 def test_hooks_on_a_sharded_layer_still_run(lit_mlp: Any, data: Any, fit: Fit) -> None:

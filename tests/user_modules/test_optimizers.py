@@ -114,7 +114,7 @@ def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, fit:
     module = Lit()
     ls.spectral_start(module, 0.5)  # now, so that only training changes the weights
     bias, weight = module.net[2].bias.detach().clone(), module.net[2].weight.detach().clone()
-    sharding = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))  # which Adam would undo
+    sharding = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))  # Adam would undo clipping
     fit(module, data, algorithm=sharding)
     assert torch.equal(module.net[2].bias, bias)
     assert not torch.equal(module.net[2].weight, weight)

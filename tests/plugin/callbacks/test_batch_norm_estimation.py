@@ -1,4 +1,4 @@
-"""BatchNorm's averages that are estimated anew, against averages written out."""
+"""Re-estimated BatchNorm averages, compared with averages computed by their formulas."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ AVERAGES = ("net.1.running_mean", "net.1.running_var", "net.4.running_mean", "ne
 
 
 class LitTwo(LitMLP):
-    """Two BatchNorm layers, of two ways to average over steps, dropout behind them, and a count of steps."""
+    """Two BatchNorm layers that average over steps in different ways, followed by dropout, and a step counter."""
 
     example_input_array = torch.zeros(2, 6)
 
@@ -111,7 +111,7 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
     data = clients(toy, eval_batch_size=17, client_val_fraction=0.25)
     fitted = fit(seeded(LitTwo), data, callbacks=[ls.BatchNormEstimation(max_batches=max_batches)])
     batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 2), max_batches)]
-    assert [len(x) for x in batches] == [16, 16, 16, 16, 16, 16][:max_batches]  # 96 of 120 train
+    assert [len(x) for x in batches] == [16, 16, 16, 16, 16, 16][:max_batches]  # 96 of 120 examples are for training
     trained = {tuple(row) for row in toy.tensors[0][data.partition.indices].tolist()}
     shown = [tuple(row) for x in batches for row in x.tolist()]
     assert set(shown) <= trained
@@ -140,8 +140,8 @@ def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: Ten
         plain = fit(seeded(LitTwo), clients(toy), algorithm=algorithm)
         assert torch.equal(torch.rand(3), after)
     assert torch.equal(ours.weights, plain.weights)
-    assert torch.equal(plain.state["net.1.running_mean"], torch.zeros(12))  # the server's own, as it was
-    assert ours.state["num_steps"] == 0  # the steps were those of a copy
+    assert torch.equal(plain.state["net.1.running_mean"], torch.zeros(12))  # the server's own, unchanged
+    assert ours.state["num_steps"] == 0  # the steps were taken by a copy
     assert_close(ours.state, written_out(ours.module, [toy.tensors[0]]))
     one, two = (
         [{name: value for name, value in row.items() if not name.startswith("val")} for row in fitted.rows]
@@ -158,7 +158,7 @@ def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: Ten
 def test_validation_evaluation_and_checkpoints_have_the_new_averages(
     toy: TensorDataset, fit: Fit, tmp_path: Path
 ) -> None:
-    """`ClientEvaluation` stands before it in the list, and acts after it."""
+    """`ClientEvaluation` precedes it in the list but acts after it."""
 
     class Evaluation(ls.ClientEvaluation):
         def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
@@ -266,4 +266,4 @@ def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
     with pytest.raises(ls.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"):
         fit(lit, clients(toy), callbacks=[ls.BatchNormEstimation()])
     plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
-    assert same_state(lit.state_dict(), plain.state)  # the clients' averages stay
+    assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept

@@ -1,4 +1,4 @@
-"""The server's model on each client's held-out examples: what is found, and that the run does not notice."""
+"""The server's model on each client's held-out examples: the figures, and that the run is unaffected."""
 
 import random
 from functools import partial
@@ -26,7 +26,7 @@ def fit(fit: Fit) -> Fit:
 
 
 def with_held_out(train: Dataset[Any]) -> ls.FederatedDataModule:
-    """Ten clients of several sizes, of whose examples a quarter is held out, in batches of 3."""
+    """Ten clients of several sizes, a quarter of whose examples is held out, in batches of 3."""
     owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
     partitioner = ls.NaturalPartitioner(owners)
     return ls.FederatedDataModule(train, partitioner, batch_size=4, eval_batch_size=3, client_val_fraction=0.25)
@@ -100,7 +100,7 @@ def test_a_value_that_may_be_negative_has_no_share() -> None:
 
 
 class Draws(pl.Callback):
-    """Global generators after each round."""
+    """The states of the global generators after each round."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -111,7 +111,7 @@ class Draws(pl.Callback):
 
 
 class Noisy(Dataset[Any]):
-    """Examples that are drawn anew whenever they are read, and come as lists."""
+    """Examples with fresh noise on every read, returned as lists."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -175,7 +175,7 @@ def ids(table: ls.ClientTable | None) -> list[int]:
 
 
 class Tables(ls.RoundCallback):
-    """The tables of an evaluation, which is listed before, after each round."""
+    """The tables of an evaluation after each round; the evaluation is listed before this callback."""
 
     def __init__(self, evaluation: ls.ClientEvaluation) -> None:
         self.evaluation = evaluation

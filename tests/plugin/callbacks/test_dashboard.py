@@ -26,7 +26,7 @@ NAN = float("nan")
 
 
 class Ages(ls.RoundCallback):
-    """Knows something of some clients."""
+    """Knows something about some clients."""
 
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
         return {"age": {client.client_id: 40.0 + client.client_id for client in summary.clients[1:]}}
@@ -50,7 +50,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
 
 def summary() -> RoundSummary:
-    """Two clients in the average, one that failed, and one that only measured its loss before."""
+    """Two clients in the average, one that failed, and one that only measured its loss beforehand."""
     clients = (
         ClientOutcome(4, WorkUnit(7), 0.5, 10, 3, 1.0, 200, 100, seconds=0.5),
         ClientOutcome(4, WorkUnit(2), 0.25, 30, 9, 2.0, 80, 40),
@@ -156,7 +156,7 @@ def test_figures_are_computed_once_a_round(
     monkeypatch.setattr(diagnostics, "layer_figures", lambda opened: calls.append(1) or own(opened))
     watchers = [] if interval is None else [ls.SpectralDiagnostics(interval)]
     fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[ls.RoundDashboard(3), *watchers])
-    assert len(calls) == {1: 4, 2: 3, None: 2}[interval]  # the dashboard's are rounds 0 and 3
+    assert len(calls) == {1: 4, 2: 3, None: 2}[interval]  # the dashboard needs those of rounds 0 and 3
     assert all(shown(tmp_path, "layers", round_idx)[0]["discrepancy"] for round_idx in (0, 3))
 
 

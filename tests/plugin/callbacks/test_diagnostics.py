@@ -18,7 +18,7 @@ EFFECTIVE = ls.EffectiveCohort(slack=0.5)
 
 
 class Logged(pl.Callback):
-    """All that the Trainer has logged by the end of each round, other callbacks' figures too."""
+    """Everything the Trainer has logged by the end of each round, including other callbacks' figures."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

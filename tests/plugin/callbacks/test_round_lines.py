@@ -23,7 +23,7 @@ LINE = re.compile(
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What is logged about rounds, at the level that Lightning has when it is imported."""
+    """The messages logged about rounds, at Lightning's default level."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -43,7 +43,7 @@ def every_round() -> ls.RoundLines:
 
 
 class Clock:
-    """A minute hand that moves by four seconds at the end of each round."""
+    """A clock that advances by four seconds at the end of each round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -132,7 +132,7 @@ class Bar(TQDMProgressBar):
     ("callbacks", "expected"),
     [
         ([Bar()], 0),
-        ([ls.RoundProgressBar()], 2),  # pytest's output is no terminal
+        ([ls.RoundProgressBar()], 2),  # pytest's output is not a terminal
         ([TQDMProgressBar(refresh_rate=0)], 2),
     ],
     ids=["a bar", "a bar without a terminal", "a bar that is switched off"],

@@ -1,4 +1,4 @@
-"""Sampled networks are validated as the expected one is, and the run does not notice."""
+"""Sampled networks are validated like the expected one, and the run is unaffected."""
 
 import copy
 import random
@@ -44,7 +44,7 @@ def sampled(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def networks(fitted: Fitted, num_samples: int) -> list[Any]:
-    """Copies of the trained module with weights Qz, made of all entries of Q one after another."""
+    """Copies of the trained module, each with weights Qz computed from all entries of Q."""
     model, found = fitted.model, []
     weights = ZAMPLING.weights_of(model.module)
     columns, values = ZAMPLING.how().matrix(weights, model.seed).entries()
@@ -88,7 +88,7 @@ def test_figures_are_those_of_networks_made_and_evaluated_by_hand(
 
 
 class Draws(pl.Callback):
-    """Global generators after each validation."""
+    """The states of the global generators after each validation."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -139,7 +139,7 @@ class _Lists(Dataset[Any]):
 
 
 def _as_lists(data: ls.FederatedDataModule) -> ls.FederatedDataModule:
-    """The same data, whose batches for validation are lists."""
+    """The same data with validation batches that are lists."""
     data.val = DataLoader(_Lists(data.train), batch_size=50, collate_fn=lambda examples: [*_stacked(examples)])
     return data
 
@@ -161,7 +161,7 @@ def test_a_resumed_run_repeats_the_numbers(lit_mlp: Any, data: Any, fit: Fit, tm
 
 def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit: Fit) -> None:
     class Decides(ls.RoundCallback):
-        """All bits are certain when validation starts."""
+        """Makes all bits certain before validation starts."""
 
         def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
             with torch.no_grad():
@@ -200,7 +200,7 @@ def test_several_dataloaders_and_limits_are_those_of_the_validation(
         seeded(Several),
         data,
         max_epochs=1,
-        local_epochs=0,  # so bits stay certain, and the expected network is each sampled one
+        local_epochs=0,  # so bits stay certain, and every sampled network is the expected one
         callbacks=[Decides(), ls.SampledNetworks(2)],
         trainer={"limit_val_batches": 2},
         faults=ls.Faults(),

@@ -1,4 +1,4 @@
-"""How these tests train several models."""
+"""Fixtures for tests that train several models."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_full_participation_is_the_plain_average_of_everybody(run: Any) -> None:
 
 
 def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
-    """One active processor, two models: in every round at least one of them rests."""
+    """One active processor, two models: in every round at least one model rests."""
     momentum = ls.FedAvgM(lr=1.0, momentum=0.9)
     modules = {n: ls.FederatedModule(seeded(LitLine, w), server_optimizer=momentum) for n, w in WIDTHS.items()}
     data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
@@ -180,7 +180,7 @@ class LitPlateau(LitLine):
 
 
 def test_a_plateau_of_training_skips_rounds_in_which_nobody_trains(run: Any) -> None:
-    """Neither is a metric missing then, nor is that of an earlier round counted again."""
+    """In such rounds no metric counts as missing, and that of an earlier round is not counted again."""
     modules = {name: ls.FederatedModule(seeded(LitPlateau, width)) for name, width in WIDTHS.items()}
     data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
     model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))

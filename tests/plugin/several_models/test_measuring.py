@@ -1,4 +1,4 @@
-"""Losses and norms that are measured before a round, for the samplers."""
+"""Losses and norms measured before a round for the samplers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
         assert {(row.downlink_bytes, row.uplink_bytes) for row in measured} == {(4 * (WIDTHS[name] + 1), 4)}
         assert history.rows[0][f"{name}/fl/measured_examples"] == sum(SIZES[name])
         trained = {unit.client_id for unit in model.cohort(0) if unit.model == name}
-        for client in set(able) - trained:  # whoever trained has reported a later loss
+        for client in set(able) - trained:  # clients that trained have reported a later loss
             loss = float(module.training_step(examples[client], 0).detach())
             assert float(model._sampled.figures[client, index]) == pytest.approx(loss, rel=1e-6)
 
@@ -42,7 +42,7 @@ def test_norms_are_those_of_the_updates(run: Any) -> None:
             if size:
                 assert known == pytest.approx(float(update(module, data.modules[name], client).norm()), rel=1e-5)
             else:
-                assert known != known  # NaN: nobody asks a client without data
+                assert known != known  # NaN: a client without data is not asked
 
 
 @pytest.mark.parametrize(("measure", "expected"), [("last", 0), (2, 2)])

@@ -19,7 +19,7 @@ from lightning_spectral.participation import FullParticipation
 
 def test_metrics_of_every_model_can_be_monitored(toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path) -> None:
     both = ls.MultiModelDataModule({name: one_model(toy).modules["words"] for name in ("words", "images")})
-    both.modules["images"].val = [toy, toy]  # of several evaluation sets each has its own name
+    both.modules["images"].val = [toy, toy]  # with several evaluation sets, each has its own name
     models = {name: ls.FederatedModule(seeded(lit_mlp)) for name in both.modules}
     saver = ModelCheckpoint(tmp_path, "best", monitor="words/val_acc", mode="max")
     stopper = EarlyStopping("images/val_loss/dataloader_idx_1", patience=10)
@@ -39,7 +39,7 @@ def test_metrics_of_every_model_can_be_monitored(toy: TensorDataset, lit_mlp: An
 
 
 def test_a_model_may_be_used_alone_and_in_another_federation(run: Any, quiet: dict[str, Any]) -> None:
-    """Whoever is fitted or evaluated has the models: names are its own, whichever federation was made last."""
+    """Metrics are named by the federation being fitted or evaluated, whichever one was made last."""
     model, data = two_lines(ls.Uniform(active=3))
     words = model.models["words"]
     other = ls.MultiModelModule({"other": words}, participation=ls.Uniform(active=2))
@@ -68,7 +68,7 @@ def test_a_quick_try_trains_one_client(run: Any) -> None:
 
 
 class OwnLoaders(ls.FederatedDataModule):
-    """Data that says how it is validated by a method, as LightningDataModules do."""
+    """Data with a `val_dataloader` method of its own, like any LightningDataModule."""
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.train, 100)
@@ -76,7 +76,7 @@ class OwnLoaders(ls.FederatedDataModule):
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 def test_a_data_module_may_have_loaders_of_its_own(run: Any) -> None:
-    """Each model is validated on its own data, also where the widths of the models would not tell them apart."""
+    """Each model is validated on its own data, even where the models' widths would not tell them apart."""
     data = {"words": OwnLoaders(lines(3, (4, 5)).train, ls.IIDPartitioner(2)), "images": lines(3, (4, 5), seed=1)}
     model = ls.MultiModelModule(two(), participation=ls.Uniform(active=1))
     trainer, _, _ = run(model, ls.MultiModelDataModule(data))

@@ -1,12 +1,12 @@
-"""What `RoundDashboard` costs: a ResNet-18 at keep ratios 0.2 and 0.4, with wandb, TensorBoard and CSV files.
+"""The cost of `RoundDashboard`: a ResNet-18 at keep ratios 0.2 and 0.4, with wandb, TensorBoard and CSV files.
 
     python benchmarks/dashboard.py
 
-One run, in which every other round is one of those with histograms and tables, so that a busy machine affects both
-kinds alike. The seconds of the dashboard are those of its hooks. The share is that of a round it does not act in, at
-the default interval, which shows one round in ten; the goal is that it is below 1 %. Rounds are short here, of few
-clients with few examples, so the share of real ones is smaller. wandb is offline and works on in a process of its own,
-whose time is in the rounds. The folder of the loggers is removed at the end.
+In a single run every other round logs histograms and tables, so that a busy machine affects both kinds of round alike.
+The dashboard's time is that of its hooks. It is given as a share of a round without them, at the default interval of
+ten rounds; the goal is less than 1 %. The rounds here are short, with few clients and few examples, so the share of
+real rounds is smaller. wandb is offline and does its work in a separate process, whose time counts towards the rounds.
+The folder of the loggers is removed at the end.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class LitResNet(pl.LightningModule):
 
 
 class TimedDashboard(ls.RoundDashboard):
-    """Adds up the seconds of its hooks, and of whole rounds, by round."""
+    """Records the seconds spent in its hooks, and those of whole rounds, by round."""
 
     def __init__(self, every_n_rounds: int) -> None:
         super().__init__(every_n_rounds)
@@ -91,7 +91,7 @@ def measure(folder: Path, rounds: int, clients: int, examples: int) -> TimedDash
     sharding = ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5})
     dashboard = TimedDashboard(every_n_rounds=2)
     pl.Trainer(
-        max_epochs=rounds + 1,  # the last one's end is not seen
+        max_epochs=rounds + 1,  # the end of the last one is not recorded
         callbacks=[dashboard],
         logger=loggers(folder),
         accelerator="cpu",
@@ -104,9 +104,9 @@ def measure(folder: Path, rounds: int, clients: int, examples: int) -> TimedDash
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds; the first two are left out")
-    parser.add_argument("--clients", type=int, default=4, help="clients of a round")
-    parser.add_argument("--examples", type=int, default=40, help="training examples of a client")
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds, of which the first two are left out")
+    parser.add_argument("--clients", type=int, default=4, help="clients per round")
+    parser.add_argument("--examples", type=int, default=40, help="training examples per client")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

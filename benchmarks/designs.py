@@ -5,7 +5,7 @@
 Milliseconds on one thread, the minimum of several runs. The printed algorithms are Algorithms 1 and 2 of Korzhenkov &
 Louizos (2024), line by line in numpy, with the sign of line 30 of Algorithm 2 corrected. R's packages are timed by R
 itself, without its start-up; if Rscript or the package `sampling` is missing, their column says so. R refits
-conditional Poisson sampling on every draw. The goals at the end are for one core of a small shared machine.
+conditional Poisson sampling for every draw. The goals at the end are for one core of a small shared machine.
 """
 
 import math
@@ -58,7 +58,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def spectrum(size: int) -> Tensor:
-    """Singular values of a random convolution of this many channels, 3 x 3: neither flat nor steep."""
+    """Return the singular values of a random 3 x 3 convolution with this many channels: neither flat nor steep."""
     weight = torch.randn(size, 9 * size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
     return torch.linalg.eigvalsh(weight @ weight.T).flip(0).clamp_min(0).sqrt()
 
@@ -68,7 +68,7 @@ def power_law(size: int) -> Tensor:
 
 
 def algorithm_1(lam: np.ndarray, n: int) -> np.ndarray:
-    """Algorithm 1, line by line, for descending positive values."""
+    """Compute Algorithm 1, line by line, for descending positive values."""
     best_error, best = math.inf, np.ones(len(lam))
     for t in range(n):
         tail = lam[t:].sum()
@@ -82,7 +82,7 @@ def algorithm_1(lam: np.ndarray, n: int) -> np.ndarray:
 
 
 def algorithm_2(lam: np.ndarray, n: int, C: float) -> np.ndarray:
-    """Algorithm 2, line by line, for descending positive values; the sign of line 30 corrected."""
+    """Compute Algorithm 2, line by line, for descending positive values, with the sign of line 30 corrected."""
     best_error, best = -(lam[:n] ** 2).sum(), (np.arange(len(lam)) < n).astype(float)
     for t in range(n):
         error_t = -(lam[:t] ** 2).sum()
@@ -148,7 +148,7 @@ def conditional_poisson() -> list[list[str]]:
 
 
 def r_milliseconds(pi: Tensor) -> dict[str, float] | str:
-    """Mean time of one draw by each function of R's package `sampling`, or the reason why it is missing."""
+    """Return the mean time of one draw by each function of R's package `sampling`, or why it is missing."""
     if shutil.which("Rscript") is None:
         return "no Rscript"
     script = f"""
@@ -188,7 +188,7 @@ def _compare(theirs: float, ours: float) -> list[str]:
 
 
 def one_round(design: ls.Design, keep_ratio: float) -> float:
-    """CPU milliseconds of probabilities, fits and draws, client by client, for all layers of one round."""
+    """Return the CPU milliseconds of probabilities, fits and draws, client by client, for all layers of a round."""
     values = [spectrum(N) for N in LAYERS[:4]] * 5
     generator, times = torch.Generator().manual_seed(0), []
     for _ in range(5):

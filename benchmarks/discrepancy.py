@@ -1,10 +1,10 @@
-"""How far the average of a cohort's sub-models is from the weight: every strategy, and two ways to draw.
+"""How far the average of a cohort's sub-models is from the weight: for every strategy and two ways to draw.
 
     python benchmarks/discrepancy.py
 
-prints E||W - W_bar||^2 / ||W||^2 before any client trains, for ten clients of keep ratio 0.1 and 0.2 and for the mix of
-the papers (six of 0.2, four of 0.4), and draws the picture of the page on strategies. These are exact formulas without
-sampling; the trained spectrum is that of an MLP's middle layer after 300 steps on scikit-learn's digits.
+prints E||W - W_bar||^2 / ||W||^2 before any client trains, for ten clients of keep ratio 0.1 or 0.2 and for the papers'
+mix (six of 0.2, four of 0.4), and draws the figure of the page on strategies. The values come from exact formulas,
+without sampling. The trained spectrum is that of an MLP's middle layer after 300 steps on scikit-learn's digits.
 """
 
 import argparse
@@ -39,7 +39,7 @@ STRATEGIES: dict[str, ls.ShardingStrategy] = {
 MIXED = {"Collective, the paper's recipe": "group", "Collective, joint": "joint", "Collective, best": "best"}
 METHODS = [*STRATEGIES, "Unbiased, coordinated", "Collective, coordinated", *MIXED]
 OFFSETS = {name: 0.8 * (index / (len(METHODS) - 1) - 0.5) for index, name in enumerate(METHODS)}
-# what is drawn otherwise has the same colour, but is hollow
+# methods that draw differently have the same colour, but hollow markers
 LOOKS = {name: look(index) for index, name in enumerate(STRATEGIES)}
 LOOKS |= {f"{name}, coordinated": LOOKS[name] for name in ("Unbiased", "Collective")}
 LOOKS |= {
@@ -89,7 +89,7 @@ def mixed(strategy: ls.ShardingStrategy, s: Tensor) -> float:
 
 
 def rows(all_spectra: dict[str, Tensor]) -> dict[str, dict[str, list[float]]]:
-    """For each setup and each method, the relative discrepancy on every spectrum."""
+    """Return the relative discrepancy on every spectrum, by setup and method."""
     tables: dict[str, dict[str, list[float]]] = {}
     for r in (0.1, 0.2):
         table = {
@@ -105,7 +105,7 @@ def rows(all_spectra: dict[str, Tensor]) -> dict[str, dict[str, list[float]]]:
 
 
 def plot(tables: dict[str, dict[str, list[float]]], names: list[str], path: Path) -> None:
-    """Dots, a row of them for each method of a spectrum."""
+    """Draw dots: a row for each method of each spectrum."""
     with printed(path, 9.5, 6.0) as figure:
         for axes, (title, table) in zip(figure.subplots(1, len(tables), sharey=True), tables.items(), strict=True):
             for method, values in table.items():
@@ -125,7 +125,7 @@ def plot(tables: dict[str, dict[str, list[float]]], names: list[str], path: Path
 
 def main(show: Callable[[str], None] = print) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("outputs/discrepancy.png"), help="picture (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/discrepancy.png"), help="figure (%(default)s)")
     path: Path = parser.parse_args().output
     path.parent.mkdir(parents=True, exist_ok=True)
     all_spectra = spectra()

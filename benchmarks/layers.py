@@ -2,14 +2,14 @@
 
     python benchmarks/layers.py --model resnet18 cct gpt gpt2-block --turns 15
 
-One local step (forward, backward, SGD with momentum) of each model with all of its weights and with keep ratios 0.1 to
-1, in one process, one thread. The contenders take turns, and on a CPU the clock is process time, so that a busy machine
-matters less; a speed-up is the median over turns of (dense step / this step), with its quartiles. "MAC ratio" is the
-same quotient of multiplications in affine layers, forward and backward, counted while they run; attention products are
-left out. "share" is speed-up over MAC ratio. "hooks" is the part of a step that effective-learning-rate clipping and
-Frobenius decay add; speed-ups are without it. Dropout is off: it costs the same at each keep ratio. In channels_last
-memory ("last"), speed-ups are over the dense model in channels_last too, and "over first" is over the dense model in
-torch's default.
+One local step (forward, backward, SGD with momentum) of each dense model and of its sub-models with keep ratios 0.1 to
+1, in one process with one thread. The contenders take turns, and on a CPU the clock is process time, so that a busy
+machine matters less. A speed-up is the median over turns of (dense step / this step), with its quartiles. "MAC ratio"
+is the same ratio of multiplications in affine layers, forward and backward, counted while they run; attention products
+are left out. "share" is speed-up over MAC ratio. "hooks" is the share of a step spent on effective-learning-rate
+clipping and Frobenius decay; speed-ups do not include it. Dropout is off: it costs the same at each keep ratio. In
+channels_last memory ("last"), speed-ups are over the dense model in channels_last as well, and "over first" is over
+the dense model in torch's default.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def vectors() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 128, 768), torch.randint(128, (8,))
 
 
-# Model, one batch, and whether the first and the last layer stay dense.
+# Model, one batch, and whether the first and last layers stay dense.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], bool]] = {
     "resnet18": (ResNet18, images, True),
     "cct": (lambda: CCT(attention_dropout=0.0, stochastic_depth=0.0), images, True),
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 
 @dataclass
 class Contender:
-    """A model that takes steps, and the seconds that they took."""
+    """A model that takes local steps, and the seconds they took."""
 
     name: tuple[str, str, str]
     module: nn.Module
@@ -152,7 +152,7 @@ def _row(one: Contender, dense: Contender, first: Contender) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--turns", type=int, default=15, help="steps of each contender, after one to warm up")
+    parser.add_argument("--turns", type=int, default=15, help="steps of each contender, after a warm-up step")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--granularity", type=int, default=1, help="round numbers of terms up to a multiple of this")
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")

@@ -1,13 +1,13 @@
-"""One round of LoRA on a transformer of 10 million parameters beside a bare loop, and what the server does in it.
+"""One round of LoRA on a transformer of 10 million parameters, compared with a bare loop, and the server's share of it.
 
     python benchmarks/lora.py --rounds 6
 
-Four clients of ranks 4 and 8 take two local steps each, of SGD with momentum, which is few for a round, and then ten;
-one process, one thread. The clock is process time, so that a busy machine matters less. After each round of ours a bare
-PyTorch loop takes the same steps on the same examples, with ready-made adapters, and averages factors; a ratio compares
-the two that ran one after another. The server's share is what our stages but training took. Then the factors of all
-layers are decomposed twice, from the stacked factors and from the full product. Peak memory is that of processes of
-their own, which play two rounds with few clients and with many.
+Four clients of ranks 4 and 8 take local steps of SGD with momentum: two per client, which is few for a round, and then
+ten. Everything runs in one process with one thread. The clock is process time, so that a busy machine matters less.
+After each of our rounds a bare PyTorch loop takes the same steps on the same examples with ready-made adapters and
+averages the factors; a ratio compares such a pair of consecutive rounds. The server's share is the time of all our
+stages except training. Then the factors of all layers are decomposed twice: from the stacked factors and from the full
+product. Peak memory is measured in separate processes, which play two rounds with few clients and with many.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def federation(num_clients: int, steps: int) -> tuple[ls.FederatedModule, ls.Fed
 
 
 class BareLoop:
-    """What any federated LoRA has to do: load factors, train, average the factors."""
+    """The work that any federated LoRA has to do: load factors, train, and average the factors."""
 
     def __init__(self, model: ls.FederatedModule, steps: int) -> None:
         self.steps = steps
@@ -96,7 +96,7 @@ class BareLoop:
 
 
 class Interleaved(pl.Callback):
-    """Times each round, and the bare loop after it."""
+    """Times each round, and the bare loop that follows it."""
 
     def __init__(self, bare: BareLoop) -> None:
         self.bare = bare
@@ -120,7 +120,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def timed(rounds: int, steps: int) -> tuple[list[str], ls.FederatedModule]:
-    """Cells of one number of local steps; the names of the rows are `ROWS`, and those of the stages follow."""
+    """Return the cells for one number of local steps, in the order of `ROWS`, and the model."""
     model, data = federation(CLIENTS, steps)
     timer, history = Interleaved(BareLoop(model, steps)), ls.RoundHistory()
     pl.Trainer(max_epochs=rounds + 1, callbacks=[history, timer], accelerator="cpu", **QUIET).fit(model, data)
@@ -154,7 +154,7 @@ def decomposed(model: ls.FederatedModule, turns: int) -> list[list[str]]:
 
 
 def peak_mib(num_clients: int) -> float:
-    """Largest resident memory of a process that plays two rounds."""
+    """Return the peak resident memory of a process that plays two rounds."""
     command = [sys.executable, __file__, "--memory", str(num_clients)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -167,15 +167,15 @@ def play_for_memory(num_clients: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="of each of the two, beside one to warm up")
-    parser.add_argument("--memory", type=int, help="play two rounds of so many clients and print the peak in MiB")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of each of the two, after a warm-up round")
+    parser.add_argument("--memory", type=int, help="play two rounds with this many clients and print the peak in MiB")
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory:
         play_for_memory(options.memory)
         return
-    # first of all: on Linux a process counts the peak of the one that started it as its own
+    # this comes first: on Linux a process inherits the peak of the process that started it
     peaks = {num_clients: peak_mib(num_clients) for num_clients in (2, 8)}
     columns, models = zip(*(timed(options.rounds, steps) for steps in STEPS), strict=True)
     rows = [list(cells) for cells in zip(ROWS, *columns, strict=True)]

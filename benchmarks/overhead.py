@@ -1,10 +1,10 @@
-"""Seconds per round and peak memory against a bare PyTorch loop that takes the same local steps.
+"""Seconds per round and peak memory, compared with a bare PyTorch loop that takes the same local steps.
 
     python benchmarks/overhead.py cnn
 
 The workload is in contenders/workload.py. In a turn all contenders run one after another. A ratio compares the medians
-of one turn; the table shows the median, the smallest and the largest over turns. For spectral sharding the bare loop
-trains fixed sub-models of the same keep ratio, and our refresh time is added to its own.
+of one turn; the table shows the median, the smallest and the largest ratio over turns. For spectral sharding the bare
+loop trains fixed sub-models of the same keep ratio, and our refresh time is added to its time.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from page import show, write
 from turns import Contender, interleave, spread
 
-ROUNDS = {"cnn": 6, "resnet": 1, "mlp": 40}  # of each turn
+ROUNDS = {"cnn": 6, "resnet": 1, "mlp": 40}  # per turn
 HEADER = ("algorithm", "contender", "s/round", "over bare", "serial over this", "peak MiB")
 VARIANTS = {
     "serial": (),
@@ -27,7 +27,7 @@ VARIANTS = {
 
 @dataclass
 class Case:
-    """The bare loop of one algorithm, and some variants of ours."""
+    """The bare loop of one algorithm, and some of our variants."""
 
     algorithm: str
     bare: Contender
@@ -60,8 +60,8 @@ def main() -> None:
     parser.add_argument("model", choices=ROUNDS)
     parser.add_argument("--algorithms", nargs="+", default=["FedAvg", "spectral"])
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:2], help="of ours")
-    parser.add_argument("--untuned", action="store_true", help="with the allocator's defaults")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:2], help="our variants")
+    parser.add_argument("--untuned", action="store_true", help="use the allocator's defaults")
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     cases = [case(options.model, algorithm, options.variants) for algorithm in options.algorithms]

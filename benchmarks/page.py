@@ -1,4 +1,4 @@
-"""Tables of measurements: printed, or written into a documentation page between two comments."""
+"""Tables of measurements, printed or written into a documentation page between two comments."""
 
 import platform
 import re
@@ -16,7 +16,7 @@ def show(rows: Sequence[Sequence[str]]) -> None:
 
 
 def write(name: str, versions: Mapping[str, str], rows: Sequence[Sequence[str]], page: Path = PAGE) -> None:
-    """Replace what stands between ``<!-- name -->`` and ``<!-- end -->``: command, versions, machine, table.
+    """Replace the text between ``<!-- name -->`` and ``<!-- end -->`` with command, versions, machine and table.
 
     Raises:
         ValueError: If the page does not have exactly one such place.
@@ -35,13 +35,13 @@ def write(name: str, versions: Mapping[str, str], rows: Sequence[Sequence[str]],
 
 
 def command() -> str:
-    """The command line of this benchmark."""
+    """Return the command line of this benchmark."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--write"]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def processor() -> str:
-    """Number and name of the processors, where the system reports them."""
+    """Return the number and name of the processors, where the system reports them."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return f"{len(names)} x {names[0]}" if names else platform.machine()

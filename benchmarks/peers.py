@@ -1,11 +1,11 @@
-"""Seconds per round and peak memory of other simulators and ours on the workload of overhead.py.
+"""Seconds per round and peak memory of other simulators and of ours, on the workload of overhead.py.
 
     python benchmarks/peers.py cnn
 
-Each framework gets a virtual environment of its own, under ``--environments``, with the torch that runs here; one that
-does not install, or does not run, is left out, and the reason is printed. In a turn all contenders run one after
+Each framework gets its own virtual environment, under ``--environments``, with the torch version that runs here. One
+that does not install or does not run is left out, and the reason is printed. In a turn all contenders run one after
 another. A ratio to the bare loop compares the medians of one turn; the table shows the median, the smallest and the
-largest over turns. The start-up of a framework does not count.
+largest ratio over turns. The start-up of a framework does not count.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 from page import show, write
 from turns import Contender, interleave, spread
 
-ROUNDS = {"cnn": 6, "resnet": 1, "mlp": 40}  # of each turn
+ROUNDS = {"cnn": 6, "resnet": 1, "mlp": 40}  # per turn
 HEADER = ("contender", "s/round", "over bare", "peak MiB")
 
 
@@ -30,9 +30,9 @@ class Peer:
 
     Attributes:
         script: Its script in contenders/.
-        requirements: What pip installs, next to torch.
-        alone: What pip installs after that, without dependencies.
-        python: Name of the interpreter, where ours is too old.
+        requirements: Packages that pip installs in addition to torch.
+        alone: Packages that pip installs after these, without dependencies.
+        python: Name of the interpreter, if ours is too old.
     """
 
     script: str
@@ -61,11 +61,11 @@ class Peer:
 PEERS = {
     "pfl": Peer("pfl_simulation.py", ("pfl==0.6.0",)),
     "Flower, one worker": Peer("flower_simulation.py", ("flwr[simulation]>=1.41",)),
-    # without torchvision, which it requires and which has no build for a torch without CUDA
+    # without torchvision: FedLab requires it, but it has no build for a torch without CUDA
     "FedLab": Peer(
         "fedlab_standalone.py", ("numpy", "pandas", "scikit-learn", "pynvml", "tqdm", "pillow"), ("fedlab==1.3.0",)
     ),
-    # on another Python, pip may install a torch with CUDA, several gigabytes large; the GPU is hidden from it
+    # on another Python, pip may install a torch with CUDA, several gigabytes in size; the GPU is hidden from it
     "BlazeFL": Peer("blazefl_single.py", ("blazefl[contrib,reproducibility]==2.0.2",), python="python3.12"),
 }
 
@@ -77,14 +77,14 @@ def _run(*command: str | Path) -> None:
 
 
 def _last_error(output: str) -> str:
-    """The last error of pip or of a traceback, otherwise the first line."""
+    """Return the last error of pip or of a traceback, otherwise the first line."""
     lines = output.splitlines() or ["no output"]
     errors = [line for line in lines if line.startswith("ERROR") or "Error:" in line]
     return errors[-1] if errors else lines[0]
 
 
 def contenders_of(model: str, environments: Path) -> dict[str, Contender]:
-    """The bare loop, ours, and every peer that installs and completes a turn."""
+    """Return the bare loop, our own simulation, and every peer that installs and completes a turn."""
     found = {"bare loop": Contender(["bare.py", "--model", model]), "ours": Contender(["ours.py", "--model", model])}
     for name, peer in PEERS.items():
         try:

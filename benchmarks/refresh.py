@@ -1,13 +1,13 @@
-"""What the server's part of a round costs compared with its clients' training: a ResNet-18 at keep ratio 0.2.
+"""The cost of the server's part of a round, compared with the clients' training: a ResNet-18 at keep ratio 0.2.
 
     python benchmarks/refresh.py
 
-Two tables from one run on one thread, contenders taking turns. The first factorises single weights, in milliseconds:
-LAPACK's gesdd in float64 on the matrix as stored, on its tall orientation, and `factorize`, for weights with Gaussian
-entries and for weights whose singular values fall like 1 / i, as those of trained layers do. The second plays rounds of
-10 clients with 500 examples each, batch 32, two local epochs: 10 x 2 x 16 = 320 local steps. Only a few of those are
-taken for each client; the training time of a round is 320 times the median of their times. The goals are that the
-refresh takes at most 3% of a round and making the sub-models less than 1%.
+Two tables from one run on one thread, with contenders taking turns. One gives the milliseconds to factorise single
+weights: LAPACK's gesdd in float64 on the matrix as stored, the same on its tall orientation, and `factorize`, for
+weights with Gaussian entries and for weights whose singular values fall like 1 / i, as those of trained layers do. The
+other covers rounds of 10 clients with 500 examples each, batch size 32 and two local epochs: 10 x 2 x 16 = 320 local
+steps. Only a few of these are taken for each client; the training time of a round is 320 times their median time. The
+goals are that the refresh takes at most 3% of a round, and making the sub-models less than 1%.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def gesdd_tall(weight: Tensor) -> object:
 
 
 def falling(weight: Tensor) -> Tensor:
-    """The same singular vectors with singular values 1 / i."""
+    """Return the matrix with the same singular vectors and singular values 1 / i."""
     U, s, Vh = torch.linalg.svd(weight.double(), full_matrices=False)
     return ((U / torch.arange(1, len(s) + 1)) @ Vh).float()
 
@@ -156,7 +156,7 @@ def show(title: str, rows: list[list[str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns of each contender, and rounds")
-    parser.add_argument("--steps", type=int, default=2, help="local steps that each client takes")
+    parser.add_argument("--steps", type=int, default=2, help="local steps of each client")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, share = round_table(options.turns, options.steps)

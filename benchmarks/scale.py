@@ -1,12 +1,12 @@
-"""What a round costs as the federation grows, and as the cohort grows.
+"""The cost of a round as the federation grows, and as the cohort grows.
 
     python benchmarks/scale.py
 
-Every row is a process of its own: seconds per round (median), and the peak of its memory beyond that of the same
-process with the data, the partition and the model, before the first round. First the population: 10 clients of 100,
-10,000 and 1,000,000 in each round. Then the cohort: 10, 100 and 1,000 clients a round. A client takes one step on 4
-examples; the model is an MLP of 2.1 million parameters at keep ratio 0.2: a list of a thousand updates would take 3.4
-GB.
+Every row is measured in a process of its own: the median seconds per round, and the peak memory that rounds add to the
+data, the partition and the model, which the process holds before the first round. First the population grows: 10
+clients per round out of 100, 10,000 and 1,000,000. Then the cohort grows: 10, 100 and 1,000 clients per round. A client
+takes one step on 4 examples. The model is an MLP of 2.1 million parameters at keep ratio 0.2, so a list of a thousand
+updates would take 3.4 GB.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class LitWide(pl.LightningModule):
 
 
 class Meter(pl.Callback):
-    """Time at the start of each round; memory before the first."""
+    """Records the time at the start of each round, and the peak memory before the first."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
@@ -67,7 +67,7 @@ def peak_mib() -> float:
 def measure(population: int, cohort: int, rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    count = population * EXAMPLES  # expanded: the data takes no memory
+    count = population * EXAMPLES  # expanded, so the data take no memory
     data = TensorDataset(
         torch.zeros(1, FEATURES).expand(count, FEATURES), torch.zeros(1, dtype=torch.long).expand(count)
     )
@@ -91,7 +91,7 @@ def in_a_process(population: int, cohort: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, fewer for large cohorts")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; fewer for large cohorts")
     parser.add_argument("--population", type=int, default=0, help="measure this one case and print it as JSON")
     parser.add_argument("--cohort", type=int, default=10)
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")

@@ -1,10 +1,11 @@
-"""What the exact, order-independent sum of clients costs beside a plain one that rounds.
+"""The cost of the exact, order-independent sum over clients, compared with a plain sum that rounds.
 
     python benchmarks/sums.py
 
-Adds one client's float32 change to a float64 sum, on one thread, contenders taking turns, medians. The plain sum is
-``total.add_(change, alpha=weight)``, for a change that exists already; the exact one, `MeanChange`, also subtracts the
-tensors before training from those after. "subtract, add" is the plain sum of a change that has to be formed first.
+Adds one client's float32 change to a float64 sum, on one thread, with contenders taking turns; times are medians. The
+plain sum is ``total.add_(change, alpha=weight)`` for a change that already exists. The exact one, `MeanChange`, also
+subtracts the tensors before training from those after. "subtract, add" is the plain sum of a change that has to be
+computed first.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from lightning_spectral.nn.plan.report import aligned
+from lightning_spectral.nn.plan.text_table import aligned
 
 from lightning_spectral.protocol.magnitudes import largest_magnitudes
 from lightning_spectral.protocol.statistics import MeanChange
@@ -55,7 +56,7 @@ def table(turns: dict[int, int]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, help="turns of each contender; more for the smaller ones if left out")
+    parser.add_argument("--turns", type=int, help="turns of each contender; by default more for smaller sizes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     turns = TURNS if options.turns is None else dict.fromkeys(TURNS, options.turns)

@@ -1,4 +1,4 @@
-"""Contenders that take turns, each in a process of its own, so that a busy machine affects all alike.
+"""Contenders that take turns, each in its own process, so that a busy machine affects all of them alike.
 
 All run with the allocator settings of `lightning_spectral.tune_allocator`, set through the environment.
 """
@@ -30,7 +30,7 @@ class Contender:
 
     Attributes:
         command: The script in `CONTENDERS`, and its arguments.
-        python: The interpreter, of the contender's own environment.
+        python: The interpreter of the contender's own environment.
         seconds: For each turn, the median over its rounds.
         stages: For each turn, the seconds of each stage of a round, where the script reports them.
         peak_mib: Peak memory, summed over processes.
@@ -64,7 +64,7 @@ class Contender:
         self.versions.update(measured["versions"])
 
     def over(self, other: "Contender", more: Sequence[float] | None = None) -> list[float]:
-        """For each turn, the ratio of seconds to those of ``other``, to which ``more`` is added."""
+        """Return the ratio of the seconds of each turn to those of ``other``, to which ``more`` are added."""
         added = more or [0.0] * len(self.seconds)
         return [mine / (theirs + m) for mine, theirs, m in zip(self.seconds, other.seconds, added, strict=True)]
 
@@ -106,7 +106,7 @@ class Peak:
 
 
 def interleave(contenders: Sequence[Contender], turns: int, rounds: int, tuned: bool = True) -> Iterator[str]:
-    """Run every contender once per turn; yields a progress message before each run."""
+    """Run every contender once per turn, and yield a progress message before each run."""
     for turn in range(turns):
         for contender in contenders:
             yield f"turn {turn + 1} of {turns}: {' '.join(contender.command)}"

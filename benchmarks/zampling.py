@@ -1,11 +1,11 @@
-"""What a local step of Zampling costs, and where it goes.
+"""The cost of a local step of Zampling, and where the time goes.
 
     python benchmarks/zampling.py --turns 40
 
-The network of the paper's federated experiments (784-300-100-10, degree 10, compression 32), Adam, one process, one
-thread. The contenders take turns, and the clock is process time, so that a busy machine matters less; each number is
-the median over turns. "Of a step" is over a dense step with the same batch. "Of a product" is over one product of the
-same matrix in scipy's CSR format, which is what Qz has to cost at least.
+The network of the paper's federated experiments (784-300-100-10, degree 10, compression 32), with Adam, in one
+process with one thread. The contenders take turns, and the clock is process time, so that a busy machine matters less;
+each number is the median over turns. "Of a step" is relative to a dense step with the same batch. "Of a product" is
+relative to one product with the same matrix in scipy's CSR format, the least that Qz can cost.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HOW = ls.Zampling(32).how()
 
 
 def contenders() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Return what is timed, by name."""
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
     weights = HOW.weights_of(dense)
@@ -55,7 +55,7 @@ def contenders() -> dict[str, Callable[[], object]]:
 
 
 def step(net: nn.Module, x: torch.Tensor, y: torch.Tensor, before: Callable[[], None]) -> Callable[[], None]:
-    """One local step."""
+    """Return a function that takes one local step."""
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
 
     def take() -> None:
@@ -68,7 +68,7 @@ def step(net: nn.Module, x: torch.Tensor, y: torch.Tensor, before: Callable[[], 
 
 
 def measure(turns: int) -> dict[str, float]:
-    """Median milliseconds of each contender."""
+    """Return the median milliseconds of each contender."""
     timed = contenders()
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(turns):
@@ -80,7 +80,7 @@ def measure(turns: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a local step of Zampling costs.")
+    parser = argparse.ArgumentParser(description="The cost of a local step of Zampling.")
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     args = parser.parse_args()

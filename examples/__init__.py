@@ -1,1 +1,1 @@
-"""Example scripts, and configs with the data that they use."""
+"""Example scripts, and config files with the data they use."""

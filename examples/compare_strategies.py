@@ -1,6 +1,6 @@
 """Which singular terms should a client get? Four strategies at two keep ratios, and FedAvg on the whole model.
 
-The recipe is that of the papers, `SpectralSharding.published`.
+All sharded runs use the papers' recipe, `SpectralSharding.published`.
 
     python examples/compare_strategies.py
 

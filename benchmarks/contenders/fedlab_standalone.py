@@ -33,7 +33,7 @@ class Clients(FedDataset):
 
 class Trainer(SGDSerialClientTrainer):
     def train(self, model_parameters: torch.Tensor, train_loader: DataLoader) -> list[torch.Tensor]:
-        """Train as FedLab does, but start with fresh momentum and return the number of examples, too."""
+        """Train as FedLab does, but start with fresh momentum and also return the number of examples."""
         self.optimizer = torch.optim.SGD(self._model.parameters(), self.lr, momentum=MOMENTUM)
         return [*super().train(model_parameters, train_loader), torch.tensor([float(len(train_loader.dataset))])]
 

@@ -44,12 +44,12 @@ class RoundClock(pl.Callback):
         self.starts.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Seconds of every round but the first and the last, whose end is not recorded."""
+        """Return the seconds of every round except the first, and the last, whose end is not recorded."""
         return [end - start for start, end in zip(self.starts[1:], self.starts[2:], strict=False)]
 
 
 def run(options: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each round, and of each of its stages (medians)."""
+    """Return the seconds of each round, and the median seconds of each stage."""
     x, y = tensors()
     owners = torch.arange(NUM_CLIENTS).repeat_interleave(EXAMPLES)
     data = ls.FederatedDataModule(TensorDataset(x, y), ls.NaturalPartitioner(owners), batch_size=BATCH_SIZE)

@@ -1,4 +1,4 @@
-"""The workload of all contenders and the report of a turn; only needs torch, for environments without our package.
+"""The workload of all contenders and the report of a turn; needs only torch, for environments without our package.
 
 100 clients x 100 examples of CIFAR's shape, 10 clients a round, batch 20, one local epoch, SGD with momentum, one
 thread. A contender gives the seconds of its rounds to `main`, which leaves out the first and prints one line of JSON.
@@ -46,7 +46,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def tensors() -> tuple[Tensor, Tensor]:
-    """Images and labels; client i has those from ``100 i`` on."""
+    """Return images and labels; those of client i start at ``100 i``."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(NUM_CLIENTS * EXAMPLES, 3, 32, 32, generator=generator)
     return x, torch.randint(10, (len(x),), generator=generator)

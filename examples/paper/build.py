@@ -1,4 +1,4 @@
-"""Turns the settings of a run into a LightningModule, the clients' data and the federation of both."""
+"""Builds what a run trains from its settings: a LightningModule, the clients' data and the federated model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import lightning_spectral as ls
 from lightning_spectral import models
 from lightning_spectral.models.resnet import BasicBlock
 
-MOMENTUM = 0.9  # of both papers
+MOMENTUM = 0.9  # in both papers
 EVALUATION_BATCH = 500
-BETA = 10.0  # of the 2024 paper's Pachinko allocation: concentration over the classes of a superclass
+BETA = 10.0  # concentration over the classes of a superclass, in the 2024 paper's Pachinko allocation
 
 
 class Federation(NamedTuple):
-    """What a Trainer fits.
+    """The arguments of `Trainer.fit`, and the module inside the federated model.
 
     Attributes:
         module: An ordinary LightningModule.
-        data: Examples, dealt to clients.
+        data: The examples, dealt to clients.
         model: The module, wrapped for training on clients.
     """
 
@@ -36,12 +36,12 @@ class Federation(NamedTuple):
 
 
 class SmallResNet(nn.Module):
-    """A residual net for images of 14 or 16 pixels: ResNet-18's first convolution and two of its blocks, GroupNorm.
+    """A residual net for images of 14 or 16 pixels: ResNet-18's first convolution and two blocks, with GroupNorm.
 
     Args:
         num_classes: Number of classes.
-        in_channels: Channels of the image.
-        width: Channels of the first block; the second has twice as many.
+        in_channels: Number of channels of the image.
+        width: Number of channels of the first block; the second has twice as many.
     """
 
     def __init__(self, num_classes: int, in_channels: int, width: int = 32) -> None:
@@ -77,10 +77,10 @@ TASKS = {"small-transformer": models.LitNextToken, "transformer": models.LitNext
 
 
 def build(settings: Settings) -> Federation:
-    """All that a Trainer needs; weights and data depend on the settings alone.
+    """Return everything a Trainer needs. Weights and data depend only on the settings.
 
     Raises:
-        MissingDataError: If the data, or the way to deal it, is not there.
+        MissingDataError: If the data are not available, or cannot be dealt as the settings ask.
     """
     found = source(settings.data)
     data = deal(found, settings)
@@ -89,7 +89,7 @@ def build(settings: Settings) -> Federation:
         net = MODELS[settings.model](found.num_classes, found.train.tensors[0].shape[1:])
     task = TASKS.get(settings.model, models.LitClassifier)
     module = task(net, found.num_classes, lr=settings.lr, momentum=MOMENTUM, weight_decay=settings.weight_decay)
-    module.example_input_array = found.train.tensors[0][:2]  # from which channels that belong together are found
+    module.example_input_array = found.train.tensors[0][:2]  # used to find which channels belong together
     model = ls.FederatedModule(
         module,
         algorithm=SETUPS[settings.setup].algorithm(settings.keep_ratio, settings.design, settings.output_ratio),
@@ -101,7 +101,7 @@ def build(settings: Settings) -> Federation:
 
 
 def deal(found: Source, settings: Settings) -> ls.FederatedDataModule:
-    """The examples of all clients, and those that test the server's model."""
+    """Return the examples of all clients, and those on which the server's model is tested."""
     order = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(settings.seed))
     chosen = order[: settings.num_train].sort().values
     train = TensorDataset(*(part[chosen] for part in found.train.tensors))
@@ -117,7 +117,7 @@ def deal(found: Source, settings: Settings) -> ls.FederatedDataModule:
 
 
 def partitioner(found: Source, chosen: Tensor, settings: Settings) -> ls.Partitioner:
-    """How the chosen examples get to clients."""
+    """Return the partitioner that deals the chosen examples to clients."""
     if settings.split == "iid":
         return ls.IIDPartitioner(settings.num_clients)
     if settings.split == "dirichlet":

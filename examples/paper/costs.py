@@ -1,4 +1,4 @@
-"""Tables of what sub-models cost: counted, so nothing is trained."""
+"""Tables of the costs of sub-models. Costs are counted, so nothing is trained."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Costs:
     """A table of costs, read from ``grids/<name>.yaml``.
 
     Attributes:
-        name: Of the file.
-        title: What it shows.
-        source: Where in which paper.
+        name: Name of the file.
+        title: What the table shows.
+        source: The paper, and the place in it.
         model: Name of the model.
-        classes: Number of its classes.
+        classes: Number of classes.
         inputs: Shape of a batch.
-        keep_ratios: Columns, after the whole model.
+        keep_ratios: The columns after that of the whole model.
         paper: The paper's rows, as printed.
     """
 
@@ -44,16 +44,16 @@ class Costs:
 
     @classmethod
     def read(cls, name: str, text: Mapping[str, Any], scale: str) -> Costs:
-        """The table at a scale."""
+        """Read the table at a scale."""
         own = text["costs"][scale]
         return cls(name, text["title"], text["source"], **own, keep_ratios=text["keep_ratios"], paper=text["paper"])
 
     def runs(self, seed: int) -> Iterator[Settings]:
-        """Nothing is trained."""
+        """Return no runs, since nothing is trained."""
         return iter(())
 
     def markdown(self) -> str:
-        """Our rows, then the paper's."""
+        """Return the table in Markdown: our rows, then the paper's."""
         batch = torch.zeros(*self.inputs)
         model = MODELS[self.model](self.classes, batch.shape[1:])
         costs = [ls.cost_table(model, [ratio], batch) for ratio in self.keep_ratios]
@@ -72,7 +72,7 @@ class Costs:
 
 
 def cells(tables: Sequence[ls.CostTable], name: str) -> Iterator[str]:
-    """A cost of the whole model, and at the one keep ratio of each table."""
+    """Yield one cost: of the whole model, then at the keep ratio of each table."""
     yield show_count(getattr(tables[0].full, name))
     for table in tables:
         (cost,) = table.at.values()

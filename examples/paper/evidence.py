@@ -1,6 +1,6 @@
-"""Trains one run and keeps what it shows: one JSON file with settings, curve, costs, versions and hardware.
+"""Trains a run and stores its results in one JSON file: settings, curves, costs, versions and hardware.
 
-A file appears only when its run is done. A run that was interrupted goes on from its last checkpoint.
+A file appears only when its run is done. An interrupted run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from measures import MEASURES, Holders
 from settings import Settings
 
-sys.path.append(str(Path(__file__).parents[2] / "studies"))  # which has what the examples and the studies share
+sys.path.append(str(Path(__file__).parents[2] / "studies"))  # code that the examples and the studies share
 from records import write_run
 
 import lightning_spectral as ls
 
 PACKAGES = ("lightning-spectral", "torch", "lightning", "torchmetrics", "numpy", "scipy")
-SHOWN = 5  # evaluations from one checkpoint to the next
+SHOWN = 5  # evaluations between two checkpoints
 Evidence = dict[str, Any]
 
 
 class Store:
-    """The runs that are done, one file each.
+    """The finished runs, one file each.
 
     Args:
-        folder: Where they are.
+        folder: The folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, settings: Settings) -> Path:
-        """The file of a run, which need not exist."""
+        """Return the path of the file of a run, which need not exist."""
         return self.folder / f"{settings.key}.json"
 
     def read(self, settings: Settings) -> Evidence | None:
-        """What a run showed; ``None`` if it is not done."""
+        """Return the results of a run; ``None`` if it is not done."""
         path = self.path(settings)
         return json.loads(path.read_text()) if path.exists() else None
 
     def write(self, settings: Settings, evidence: Evidence) -> None:
-        """Write the file of a run as a whole."""
+        """Write the file of a run atomically."""
         write_run(self.path(settings), evidence)
 
     def train(self, settings: Settings, accelerator: str = "auto") -> Evidence:
-        """Do a run, from its last checkpoint if there is one, and keep what it shows."""
+        """Train a run, from its last checkpoint if there is one, and store its results."""
         checkpoints = self.path(settings).with_suffix("")
         evidence = train(settings, checkpoints, accelerator)
         self.write(settings, evidence)
@@ -72,15 +72,15 @@ class Store:
 
 
 def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
-    """One run.
+    """Train one run and return its results.
 
     Args:
-        settings: All that defines it.
+        settings: Everything that defines the run.
         checkpoints: Folder for its checkpoints.
-        accelerator: Of Lightning's Trainer.
+        accelerator: The accelerator of Lightning's Trainer.
     """
     reset_peak_memory()
-    begun, source = time.perf_counter(), origin()  # before files may change
+    begun, source = time.perf_counter(), origin()  # before any file can change
     run = build(settings)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     chosen = [MEASURES[settings.measure](settings.evaluate_every, run.data.train)] if settings.measure else []
@@ -118,11 +118,11 @@ def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
 
 
 def fit(trainer: pl.Trainer, model: ls.FederatedModule, data: ls.FederatedDataModule, resumed: str | None) -> str:
-    """Fit, and return the first line of the error with which the run diverged, if it did."""
+    """Fit the model. Return the first line of the error if the run diverges, else an empty string."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ls.SpectralWarning)  # sub-models that are mostly noise are the subject
-            warnings.filterwarnings("ignore", "Checkpoint directory")  # of the run that goes on
+            warnings.simplefilter("ignore", ls.SpectralWarning)  # mostly noisy sub-models are what is studied here
+            warnings.filterwarnings("ignore", "Checkpoint directory")  # of a resumed run
             trainer.fit(model, data, ckpt_path=resumed)
     except (ls.RoundError, ls.ClientError) as failure:  # a diverged run is a result
         return str(failure).splitlines()[0]
@@ -130,7 +130,7 @@ def fit(trainer: pl.Trainer, model: ls.FederatedModule, data: ls.FederatedDataMo
 
 
 def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
-    """Round, from 1, and value of each metric where it was logged; of what every round logs, at the evaluations."""
+    """Return pairs of round, counted from 1, and value; metrics logged every round are kept only at evaluations."""
     evaluated = [row for row in rows if "val_accuracy" in row]
     points: dict[str, list[tuple[int, float]]] = {}
     for name in sorted({name for row in rows for name in row} - {"fl/round"}):
@@ -141,7 +141,7 @@ def curves(rows: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[int, flo
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the rounds that logged it."""
+    """Return the mean of each metric over the rounds that logged it."""
     values: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for name, value in row.items():
@@ -150,7 +150,7 @@ def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def origin() -> dict[str, Any]:
-    """Where numbers come from: commit, versions and hardware."""
+    """Return where the numbers come from: commit, versions and hardware."""
     return {
         "commit": commit(),
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
@@ -164,7 +164,7 @@ def origin() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """The commit of this clone when the first run began, with a plus if files differ; ``None`` outside a clone."""
+    """Return this clone's commit when the first run began, with a plus if files differ; ``None`` outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -175,24 +175,24 @@ def commit() -> str | None:
 
 
 def cpu_name() -> str:
-    """The model of the processor, as far as the system says."""
+    """Return the model of the processor, if the system reports it."""
     listed = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", listed.read_text()) if listed.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
 
 
 def reset_peak_memory() -> None:
-    """Forget the peaks of earlier runs of this process, where that is possible."""
+    """Reset the memory peaks left by earlier runs of this process, where possible."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # no Linux, or not allowed: the peak is that of all runs so far
+    except OSError:  # not Linux, or not allowed: the peak covers all runs so far
         return
 
 
 def peak_memory() -> dict[str, int]:
-    """Most bytes that this process held since the last reset: in memory, and on the GPU."""
+    """Return the peak memory of this process in bytes since the last reset: in RAM, and on the GPU."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
     cpu = {"cpu": 1024 * int(found[1])} if found else {}

@@ -1,4 +1,4 @@
-"""Draws what runs show against rounds, and against terms, with a line for each row and a band over the seeds."""
+"""Draws the results of runs against rounds or terms, with a line for each row and a band over the seeds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_spectral.report.printed import draw_line, draw_spread, printed
 from lightning_spectral.report.style import look
 
 Points = Sequence[tuple[float, float]]
-Panels = Mapping[tuple[str, str], Mapping[str, Sequence[Points]]]  # by group and column: by line, the runs of all seeds
-MAX_LAYERS = 4  # of which holders are drawn
+Panels = Mapping[tuple[str, str], Mapping[str, Sequence[Points]]]  # (group, column) -> line -> runs of all seeds
+MAX_LAYERS = 4  # whose holders are drawn
 
 
 def draw(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
-    """Write the figures of a grid as PNG, as far as runs are done."""
+    """Write the figures of a grid as PNG, from the runs that are done."""
     for name in grid.figures:
         panels = by_term(grid, store, seeds) if name == "holders" else by_round(grid, name, store, seeds)
         labels = ("term, the largest first", "clients that hold it, mean over rounds")
@@ -38,11 +38,11 @@ def draw(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
 
 
 def by_round(grid: Grid, name: str, store: Store, seeds: Sequence[int]) -> Panels:
-    """Values of a metric against rounds: a panel for each group and column."""
+    """Return the values of a metric against rounds, in a panel for each group and column."""
     metric = METRICS[name]
 
     def lines(cell: Cell, run: Evidence) -> Mapping[str, Points]:
-        """One line named after the row; of a metric of several layers, one named after each."""
+        """Return one line named after the row; for a metric of several layers, one named after each layer."""
         if metric.name in run["curves"]:
             return {cell.row: scaled(run["curves"][metric.name], metric.scale)}
         layers = [logged for logged in run["curves"] if metric.of_layers and logged.startswith(metric.name)]
@@ -52,12 +52,12 @@ def by_round(grid: Grid, name: str, store: Store, seeds: Sequence[int]) -> Panel
 
 
 def scaled(points: Points, scale: float) -> Points:
-    """The same points in another unit."""
+    """Return the points in another unit."""
     return [(at, scale * value) for at, value in points]
 
 
 def by_term(grid: Grid, store: Store, seeds: Sequence[int]) -> Panels:
-    """Mean numbers of clients against terms: a panel for each group and layer."""
+    """Return mean numbers of clients against terms, in a panel for each group and layer."""
 
     def panels(cell: Cell, run: Evidence) -> Panels:
         layers = list(run["holders"])
@@ -76,7 +76,7 @@ def collected(
     seeds: Sequence[int],
     panels: Callable[[Cell, Evidence], Mapping[Any, Mapping[str, Points]]],
 ) -> Panels:
-    """The lines of all runs that are done, in their panels."""
+    """Return the lines of all finished runs, by panel."""
     found: dict[Any, dict[str, list[Points]]] = defaultdict(lambda: defaultdict(list))
     for cell in grid.cells:
         for run in results(store, cell, seeds):
@@ -87,7 +87,7 @@ def collected(
 
 
 def fill(figure: Figure, panels: Panels, groups: Sequence[str], columns: Sequence[str], x: str, y: str) -> None:
-    """A row of panels for each group."""
+    """Draw a row of panels for each group."""
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     grid = figure.subplots(len(groups), len(columns), squeeze=False, sharey=True)
     for (group, column), lines in panels.items():
@@ -103,7 +103,7 @@ def fill(figure: Figure, panels: Panels, groups: Sequence[str], columns: Sequenc
 
 
 def line(axes: Axes, label: str, index: int, runs: Sequence[Points]) -> None:
-    """The mean over the seeds, and the band from the least to the largest."""
+    """Draw the mean over the seeds, and a band from the smallest to the largest value."""
     values: dict[float, list[float]] = defaultdict(list)
     for points in runs:
         for at, value in points:

@@ -1,4 +1,4 @@
-"""The grids of runs that the YAML files write down: a table or figure of a paper each."""
+"""The grids of runs defined by the YAML files, each for a table or figure of a paper."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCALES = ("gpu", "cpu", "toy")  # the papers' sizes, hours on one core, seconds
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table, of which there is a run for each seed.
+    """One number of a table, with a run for each seed.
 
     Attributes:
         group: Heading of its part of the table.
         row: Name of its row.
-        task: Name of what is trained.
+        task: Name of the task.
         column: Its column among those of the task; may be empty.
-        settings: Of the run, with seed 0.
+        settings: Settings of the run with seed 0.
     """
 
     group: str
@@ -44,11 +44,11 @@ class Grid:
     """A table or figure of a paper, read from ``grids/<name>.yaml``.
 
     Attributes:
-        name: Of the file.
-        title: What it shows.
-        source: Where in which paper.
-        metrics: What is tabulated: names of `tables.METRICS`.
-        figures: What is drawn against rounds: names of the same, or ``holders``, which are drawn against terms.
+        name: Name of the file.
+        title: What the table or figure shows.
+        source: The paper, and the place in it.
+        metrics: The metrics in the table, names of `tables.METRICS`.
+        figures: The metrics drawn against rounds, names of `tables.METRICS`, or ``holders``, drawn against terms.
         cells: All numbers at one scale, in order.
         paper_columns: Headings of the paper's numbers.
         paper: The paper's numbers by group and row, as printed.
@@ -64,7 +64,7 @@ class Grid:
     paper: Mapping[tuple[str, str], Sequence[str]]
 
     def runs(self, seed: int) -> Iterator[Settings]:
-        """The settings of all cells with a seed, each once, task by task."""
+        """Yield the settings of all cells with a seed, without duplicates, task by task."""
         order = list(dict.fromkeys(cell.task for cell in self.cells))
         cells = sorted(self.cells, key=lambda cell: order.index(cell.task))
         runs = (replace(cell.settings, seed=seed) for cell in cells)
@@ -72,15 +72,15 @@ class Grid:
 
 
 def read_grid(name: str, text: Mapping[str, Any], scale: str) -> Grid:
-    """The grid of a table or figure at a scale.
+    """Return the grid of a table or figure at a scale.
 
     Args:
-        name: Of its file.
-        text: What the file says.
+        name: Name of its file.
+        text: Content of the file.
         scale: One of `SCALES`.
 
     Raises:
-        ValueError: If a row names a setting that there is none of, or the paper has another number of columns.
+        ValueError: If a row names an unknown setting, or if its paper values do not match the columns in number.
     """
     tasks = yaml.safe_load(TASKS.read_text())
     columns: Mapping[str, Mapping[str, Any]] = text.get("columns", {"": {}})

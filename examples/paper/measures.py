@@ -1,4 +1,4 @@
-"""What some figures measure besides accuracy, as callbacks."""
+"""Callbacks for what some figures measure in addition to accuracy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NUM_EXAMPLES = 2_000  # on which the training loss is measured
 
 
 class Every(ls.RoundCallback):
-    """Logs some numbers at the end of rounds 0, n, 2n, ...
+    """Logs some values at the end of every n-th round.
 
     Args:
-        every: Rounds from one to the next.
+        every: The interval n, in rounds.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
 
     def values(self, module: pl.LightningModule) -> dict[str, float]:
-        """What is logged of the server's model, by name."""
+        """Return the values to log for the server's model, by name."""
         raise NotImplementedError
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: Any) -> None:
@@ -56,8 +56,8 @@ class TrainingLoss(Every):
     """Logs ``training_loss``, the server model's cross entropy on examples of the clients.
 
     Args:
-        every: Rounds from one measurement to the next.
-        train: All examples of the clients, of which the first are taken.
+        every: The interval between two measurements, in rounds.
+        train: All examples of the clients; only the first ones are used.
     """
 
     def __init__(self, every: int, train: TensorDataset) -> None:
@@ -78,11 +78,11 @@ class TrainingLoss(Every):
 
 
 class Holders(ls.RoundCallback):
-    """Counts how many clients of a round are expected to hold each term, on average over the rounds.
+    """Computes the expected number of clients that hold each term, averaged over the rounds.
 
     Attributes:
         sums: Sums over rounds, by layer, shape ``(N,)``.
-        num_rounds: How many.
+        num_rounds: Number of rounds.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Holders(ls.RoundCallback):
         self.num_rounds = state_dict["num_rounds"]
 
     def means(self) -> dict[str, list[float]]:
-        """Mean number of clients that hold each term, largest singular value first, by layer."""
+        """Return the mean number of clients that hold each term, largest singular value first, by layer."""
         return {
             name: [round(value, 4) for value in (total / self.num_rounds).tolist()] for name, total in self.sums.items()
         }

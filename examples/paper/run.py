@@ -1,11 +1,11 @@
-"""The papers' experiments, one command each: rows of their tables, and the numbers of the papers beside ours.
+"""The papers' experiments, one command each: their tables with the papers' numbers beside ours, and their figures.
 
     python examples/paper/run.py table1 --scale cpu
     python examples/paper/run.py --list
 
-trains what is not yet done, seed by seed, and writes a table in Markdown, a line per run in CSV and figures to
-``outputs/paper/cpu``. ``--scale gpu`` has the papers' sizes, ``--scale toy`` takes seconds. Started again, the command
-does nothing that is done and goes on with a run that was interrupted. Runs that two tables share are done once.
+trains the missing runs, seed by seed, and writes a table in Markdown, a line per run in CSV and figures to
+``outputs/paper/cpu``. ``--scale gpu`` uses the papers' sizes, ``--scale toy`` takes seconds. When started again, the
+command skips finished runs and continues an interrupted one. Runs shared by several tables are trained once.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ import lightning_spectral as ls
 
 SEEDS = (0, 1, 2)
 GRIDS = Path(__file__).parent / "grids"
-REPORTED = Path("docs/paper")  # of a clone
+REPORTED = Path("docs/paper")  # in a clone
 Experiment = Grid | Costs
 
 
 def names() -> list[str]:
-    """All experiments."""
+    """Return the names of all experiments."""
     return sorted(path.stem for path in GRIDS.glob("*.yaml"))
 
 
 def read(name: str, scale: str) -> Experiment:
-    """An experiment at a scale."""
+    """Read an experiment at a scale."""
     text = yaml.safe_load((GRIDS / f"{name}.yaml").read_text())
     return Costs.read(name, text, scale) if "costs" in text else read_grid(name, text, scale)
 
 
 def todo(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int]) -> Iterator[Settings]:
-    """The runs that are not done, seed by seed."""
+    """Yield the runs that are not done yet, seed by seed."""
     for seed in seeds:
         for one in experiments:
             yield from (run for run in one.runs(seed) if not store.path(run).exists())
 
 
 def train(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int], accelerator: str) -> None:
-    """Do these runs, one after another; those without data are skipped, with a reason."""
+    """Train the missing runs one after another; skip those without data and print the reason."""
     skipped = set()
     for run in todo(experiments, store, seeds):
         try:
@@ -69,7 +69,7 @@ def train(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int],
 
 
 def report(experiment: Experiment, store: Store, seeds: Sequence[int], folder: Path) -> None:
-    """Write what is known so far."""
+    """Write the results so far."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{experiment.name}.md"
     if isinstance(experiment, Costs):
@@ -81,26 +81,26 @@ def report(experiment: Experiment, store: Store, seeds: Sequence[int], folder: P
 
 
 def quiet_lightning() -> None:
-    """Silence what it says of every run, and the warning that Lightning 2.6 triggers in torch 2.13."""
+    """Silence its messages about every run, and the warning that Lightning 2.6 triggers in torch 2.13."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="The papers' experiments.")
     parser.add_argument("experiments", nargs="*", metavar="experiment", help=f"any of: {', '.join(names())}")
     parser.add_argument("--scale", choices=SCALES, default="cpu", help="the papers' sizes, or smaller (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds (0 1 2)")
     parser.add_argument("--output", type=Path, default=Path("outputs/paper"), help="folder (%(default)s)")
     parser.add_argument(
-        "--report", type=Path, help="only write tables, figures and runs that are done, into this folder"
+        "--report", type=Path, help="train nothing; write the tables, figures and finished runs to this folder"
     )
-    parser.add_argument("--accelerator", default="auto", help="of Lightning's Trainer (%(default)s)")
-    parser.add_argument("--list", action="store_true", help="only say what there is, and how many runs are left")
+    parser.add_argument("--accelerator", default="auto", help="the Trainer's accelerator (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="only list the experiments, and how many runs are left")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.experiments) - set(names())):
-        parser.error(f"there is no experiment {', '.join(unknown)}; there are {', '.join(names())}")
+        parser.error(f"unknown experiment {', '.join(unknown)}; choose from {', '.join(names())}")
     if not args.experiments and not args.list:
         parser.error(f"name one or more experiments: {', '.join(names())}")
     return args

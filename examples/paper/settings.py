@@ -1,4 +1,4 @@
-"""All that defines one run."""
+"""The settings that define a run."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from setups import SETUPS, KeepRatio, Whole
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Two runs of the same settings are the same, whichever tables they are in.
+    """The settings of one run. Runs with equal settings are the same run, whichever tables they are in.
 
     Attributes:
         data: Name of the data set.
         model: Name of the model.
-        lr: Learning rate of clients in the first round.
-        total_local_epochs: Rounds times local epochs, which is what the papers keep constant.
-        split: How examples get to clients: ``dirichlet``, ``iid``, ``natural`` or ``pachinko``.
-        alpha: Concentration of ``dirichlet``, and over superclasses of ``pachinko``.
-        num_clients: Number of clients, but for ``natural``.
-        clients_per_round: Clients that take part in a round.
+        lr: The clients' learning rate in the first round.
+        total_local_epochs: Rounds times local epochs, which the papers keep constant.
+        split: How examples are dealt to clients: ``dirichlet``, ``iid``, ``natural`` or ``pachinko``.
+        alpha: Concentration of ``dirichlet``, or of ``pachinko`` over superclasses.
+        num_clients: Number of clients; not used by ``natural``.
+        clients_per_round: Number of clients that take part in a round.
         local_epochs: Passes over a client's data in a round.
-        batch_size: Examples of a local step.
-        weight_decay: Of what is not sharded, and added to the Frobenius decay.
-        num_train: How many examples are dealt, drawn with the seed; ``None`` for all.
-        num_test: How many test, the first ones; ``None`` for all.
-        evaluate_every: Rounds from one evaluation to the next.
-        length: Factor of the number of rounds.
-        setup: Name of a row.
-        keep_ratio: Share of the terms, or shares of clients by it; ``None`` for the whole model.
-        output_ratio: Share of the outputs that a client computes of each sharded layer; ``None`` for all of them.
+        batch_size: Number of examples in a local step.
+        weight_decay: Weight decay of the parameters that are not sharded; also added to the Frobenius decay.
+        num_train: Number of examples that are dealt, drawn with the seed; ``None`` for all.
+        num_test: Number of test examples, taken from the start; ``None`` for all.
+        evaluate_every: Number of rounds between two evaluations.
+        length: Factor by which the number of rounds is multiplied.
+        setup: Name of the setup, one of `SETUPS`.
+        keep_ratio: Share of the terms, or a mapping from it to the share of clients; ``None`` for the whole model.
+        output_ratio: Share of the outputs of each sharded layer that a client computes; ``None`` for all of them.
         design: Name of the design; ``None`` for the strategy's own.
-        measure: Something costly to measure besides: ``alignment``, ``ranks``, ``holders`` or ``training loss``.
-        seed: Of the examples, their split, the weights and all draws.
+        measure: A costly additional measurement: ``alignment``, ``ranks``, ``holders`` or ``training loss``.
+        seed: Seed of the choice of examples, their split, the weights and all draws.
     """
 
     data: str
@@ -63,14 +63,14 @@ class Settings:
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds, so that the last one is evaluated."""
+        """The number of rounds, rounded so that the last one is evaluated."""
         every = self.evaluate_every
         return every * max(1, round(self.length * self.total_local_epochs / self.local_epochs / every))
 
     @property
     def key(self) -> str:
-        """A name for files: readable, and with a hash of every setting that is not its default."""
-        defaults = {field.name: field.default for field in fields(self)}  # a new setting leaves old runs their names
+        """A readable name for files, with a hash of all settings that differ from their defaults."""
+        defaults = {field.name: field.default for field in fields(self)}  # a new setting does not rename old runs
         chosen = {name: value for name, value in asdict(self).items() if value != defaults[name]}
         digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:10]
         kept = self.keep_ratio if not isinstance(self.keep_ratio, Mapping) else "mixed"
@@ -80,7 +80,7 @@ class Settings:
 
 
 def settings_of(values: Mapping[str, Any], where: str) -> Settings:
-    """Settings from YAML; the whole model has neither keep ratio nor design, so that tables share its runs.
+    """Return settings from YAML; the whole model gets no keep ratio or design, so that tables share its runs.
 
     Raises:
         ValueError: If a name is unknown.

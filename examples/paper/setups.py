@@ -1,4 +1,4 @@
-"""The rows of the papers' tables: what each name means as an algorithm."""
+"""The rows of the papers' tables: the algorithm that each name stands for."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import lightning_spectral as ls
 
 KeepRatio = float | Mapping[float, float]
 CLIP = 10.0  # the 2024 paper's tau
-SHORTCUTS = ("*.shortcut.*",)  # which PriSM leaves dense; ours are cut with the rest where outputs are whole
-UNBIASED_PRISM = ls.PriSM(compensation="wallenius", marginals="manly")  # with the approximation that the paper used
+SHORTCUTS = ("*.shortcut.*",)  # left dense by PriSM; we shard them too unless outputs are cut
+UNBIASED_PRISM = ls.PriSM(compensation="wallenius", marginals="manly")  # with the approximation used in the paper
 
 
 class Setup(Protocol):
-    """One row."""
+    """One row of a table."""
 
     def algorithm(
         self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
     ) -> ls.Algorithm[Any]:
-        """The algorithm at some keep ratio, which only the whole model does without.
+        """Return the algorithm at a keep ratio.
 
         Args:
-            keep_ratio: Share of the terms or channels, or the share of clients that have each.
+            keep_ratio: Share of the terms or channels, or a mapping from it to the share of clients; ``None`` only
+                for the whole model.
             design: Name of a design; ``None`` for the strategy's own.
             output_ratio: Share of the outputs that a client computes; ``None`` for all of them.
         """
@@ -43,7 +44,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Width:
-    """HeteroFL: the first channels of every layer; PriSM's paper calls it OrigDrop."""
+    """HeteroFL: the first channels of every layer; called OrigDrop in PriSM's paper."""
 
     def algorithm(
         self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
@@ -57,9 +58,9 @@ class Spectral:
     """Sharding of singular terms.
 
     Attributes:
-        strategy: How likely each term is.
+        strategy: The strategy that sets the inclusion probability of each term.
         clip_tau: Bound on effective learning rates.
-        published: Whether the recipe is the paper's, without a spectral start and a bound on steps of the weight.
+        published: Whether to use the paper's recipe, without a spectral start or a bound on steps of the weight.
     """
 
     strategy: ls.ShardingStrategy
@@ -83,7 +84,7 @@ SETUPS: Mapping[str, Setup] = {
     "Top-n": Spectral(ls.TopN()),
     "Top-n + Scaled": Spectral(ls.Scaled(ls.TopN())),
     "PriSM": Spectral(ls.PriSM()),
-    "PriSM, exponent 4": Spectral(ls.PriSM(exponent=4)),  # for clients of all keep ratios, as in PriSM's own runs
+    "PriSM, exponent 4": Spectral(ls.PriSM(exponent=4)),  # for clients of every keep ratio, as in PriSM's own runs
     "PriSM + Scaled": Spectral(ls.Scaled(ls.PriSM())),
     "PriSM + Wallenius": Spectral(UNBIASED_PRISM),
     "PriSM + Wallenius + ClipLR": Spectral(UNBIASED_PRISM, CLIP),

@@ -1,7 +1,8 @@
-"""Examples to train and to test on, by name; data that cannot be downloaded is skipped with a reason.
+"""Training and test examples of each data set, by name.
 
-Packages are downloaded once and their hashes checked: see ``studies/fetch.py``. CIFAR-100 and TinyImageNet are read
-from the standard files, if the folder that the environment variable ``DATA`` names holds them.
+Packages are downloaded once and their hashes are checked: see ``studies/fetch.py``. CIFAR-100 and TinyImageNet cannot
+be downloaded: they are read from the standard files in the folder given by the environment variable ``DATA``, and
+skipped if these are missing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-sys.path.append(str(Path(__file__).parents[2] / "studies"))  # which has what the examples and the studies share
+sys.path.append(str(Path(__file__).parents[2] / "studies"))  # code that the examples and the studies share
 from images import mnist, whole_fashion_mnist
 from photos import cifar10
 from plays import SYMBOLS, most_text, shakespeare, windows
@@ -29,14 +30,14 @@ import lightning_spectral as ls
 
 TOY_EXAMPLES, TOY_CLASSES = 60, 4
 MNIST_TRAIN = 4_000  # of 5,000 images
-IMDB_TRAIN, IMDB_WORDS = 37_500, 1_000  # of 50,000 reviews, as PriSM has it; words that have an id
+IMDB_TRAIN, IMDB_WORDS = 37_500, 1_000  # of 50,000 reviews, as in PriSM; number of words with an id
 CIFAR100_ROW = 2 + 3 * 32 * 32  # coarse label, fine label, pixels
-SHORTEST_TEXT, TEST_SHARE = 500, 0.2  # characters a speaker must say; share of them that tests
+SHORTEST_TEXT, TEST_SHARE = 500, 0.2  # characters that a speaker must have; share of them used for testing
 TINY = "tiny-imagenet-200"
 
 
 class MissingDataError(Exception):
-    """Data that this machine does not have, and why."""
+    """Data that are not available on this machine, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Source:
     """Examples of one data set.
 
     Attributes:
-        train: Pairs of inputs and labels.
-        test: Pairs of inputs and labels.
+        train: Training inputs and labels.
+        test: Test inputs and labels.
         num_classes: Number of classes.
-        owners: The client of each training example, for data that has clients.
-        superclasses: That of each class, for data that has them.
+        owners: The client of each training example, if the data set has natural clients.
+        superclasses: The superclass of each class, if the data set has superclasses.
     """
 
     train: TensorDataset
@@ -59,7 +60,7 @@ class Source:
 
 
 def noise() -> Source:
-    """Random images, to see that everything runs."""
+    """Random images, to check that everything runs."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, TOY_EXAMPLES, 1, 8, 8, generator=generator)
     labels = torch.arange(TOY_EXAMPLES) % TOY_CLASSES
@@ -67,7 +68,7 @@ def noise() -> Source:
 
 
 def digits() -> Source:
-    """5,000 images of MNIST at 14 x 14 pixels; the last 1,000 in a fixed random order test."""
+    """5,000 images of MNIST at 14 x 14 pixels; the last 1,000 in a fixed random order are the test set."""
     images, labels = mnist()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return of_images(images[order], labels[order], num_train=MNIST_TRAIN)
@@ -99,7 +100,7 @@ def cifar100() -> Source:
 
 
 def tiny_imagenet() -> Source:
-    """TinyImageNet from its folders of JPEG files; its validation images test."""
+    """TinyImageNet from its folders of JPEG files; its validation images are the test set."""
     folder = existing(TINY)
     classes = {name: label for label, name in enumerate((folder / "wnids.txt").read_text().split())}
     train = [(path, classes[path.parents[1].name]) for path in sorted(folder.glob("train/*/images/*.JPEG"))]
@@ -109,19 +110,19 @@ def tiny_imagenet() -> Source:
 
 
 def small_speech() -> Source:
-    """What 100 speakers of Shakespeare say, in sequences of 40 characters, at most 20 of each."""
+    """The text of 100 of Shakespeare's speakers in sequences of 40 characters, at most 20 per speaker."""
     return speech(num_speakers=100, length=40, at_most=20)
 
 
 def speech(num_speakers: int = 715, length: int = 80, at_most: int | None = None) -> Source:
-    """What the speakers of Shakespeare's plays say who say most: sequences and, at each position, the next character.
+    """The speakers with the most text in Shakespeare's plays: sequences and, at each position, the next character.
 
-    The paper has 715 clients, of another edition with capitals and all punctuation.
+    The paper has 715 clients from another edition, with capitals and all punctuation.
 
     Args:
         num_speakers: Number of clients.
-        length: Characters of a sequence.
-        at_most: Number of sequences of a client; ``None`` for all of them.
+        length: Number of characters in a sequence.
+        at_most: Maximum number of sequences of a client; ``None`` for all of them.
     """
     train, test, owners = [], [], []
     texts = [text for text in most_text(shakespeare(), num_speakers) if len(text) >= SHORTEST_TEXT]
@@ -135,18 +136,18 @@ def speech(num_speakers: int = 715, length: int = 80, at_most: int | None = None
 
 
 def sequences(text: str, length: int) -> Tensor:
-    """Consecutive pieces of ``length + 1`` characters, each from the last character of the one before."""
+    """Return consecutive pieces of ``length + 1`` characters; each begins with the last character of the one before."""
     before, last = windows(text, range(length, len(text), length), length)
     return torch.cat([before, last[:, None]], 1)
 
 
 def short_reviews() -> Source:
-    """IMDB's reviews, of which only the first 40 frequent words are read."""
+    """IMDB's reviews, each cut to its first 40 frequent words."""
     return reviews(length=40)
 
 
 def reviews(length: int = 500) -> Source:
-    """IMDB's reviews as ids of frequent words, in a fixed random order; the last quarter tests.
+    """IMDB's reviews as ids of frequent words, in a fixed random order; the last quarter is the test set.
 
     Args:
         length: Number of words to which a review is cut or padded.
@@ -160,23 +161,23 @@ def reviews(length: int = 500) -> Source:
 
 
 def of_photos(parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> Source:
-    """CIFAR-10's images, standardised."""
+    """Return CIFAR-10 with standardised images."""
     images, labels, test_images, test_labels = parts
     return of_images(torch.cat([images, test_images]), torch.cat([labels, test_labels]), num_train=len(labels))
 
 
 def of_images(images: Tensor, labels: Tensor, num_train: int) -> Source:
-    """The first images to train, the others to test, each standardised."""
+    """Return standardised images: the first ones for training, the others for testing."""
     images = ls.standardize_images(images)
     parts = (slice(num_train), slice(num_train, None))
     return Source(*(TensorDataset(images[part], labels[part]) for part in parts), num_classes=10)
 
 
 def existing(name: str) -> Path:
-    """A folder of the user's data.
+    """Return the path of a folder of the user's data.
 
     Raises:
-        MissingDataError: If it is not there.
+        MissingDataError: If the folder does not exist.
     """
     folder = Path(os.environ.get("DATA", "data")) / name
     if not folder.is_dir():
@@ -185,13 +186,13 @@ def existing(name: str) -> Path:
 
 
 def read_cifar100(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Standardised images of one file, their classes and superclasses."""
+    """Return the standardised images of one file, their classes and their superclasses."""
     rows = torch.from_numpy(np.fromfile(path, np.uint8).reshape(-1, CIFAR100_ROW))
     return ls.standardize_images(rows[:, 2:].view(-1, 3, 32, 32).float() / 255), rows[:, 1].long(), rows[:, 0].long()
 
 
 def read_jpegs(files: list[tuple[Path, int]]) -> TensorDataset:
-    """Standardised images of 64 x 64 pixels and labels."""
+    """Return standardised images of 64 x 64 pixels, and labels."""
     pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
     return TensorDataset(ls.standardize_images(images), torch.tensor([label for _, label in files]))
@@ -214,5 +215,5 @@ SOURCES: dict[str, Callable[[], Source]] = {
 
 @cache
 def source(name: str) -> Source:
-    """A data set, read once."""
+    """Return a data set, which is read only once."""
     return SOURCES[name]()

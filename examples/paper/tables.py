@@ -1,4 +1,4 @@
-"""Writes what runs show: a table in Markdown with the paper's numbers beside it, and one line per run in CSV."""
+"""Writes the results: tables in Markdown with the paper's numbers beside ours, and one line per run in CSV."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from grid import Cell, Grid
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a run.
+    """A metric of a run.
 
     Attributes:
-        label: What it is, with its unit.
-        name: Under which it is logged.
-        scale: Factor from what is logged to the unit.
-        digits: After the point.
-        averaged: Whether it is the mean over all rounds; else the value after the last.
+        label: Description, with the unit.
+        name: Name under which the metric is logged.
+        scale: Factor from the logged value to the unit.
+        digits: Number of decimal places.
+        averaged: Whether to take the mean over all rounds instead of the value after the last one.
     """
 
     label: str
@@ -34,11 +34,11 @@ class Metric:
 
     @property
     def of_layers(self) -> bool:
-        """Whether its name is what the names of several metrics begin with, one for each layer."""
+        """Whether the name is a prefix of several metrics, one for each layer."""
         return self.name.endswith("/")
 
     def of(self, evidence: Evidence) -> float | None:
-        """Its value; ``None`` for a run that diverged, or that did not log it."""
+        """Return the value of a run; ``None`` if the run diverged or did not log the metric."""
         found = evidence["means" if self.averaged else "final"].get(self.name)
         return None if found is None or evidence["error"] else self.scale * float(found)
 
@@ -59,13 +59,13 @@ METRICS = {
 
 
 def results(store: Store, cell: Cell, seeds: Iterable[int]) -> list[Evidence]:
-    """What the runs of a cell showed, as far as they are done."""
+    """Return the results of the finished runs of a cell."""
     found = (store.read(replace(cell.settings, seed=seed)) for seed in seeds)
     return [evidence for evidence in found if evidence is not None]
 
 
 def show(runs: Sequence[Evidence], metric: Metric) -> str:
-    """Mean and standard deviation over seeds; how many of how many diverged; nothing without runs."""
+    """Format the mean and standard deviation over seeds, and how many runs diverged; empty without runs."""
     values = [value for run in runs if (value := metric.of(run)) is not None]
     diverged = sum(bool(run["error"]) for run in runs)
     spread = f" ± {stdev(values):.{metric.digits}f}" if len(values) > 1 else ""
@@ -75,7 +75,7 @@ def show(runs: Sequence[Evidence], metric: Metric) -> str:
 
 
 def markdown(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
-    """A table for each metric and group: rows of the paper, our columns, then the paper's."""
+    """Return a table for each metric and group: the paper's rows, our columns, then the paper's columns."""
     parts = [f"{grid.title}. {grid.source}"]
     for metric in (METRICS[name] for name in grid.metrics):
         for group, cells in groupby(grid.cells, key=lambda cell: cell.group):
@@ -84,7 +84,7 @@ def markdown(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
 
 
 def group_table(grid: Grid, store: Store, seeds: Sequence[int], metric: Metric, cells: Sequence[Cell]) -> list[str]:
-    """The lines of one table."""
+    """Return the lines of one table."""
     shows_paper = metric is METRICS[grid.metrics[0]] and any(grid.paper[cell.group, cell.row] for cell in cells)
     theirs = grid.paper_columns if shows_paper else ()
     titles = list(dict.fromkeys(cell.title for cell in cells))
@@ -100,12 +100,12 @@ def group_table(grid: Grid, store: Store, seeds: Sequence[int], metric: Metric, 
 
 
 def row_of(*cells: str) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     return f"| {' | '.join(cells)} |"
 
 
 def seeds_done(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
-    """How many runs there are of each seed."""
+    """Return a sentence with the number of finished runs of each seed."""
     counts = {}
     for seed in seeds:
         runs = list(grid.runs(seed))
@@ -114,7 +114,7 @@ def seeds_done(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
 
 
 def write_csv(grid: Grid, store: Store, seeds: Sequence[int], path: Path) -> None:
-    """One line per run that is done."""
+    """Write one line per finished run."""
     names = ["group", "row", "column", "seed", *grid.metrics, "total_bytes", "seconds", "peak_bytes", "error", "commit"]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -125,7 +125,7 @@ def write_csv(grid: Grid, store: Store, seeds: Sequence[int], path: Path) -> Non
 
 
 def csv_row(grid: Grid, cell: Cell, run: Evidence) -> Mapping[str, Any]:
-    """The line of one run."""
+    """Return the line of one run."""
     values = {name: METRICS[name].of(run) for name in grid.metrics}
     return {
         "group": cell.group,

@@ -1,4 +1,4 @@
-"""Spectral sharding that forgets: terms that nobody held in a round shrink."""
+"""Spectral sharding that forgets: terms held by no client in a round shrink."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 
 @dataclass(frozen=True)
 class Fading(ls.SpectralSharding):
-    """`SpectralSharding` whose server multiplies terms that nobody held by 1 - ``fading``, once a round.
+    """`SpectralSharding` whose server multiplies terms held by no client by 1 - ``fading``, once a round.
 
     Args:
-        fading: Share that they lose in a round.
+        fading: Share that these terms lose in a round.
     """
 
     fading: float = 0.01
 
     def close(self, server: nn.Module, state: nn.Module | None, opened: SpectralRound) -> None:
-        """The pseudo-gradients, and what the others lose."""
+        """Write the pseudo-gradients, and add the loss of the terms held by no client."""
         super().close(server, state, opened)
         for name, blocks in by_parameter(list(opened.plan.blocks.values())):
             weight = server.get_parameter(name)
@@ -32,6 +32,6 @@ class Fading(ls.SpectralSharding):
 
 
 def unvisited(layer: LayerRound) -> Tensor:
-    """The part of a layer's matrix that nobody held, float64."""
+    """Return the part of a layer's matrix held by no client, in float64."""
     alone = ~layer.mean.visited
     return layer.mean.u[:, alone].double() @ layer.mean.v[alone].double()

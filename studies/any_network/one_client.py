@@ -1,9 +1,10 @@
-"""Trains one sub-model on all images at once, where momentum has time to build up: what the bound on steps is for.
+"""Trains a single client on all images, where momentum has time to build up, to show what the bound on steps does.
 
     python studies/any_network/one_client.py
 
-prints test accuracy after 1,500 steps at learning rate 0.1, for the dense network, and for its sub-model of the first
-tenth of the terms, after a spectral start, with several values of ``clip_weight_lr``. About four minutes on one core.
+prints test accuracy after 1,500 steps at learning rate 0.1: for the dense network, and for its sub-model with the first
+tenth of the terms after a spectral start, with several values of ``clip_weight_lr``. Takes about four minutes on one
+core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BOUNDS = (math.inf, 10.0, 2.0, 1.0)
 
 
 def accuracy(net: nn.Module, bound: float) -> float:
-    """Train with SGD, momentum and a cosine schedule, and test."""
+    """Train with SGD, momentum and a cosine schedule, and return the test accuracy."""
     images, labels = IMAGES["MNIST"]()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, test = order[:NUM_TRAIN], order[NUM_TRAIN:]
@@ -44,7 +45,7 @@ def accuracy(net: nn.Module, bound: float) -> float:
 
 
 def network(name: str, sharded: bool) -> nn.Module:
-    """A network at its random start, or a sub-model of it after a spectral start."""
+    """Return a network with its random weights, or a sub-model of it after a spectral start."""
     torch.manual_seed(0)
     net = NETS[name]()
     if not sharded:

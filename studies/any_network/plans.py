@@ -1,4 +1,4 @@
-"""Which runs the study consists of: a first plan that chooses learning rates, and others that use them."""
+"""The runs of the study: a first plan that chooses learning rates, and others that use them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
 from setups import LINEAR_ALONE, OTHER_SYSTEMS, SETUPS, KeepRatio
 
@@ -18,7 +18,7 @@ OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
 RATES = {net: (0.1, 0.2) if net in ("MLP", "transformer") else (0.1, 0.05) for net in NETS}  # of clients in round 0
-MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rate is chosen
+MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rates are chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 
 BestRates = Mapping[tuple[str, str, KeepRatio], float]  # learning rate by network, setup and keep ratio
@@ -30,12 +30,12 @@ class Spec:
 
     Attributes:
         data: Name of the data set.
-        split: How it is dealt.
+        split: How the data are dealt.
         net: Name of the network.
         setup: Name of the setup.
         keep_ratio: Share of the terms, ``"mixed"``, or 1 for the whole model.
-        lr: Learning rate of clients in the first round.
-        seed: Of weights, split and draws.
+        lr: The clients' learning rate in the first round.
+        seed: Seed of weights, split and draws.
         num_rounds: Number of rounds.
     """
 
@@ -62,7 +62,7 @@ def rates(best: BestRates) -> Iterator[Spec]:
 
 
 def half(best: BestRates) -> Iterator[Spec]:
-    """Keep ratio 0.2; for the default again at two learning rates, since larger sub-models want others."""
+    """Keep ratio 0.2; the default again at two learning rates, since larger sub-models need different ones."""
     for i, net in product(range(2), NETS):
         yield Spec("MNIST", NEAR_IID, net, MAIN[1], 0.2, RATES[net][i], seed=0)
     for setup, net in product(MAIN[2:], NETS):
@@ -70,7 +70,7 @@ def half(best: BestRates) -> Iterator[Spec]:
 
 
 def skew(best: BestRates) -> Iterator[Spec]:
-    """Clients whose labels differ."""
+    """Clients whose labels differ more."""
     for split, setup, net in product((SKEWED, EXTREME), (*MAIN, "start, TopN"), NETS):
         yield chosen(best, "MNIST", split, net, setup, 0.1, 0)
 
@@ -88,17 +88,14 @@ def seeds(best: BestRates) -> Iterator[Spec]:
 
 
 def more_seeds(best: BestRates) -> Iterator[Spec]:
-    """Two more seeds of the default and of FedAvg where clients' labels differ, and of the other data set."""
+    """Two more seeds of the default and of FedAvg, for the more skewed splits and for the other data set."""
     settings = (("MNIST", SKEWED), ("MNIST", EXTREME), ("Fashion", NEAR_IID))
     for seed, (data, split), setup, net in product((1, 2), settings, MAIN[:2], NETS):
         yield chosen(best, data, split, net, setup, 0.1, seed)
 
 
 def others(best: BestRates) -> Iterator[Spec]:
-    """All other setups, on the network that has the most trouble and on the one that has the least.
-
-    Neither has BatchNorm, whose averages could be estimated.
-    """
+    """All other setups, on the networks with the most and the least trouble; neither has BatchNorm to estimate."""
     names = [name for name, setup in SETUPS.items() if setup.system is None and not setup.estimated]
     for net, setup in product(NETS[:2], names):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
@@ -112,13 +109,13 @@ def systems(best: BestRates) -> Iterator[Spec]:
 
 
 def matrices(best: BestRates) -> Iterator[Spec]:
-    """Means of the clients' matrices instead of means of their terms, after a start."""
+    """Means of the clients' matrices instead of means of their terms, after a spectral start."""
     for setup, net in product(("start, Collective, matrices", "start, TopN, matrices"), NETS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
 def momentum(best: BestRates) -> Iterator[Spec]:
-    """Momentum at the server, with sharding and without."""
+    """Momentum at the server, with and without sharding."""
     for setup, net in product(("start, Collective, momentum", "FedAvg, momentum"), NETS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
@@ -136,7 +133,7 @@ def ratios(best: BestRates) -> Iterator[Spec]:
 
 
 def long(best: BestRates) -> Iterator[Spec]:
-    """Three times as many rounds, on the network that has the most trouble."""
+    """Three times as many rounds, on the network with the most trouble."""
     for setup in MAIN:
         yield chosen(best, "MNIST", NEAR_IID, NETS[0], setup, 0.1, 0, 300)
 
@@ -162,7 +159,7 @@ PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
 
 
 def ratio(setup: str, keep_ratio: KeepRatio) -> KeepRatio:
-    """FedAvg has no keep ratio: its runs are the same for all."""
+    """Return the keep ratio of a run: 1 for FedAvg, whose runs are the same for all keep ratios."""
     return 1.0 if setup.startswith("FedAvg") else keep_ratio
 
 
@@ -176,12 +173,12 @@ def chosen(
     seed: int,
     rounds: int = NUM_ROUNDS,
 ) -> Spec:
-    """A run at the learning rate that was chosen for its setup."""
+    """Return a run at the learning rate chosen for its setup."""
     return Spec(data, split, net, setup, ratio(setup, keep_ratio), rate(best, net, setup, keep_ratio), seed, rounds)
 
 
 def rate(best: BestRates, net: str, setup: str, keep_ratio: KeepRatio) -> float:
-    """The learning rate that was best for a setup; else for the main setup most like it, at keep ratio 0.1."""
+    """Return the best learning rate of a setup, or that of the most similar main setup at keep ratio 0.1."""
     bounded = "start" in setup or "dense" in setup
     dense = "FedAvg" in setup or setup in OTHER_SYSTEMS
     like = setup if setup in MAIN else "FedAvg" if dense else MAIN[1] if bounded else "Collective"
@@ -190,12 +187,12 @@ def rate(best: BestRates, net: str, setup: str, keep_ratio: KeepRatio) -> float:
 
 
 def results() -> list[dict[str, Any]]:
-    """All runs that are done."""
+    """Return all finished runs."""
     return read_runs(OUTPUT)
 
 
 def best_rates() -> BestRates:
-    """By validation accuracy on MNIST, nearly IID, with seed 0, as far as runs are done."""
+    """Return the best learning rates by validation accuracy on MNIST, nearly IID, seed 0, among finished runs."""
     best: dict[tuple[str, str, KeepRatio], tuple[float, float]] = {}
     where = ("MNIST", NEAR_IID, 0, NUM_ROUNDS)
     for run in results():
@@ -206,5 +203,5 @@ def best_rates() -> BestRates:
 
 
 def final(run: Mapping[str, Any], part: str) -> float:
-    """Accuracy over the last three evaluations on one part of the images; 0 for a run that failed."""
+    """Return the mean accuracy of the last three evaluations on one part of the images; 0 for a failed run."""
     return 0.0 if run["error"] or not run[part] else mean(run[part][-3:])

@@ -1,10 +1,10 @@
-"""Writes what the runs of the study say: tables, one line per run, and figures.
+"""Writes the results of the study: tables, one line per run, and figures.
 
     python studies/any_network/report.py
 
 reads ``outputs/any_network`` and writes ``docs/study.csv``, ``docs/study_tables.md``, ``docs/study.png`` (accuracy
-against kilobytes) and ``docs/study_curves.png`` (accuracy against rounds, with bands over seeds). All runs are
-kept in ``docs/runs``.
+against kilobytes) and ``docs/study_curves.png`` (accuracy against rounds, with bands over seeds). All runs are also
+stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Run = Mapping[str, Any]
 
 
 def chosen_runs() -> list[Run]:
-    """Runs at the learning rate that was chosen for their network and setup."""
+    """Return the runs at the learning rate chosen for their network and setup."""
     best = best_rates()
     return [run for run in results() if rate(best, run["net"], run["setup"], run["keep_ratio"]) == run["lr"]]
 
 
 def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
-    """Runs that have all the given values."""
+    """Return the runs that have all the given values."""
     return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
 
 
 def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
-    """Test accuracy in per cent, its standard deviation over seeds, and its share of FedAvg's with the same seeds."""
+    """Format test accuracy in per cent, its deviation over seeds, and its mean ratio to FedAvg's of the same seed."""
     if not runs:
         return ""
     if all(run["error"] for run in runs):
@@ -60,7 +60,7 @@ def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
 
 
 def table(runs: Sequence[Run], setups: Sequence[str], **where: Any) -> list[str]:
-    """A row for each network, a column for each setup; those that were not run are left out."""
+    """Return a row for each network and a column for each setup; those that were not run are left out."""
     anywhere = {name: value for name, value in where.items() if name != "keep_ratio"}
     found = {
         (net, setup): select(runs, net=net, setup=setup, **(anywhere if setup == "FedAvg" else where))
@@ -74,7 +74,7 @@ def table(runs: Sequence[Run], setups: Sequence[str], **where: Any) -> list[str]
 
 
 def all_setups(runs: Sequence[Run]) -> list[str]:
-    """A row for each setup, a column for each network in which it was tried."""
+    """Return a row for each setup that was run, and a column for each network."""
     one = select(runs, data="MNIST", split=NEAR_IID, seed=0)
     tried = [run for run in one if run["keep_ratio"] in (0.1, 1.0)]
     rows = {setup: [cell(select(tried, setup=setup, net=net)) for net in NETS] for setup in SETUPS}
@@ -82,14 +82,14 @@ def all_setups(runs: Sequence[Run]) -> list[str]:
 
 
 def systems(runs: Sequence[Run]) -> list[str]:
-    """A row for each system at about a tenth of the parameters, a column for each network."""
+    """Return a row for each system at about a tenth of the parameters, and a column for each network."""
     one = select(runs, data="MNIST", split=NEAR_IID, seed=0)
     dense = {run["net"]: run for run in select(one, setup="FedAvg")}
     return markdown(NETS, system_rows(select(one, keep_ratio=KEEP_RATIO), dense))
 
 
 def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """A table; nothing if it would have no rows."""
+    """Return the lines of a table, or none if there are no rows."""
     if not rows:
         return []
     lines = [f"| | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
@@ -97,7 +97,7 @@ def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """All tables that have rows, with a line above each that says what it is about."""
+    """Return all tables that have rows, each below a line that says what it shows."""
     short = select(runs, num_rounds=NUM_ROUNDS)
     parts: dict[str, list[str]] = {}
     for data, split in product(IMAGES, ALPHAS):
@@ -110,7 +110,7 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:
-    """One line per run, whatever its learning rate."""
+    """Write one line per run, whatever its learning rate."""
     names = ["data", "split", "net", "setup", "keep_ratio", "lr", "seed", "num_rounds"]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -122,7 +122,7 @@ def write_csv(runs: Sequence[Run], path: Path) -> None:
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
-    """One pair of axes for each network."""
+    """Return a pair of axes for each network."""
     axes = dict(zip(NETS, figure.subplots(2, 3, sharey=True).flat, strict=True))
     for net, one in axes.items():
         one.set_title(net)
@@ -137,7 +137,7 @@ def name_axes(figure: Figure, x: str, y: str) -> None:
 
 
 def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
-    """One panel per network, one point per setup and keep ratio; bars span the seeds."""
+    """Draw one panel per network, with one point per setup and keep ratio; bars span the seeds."""
     for net, axes in panels(figure).items():
         for setup, label in LABELS.items():
             groups: dict[float, list[float]] = defaultdict(list)
@@ -157,13 +157,13 @@ def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
 
 
 def drawn_runs(runs: Sequence[Run]) -> list[Run]:
-    """The runs whose accuracy is drawn against rounds."""
+    """Return the runs whose accuracy is drawn against rounds."""
     near = select(runs, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS, error="")
     return [run for run in near if run["setup"] in LABELS and run["keep_ratio"] in (0.1, 1.0)]
 
 
 def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
-    """One panel per network: the mean over seeds, and the band from the worst to the best."""
+    """Draw one panel per network, with the mean over seeds and a band from the worst to the best."""
     for net, axes in panels(figure).items():
         for setup, label in LABELS.items():
             curves = [[100 * value for value in run["test"]] for run in select(runs, net=net, setup=setup)]
@@ -182,7 +182,7 @@ def main() -> None:
     with printed(DOCS / "study.png", 9.5, 5.2) as figure:
         accuracy_against_bytes(runs, figure)
     drawn = drawn_runs(runs)
-    if all(len(run["test"]) > 1 for run in drawn):  # of some, which were lost, only the last accuracy is kept
+    if all(len(run["test"]) > 1 for run in drawn):  # of some lost runs only the last accuracy is left
         with printed(DOCS / "study_curves.png", 9.5, 5.2) as figure:
             accuracy_against_rounds(drawn, figure)
     print(tables(runs))

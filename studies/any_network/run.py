@@ -1,10 +1,10 @@
-"""Trains the runs of the study that are not yet done, one after another.
+"""Trains the missing runs of the study, one after another.
 
     python studies/any_network/run.py
     python studies/any_network/report.py
 
-A run is one file in ``outputs/any_network``; started again, the command goes on where it stopped, with the runs that
-the report has kept. Several of it at a time share the work. ``--list`` says what is left.
+A run is one file in ``outputs/any_network``. When started again, the command continues where it stopped; runs stored by
+the report count as done. Several processes at a time share the work. ``--list`` prints the missing runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
 
 import lightning_spectral as ls
 
-EVERY = 5  # rounds from one evaluation to the next
+EVERY = 5  # rounds between two evaluations
 
 
 def train(spec: Spec) -> dict[str, Any]:
-    """Accuracy on validation and test images, bytes of a client's turn, or the error that ended the run."""
+    """Train a run. Return validation and test accuracy and the bytes of a client's turn, or the error that ended it."""
     torch.manual_seed(spec.seed)
     module, data = Classifier(NETS[spec.net](), spec.lr, spec.num_rounds), deal(spec.data, spec.split, spec.seed)
     watched: list[tuple[ls.RoundHistory, ls.CommunicationLedger]] = []
@@ -45,7 +45,7 @@ def train(spec: Spec) -> dict[str, Any]:
                 clients_per_round=CLIENTS_PER_ROUND,
                 local_epochs=LOCAL_EPOCHS,
                 server_optimizer=SETUPS[spec.setup].server_optimizer,
-                seed=spec.seed + first_round,  # or a second fit would draw the clients of the first
+                seed=spec.seed + first_round,  # otherwise a second fit would draw the same clients as the first
             )
             watched.append((ls.RoundHistory(), ls.CommunicationLedger()))
             estimation = [ls.BatchNormEstimation(EVERY)] if SETUPS[spec.setup].estimated else []
@@ -60,7 +60,7 @@ def train(spec: Spec) -> dict[str, Any]:
 
 
 def fits(spec: Spec, module: pl.LightningModule) -> Iterator[tuple[ls.Algorithm[Any], int, int]]:
-    """Each algorithm with its first round and the one after its last; two where the first rounds are dense."""
+    """Yield each algorithm, its first round and the round after its last; two where the first rounds are dense."""
     setup = SETUPS[spec.setup]
     if setup.dense_rounds:
         yield ls.FedAvg(), 0, setup.dense_rounds
@@ -68,7 +68,7 @@ def fits(spec: Spec, module: pl.LightningModule) -> Iterator[tuple[ls.Algorithm[
 
 
 def trainer(num_rounds: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
-    """A quiet Trainer on one core."""
+    """Return a quiet Trainer on one core."""
     return pl.Trainer(
         max_epochs=num_rounds,
         accelerator="cpu",
@@ -83,13 +83,13 @@ def trainer(num_rounds: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
 
 
 def todo(plans: Sequence[str]) -> Iterator[Spec]:
-    """The runs of some plans that have no result, in order; later ones may depend on results of those before."""
+    """Yield the runs of some plans that have no result, in order; later ones may depend on earlier results."""
     for plan in plans:
         yield from (spec for spec in PLANS[plan](best_rates()) if not spec.path.exists())
 
 
 def claimed(spec: Spec) -> bool:
-    """Claim a run for this process; False if another one has it, or has done it."""
+    """Claim a run for this process; return False if another process has claimed or finished it."""
     if spec.path.exists():
         return False
     try:
@@ -100,21 +100,21 @@ def claimed(spec: Spec) -> bool:
 
 
 def write(spec: Spec, result: dict[str, Any]) -> None:
-    """Write a result as a whole, and give up the claim."""
+    """Write a result atomically, and release the claim."""
     write_run(spec.path, result)
     spec.path.with_suffix(".claim").unlink(missing_ok=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Runs of the study that are not yet done.")
+    parser = argparse.ArgumentParser(description="Train the missing runs of the study.")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), help="which runs (all)")
     parser.add_argument(
         "--setups", nargs="+", choices=SETUPS, default=list(SETUPS), metavar="SETUP", help="only some setups (all)"
     )
-    parser.add_argument("--list", action="store_true", help="only say what is left")
+    parser.add_argument("--list", action="store_true", help="only list the missing runs")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
+    warnings.filterwarnings("ignore")  # some of these runs are expected to fail
     torch.set_num_threads(1)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     restore(OUTPUT)

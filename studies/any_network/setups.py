@@ -1,4 +1,4 @@
-"""What is compared: each setup is an algorithm at a keep ratio, and perhaps a server optimizer."""
+"""The setups that are compared: each is an algorithm at a keep ratio, and possibly a server optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import lightning_spectral as ls
 START = ls.SpectralStart()
 MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
 KeepRatio = float | str  # a share of the terms, or "mixed"
-EXAMPLES = torch.zeros(2, 1, 14, 14)  # of what the networks read
+EXAMPLES = torch.zeros(2, 1, 14, 14)  # inputs of the networks
 Ratios = float | Mapping[float, float]
 
 
@@ -25,14 +25,15 @@ class Setup:
     """One row of the study.
 
     Attributes:
-        strategy: Of spectral sharding; ``None`` for federated averaging, or for another system.
+        strategy: Strategy of spectral sharding; ``None`` for federated averaging or another system.
         options: Further options of `SpectralSharding`.
-        start: Moves energy before the first round, or does not.
-        momentum: Of the server optimizer.
-        fading: Share that terms lose in a round in which nobody held them.
-        dense_rounds: First rounds in which clients train the whole model, a multiple of the rounds between evaluations.
+        start: The spectral start; ``None`` for none.
+        momentum: Momentum of the server optimizer.
+        fading: Share that terms lose in a round in which no client holds them.
+        dense_rounds: Number of first rounds in which clients train the whole model; a multiple of the rounds between
+            evaluations.
         estimated: Whether BatchNorm's averages are estimated on all training data before each evaluation.
-        system: Another system, from keep ratios and the module.
+        system: Makes the algorithm of another system from keep ratios and the module.
     """
 
     strategy: ls.ShardingStrategy | ls.Schedule[ls.ShardingStrategy] | None
@@ -45,7 +46,7 @@ class Setup:
     system: Callable[[Ratios, nn.Module], ls.Algorithm[Any]] | None = None
 
     def algorithm(self, keep_ratio: KeepRatio, module: nn.Module) -> ls.Algorithm[Any]:
-        """The algorithm at one keep ratio, for one module."""
+        """Return the algorithm at one keep ratio, for one module."""
         ratio = MIXED if keep_ratio == "mixed" else keep_ratio
         if self.system is not None:
             return self.system(ratio, module)
@@ -58,24 +59,24 @@ class Setup:
 
     @property
     def server_optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
-        """Plain averaging, or with momentum."""
+        """The server optimizer; ``None`` for plain averaging without momentum."""
         return ls.FedAvgM(lr=1.0, momentum=self.momentum) if self.momentum else None
 
 
 def options(**values: Any) -> tuple[tuple[str, Any], ...]:
-    """Options of `SpectralSharding`, as a value that does not change."""
+    """Return options of `SpectralSharding` as an immutable value."""
     return tuple(values.items())
 
 
 def each(ratios: Ratios, change: Callable[[float], float]) -> Ratios:
-    """The same clients at other ratios."""
+    """Change each keep ratio, with the same shares of clients."""
     if isinstance(ratios, Mapping):
         return {change(ratio): share for ratio, share in ratios.items()}
     return change(ratios)
 
 
 def by_width(channels: ls.ChannelChoice, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
-    """Sub-models with the square root of the keep ratio of the channels, and so that share of the parameters."""
+    """Sub-models whose share of the channels is the square root of the keep ratio, to match its share of parameters."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
         plan = ls.width_plan(module, EXAMPLES)
@@ -85,7 +86,7 @@ def by_width(channels: ls.ChannelChoice, **options: Any) -> Callable[[Ratios, nn
 
 
 def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
-    """The first channels, and in some steps only half as many as the smallest clients have."""
+    """FjORD: the first channels; some steps use fewer of them, down to half of what the smallest clients have."""
     widths = each(ratios, math.sqrt)
     all_widths = list(widths) if isinstance(widths, Mapping) else [widths]
     plan = ls.width_plan(module, EXAMPLES)
@@ -93,7 +94,7 @@ def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
 
 
 def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
-    """The first channels, as many as cost no more than terms of the keep ratio do."""
+    """The first channels, as many as cost no more than the terms of the same keep ratio."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
         algorithm = ls.WidthSharding(plan=ls.width_plan(module, EXAMPLES))
@@ -115,7 +116,7 @@ def by_matrices(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
 
 
 def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
-    """PriSM's memory-efficient sub-models: so many times the smallest keep ratio of the outputs, too."""
+    """PriSM's memory-efficient sub-models: they also cut the outputs, to ``factor`` times the smallest keep ratio."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
         smallest = min(ratios) if isinstance(ratios, Mapping) else ratios
@@ -125,7 +126,7 @@ def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm[
 
 
 def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
-    """FedMUD: updates of the linear layers but the last have as low a rank as a client has terms; the rest is whole."""
+    """FedMUD: updates of all linear layers but the last have a rank equal to a client's terms; the rest is whole."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
         *names, _ = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
@@ -140,7 +141,7 @@ def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[
 
 
 def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
-    """The largest weights."""
+    """FIARSE: the largest weights."""
     return ls.FIARSE(ratios)
 
 
@@ -150,14 +151,14 @@ TOP_THEN_COLLECTIVE = ls.Schedule({0: ls.TopN(), 50: ls.Collective()})
 SETUPS: dict[str, Setup] = {
     "FedAvg": Setup(None),
     "FedAvg, momentum": Setup(None, momentum=0.5),
-    # as published: weights as they are, no bound on the learning rate of the weight
+    # as published: no spectral start, and no bound on the learning rate of the weight
     "TopN": Setup(ls.TopN(), AS_PUBLISHED),
     "PriSM": Setup(ls.PriSM(), AS_PUBLISHED),
     "Unbiased": Setup(ls.Unbiased(), AS_PUBLISHED),
     "Collective": Setup(ls.Collective(), AS_PUBLISHED),
     "slack 5 %": Setup(ls.EffectiveCohort(0.05), AS_PUBLISHED),
     "TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, AS_PUBLISHED),
-    # one of the two changes
+    # with one of the two changes
     "bound alone, TopN": Setup(ls.TopN()),
     "bound alone, PriSM": Setup(ls.PriSM()),
     "bound alone, Unbiased": Setup(ls.Unbiased()),
@@ -167,14 +168,14 @@ SETUPS: dict[str, Setup] = {
     "start alone, TopN": Setup(ls.TopN(), AS_PUBLISHED, START),
     "start alone, Collective": Setup(ls.Collective(), AS_PUBLISHED, START),
     "start alone, Collective, momentum": Setup(ls.Collective(), AS_PUBLISHED, START, momentum=0.5),
-    # both
+    # with both
     "start, TopN": Setup(ls.TopN(), start=START),
     "start, PriSM": Setup(ls.PriSM(), start=START),
     "start, Unbiased": Setup(ls.Unbiased(), start=START),
     "start, Collective": Setup(ls.Collective(), start=START),
     "start, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated()), START),
     "start, TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, start=START),
-    # a fit of federated averaging, and one that goes on from its weights; a start of trained ones has to be asked for
+    # a fit of federated averaging, then one that continues from its weights; trained weights need ``trained=True``
     "20 dense rounds, TopN": Setup(ls.TopN(), dense_rounds=20),
     "20 dense rounds, Collective": Setup(ls.Collective(), dense_rounds=20),
     "20 dense rounds, start, Collective": Setup(ls.Collective(), start=ls.SpectralStart(trained=True), dense_rounds=20),
@@ -213,4 +214,4 @@ OTHER_SYSTEMS = tuple(name for name, setup in SETUPS.items() if setup.system is 
 LINEAR_ALONE = {
     "FedMUD": ("MLP", "transformer"),
     "FedMUD, exact average": ("MLP", "transformer"),
-}  # networks of a setup
+}  # networks on which a setup is run

@@ -1,4 +1,4 @@
-"""What systems reach at about the same share of the parameters, beside what they cost a client."""
+"""The accuracy of systems at about the same share of the parameters, and their costs for a client."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Run = Mapping[str, Any]
 
 
 def system_rows(runs: Sequence[Run], dense: Mapping[str, Run]) -> dict[str, list[str]]:
-    """A row for each system, a cell for each network; empty where it was not run.
+    """Return a row for each system, with a cell for each network; empty where it was not run.
 
     Args:
-        runs: One for each system and network.
-        dense: Federated averaging on each network.
+        runs: One run for each system and network.
+        dense: The run of federated averaging on each network.
     """
     found = {(run["setup"], run["net"]): run for run in runs}
     cells = {setup: [_cell(found.get((setup, net)), dense.get(net)) for net in NETS] for setup in ROWS}
@@ -31,7 +31,7 @@ def system_rows(runs: Sequence[Run], dense: Mapping[str, Run]) -> dict[str, list
 
 
 def _cell(run: Run | None, dense: Run | None) -> str:
-    """Test accuracy; in brackets the bytes of a turn and the multiplications of a pass, in per cent of FedAvg's."""
+    """Format test accuracy (bytes of a turn, multiplications of a pass), both costs in per cent of FedAvg's."""
     if run is None or dense is None or run["error"]:
         return ""
     share = _turn(run) / _turn(dense)
@@ -44,7 +44,7 @@ def _turn(run: Run) -> float:
 
 @cache
 def share_of_macs(net: str, setup: str) -> float:
-    """Multiplications of one forward pass of a client's model, as a share of the whole model's."""
+    """Return the multiplications of one forward pass of a client's model, as a share of the whole model's."""
     module = NETWORKS[net]()
     algorithm: Any = SETUPS[setup].algorithm(KEEP_RATIO, module)
     if isinstance(algorithm, ls.LoRA):

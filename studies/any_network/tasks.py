@@ -1,4 +1,4 @@
-"""What is trained: six small networks on 50 clients, between which images are dealt in three ways."""
+"""The tasks: six small networks on 50 clients, with images dealt to the clients in three ways."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from images import fashion_mnist, mnist
 
 import lightning_spectral as ls
 
-NUM_TRAIN, NUM_VAL = 4_000, 400  # of 5,000 images; learning rates are chosen on the second part, the rest tests
+NUM_TRAIN, NUM_VAL = 4_000, 400  # of 5,000 images; the second part is for choosing learning rates, the rest for testing
 NUM_CLIENTS = 50  # 80 images each
 CLIENTS_PER_ROUND = 10
 LOCAL_EPOCHS = 2
@@ -29,7 +29,7 @@ ALPHAS = {"Dir(10 p)": 10.0, "Dir(1 p)": 1.0, "Dir(0.3 p)": 0.3}
 
 
 def plain(norm: Callable[[int], nn.Module]) -> nn.Module:
-    """Four convolutions of 16 to 64 channels without shortcuts: nothing gets around a layer that is mostly missing."""
+    """Four convolutions of 16 to 64 channels without shortcuts: nothing can bypass a layer that is mostly missing."""
     layers: list[nn.Module] = []
     for c_in, c_out, stride in [(1, 16, 2), (16, 32, 1), (32, 32, 2), (32, 64, 1)]:
         layers += [nn.Conv2d(c_in, c_out, 3, stride, padding=1, bias=False), norm(c_out), nn.ReLU()]
@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
 
 
 def residual(zero: bool) -> nn.Module:
-    """Two residual blocks of 32 channels, which start as the identity or not."""
+    """Two residual blocks of 32 channels, which start as the identity if ``zero``."""
     stem = nn.Sequential(nn.Conv2d(1, 32, 3, stride=2, padding=1, bias=False), nn.GroupNorm(4, 32), nn.ReLU())
     blocks = nn.Sequential(ResidualBlock(32, zero), ResidualBlock(32, zero))
     return nn.Sequential(stem, blocks, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32 * 3 * 3, 10))
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """Three hidden layers of 200."""
+    """Three hidden layers of 200 units."""
     sizes = [14 * 14, 200, 200, 200]
     hidden = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(200, 10))
@@ -92,7 +92,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Classifier(pl.LightningModule):
-    """An ordinary LightningModule around one of the networks. A fit that goes on from another sets ``first_round``."""
+    """An ordinary LightningModule around one of the networks. A fit that continues another sets ``first_round``."""
 
     def __init__(self, net: nn.Module, lr: float, num_rounds: int) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class Classifier(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.cosine)]
 
     def cosine(self, round_of_fit: int) -> float:
-        """The learning rate as a share of the first one, which falls to zero over all rounds of the run."""
+        """Return the learning rate as a share of the first one; it falls to zero over all rounds of the run."""
         return (1 + math.cos(math.pi * (self.first_round + round_of_fit) / self.num_rounds)) / 2
 
 
 def deal(data: str, split: str, seed: int) -> ls.FederatedDataModule:
-    """The clients' images, and the others in one batch, where a third column says which are for testing."""
+    """Return the clients' images, and the others in one batch with a third column that marks those for testing."""
     images, labels = IMAGES[data]()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     train, others = order[:NUM_TRAIN], order[NUM_TRAIN:]

@@ -1,9 +1,9 @@
-"""Writes what the runs of `run.py` say; runs that are not done yet are left out.
+"""Writes the results of `run.py`; runs that are not done yet are left out.
 
     python studies/lora/report.py
 
 reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/lora_tables.md`` and ``docs/lora_shakespeare.png``,
-``docs/lora_vit_tables.md`` and ``docs/lora_vit.png``. All runs of the tables are kept in ``docs/runs``.
+``docs/lora_vit_tables.md`` and ``docs/lora_vit.png``. All runs of the tables are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import keep, restore
 from run import RATES, TASKS, Task
 
@@ -25,22 +25,22 @@ from lightning_spectral.report.printed import draw_seeds, legend_above, log_axis
 from lightning_spectral.report.style import BASELINE, Look, look
 
 DOCS = Path("docs")
-NAMES = list(TASKS["shakespeare"].setups)  # those of all tasks
-REFERENCE = NAMES[-1]  # what the others are compared with: small adapters for all
+NAMES = list(TASKS["shakespeare"].setups)  # the same for all tasks
+REFERENCE = NAMES[-1]  # the others are compared with it: small adapters for all
 LOOKS = dict(zip(NAMES, [*(look(index) for index in range(7)), BASELINE, Look("#999999", "x", 1.6)], strict=True))
 Run = Mapping[str, Any]
-Runs = Mapping[str, Mapping[int, Run]]  # of each setup, by seed
+Runs = Mapping[str, Mapping[int, Run]]  # setup -> seed -> run
 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """How the runs of a task are told.
+    """The table and figure of a task.
 
     Attributes:
         task: The task.
         table: File name of its table.
         figure: File name of its figure.
-        axis: What the figure's vertical axis says.
+        axis: Label of the figure's vertical axis.
         digits: Decimal places.
     """
 
@@ -52,18 +52,18 @@ class Page:
 
     @property
     def more(self) -> str:
-        """What good runs have, compared with others."""
+        """Whether good runs have less or more of the measured figure."""
         return "less" if self.task.best is min else "more"
 
     @property
     def head(self) -> list[str]:
-        """Names of the columns."""
+        """The names of the columns."""
         name = self.task.figure
         head = ["aggregation", "seeds", "learning rate", name, f"{self.more}, paired", "MB in all", "of it the base"]
         return [*head, f"{name} at equal MB"]
 
     def chosen_runs(self) -> dict[str, dict[int, Run]]:
-        """The runs at the best learning rate of their setup."""
+        """Return the runs at the best learning rate of their setup."""
         best, runs = self.task.best_rates(), self.task.results()
         return {
             setup: {run["seed"]: run for run in runs if run["setup"] == setup and run["rate"] == rate}
@@ -71,22 +71,22 @@ class Page:
         }
 
     def at(self, run: Run, megabytes: float) -> float:
-        """What the figure is after the last round by which no more than so many megabytes have travelled."""
+        """Return the figure after the last round by which at most this many megabytes have been sent."""
         pairs = zip(run["megabytes"], run[self.task.figure], strict=True)
         return self.task.end([figure for sent, figure in pairs if sent <= megabytes])
 
     def with_spread(self, values: Sequence[float]) -> str:
-        """Mean and, of two or more, sample standard deviation; a dash for none."""
+        """Format the mean and, for two or more values, the sample standard deviation; a dash for none."""
         spread = f" ± {stdev(values):.{self.digits}f}" if len(values) > 1 else ""
         return f"{mean(values):.{self.digits}f}{spread}" if values else "-"
 
     def row(self, setup: str, runs: Runs, equal: float) -> list[str]:
-        """Cells of one setup.
+        """Return the cells of one setup.
 
         Args:
-            setup: Its name.
+            setup: Name of the setup.
             runs: All runs.
-            equal: Megabytes at which all are compared.
+            equal: Megabytes at which all setups are compared.
         """
         own, reference = runs[setup], runs.get(REFERENCE, {})
         last = {seed: self.task.last(run) for seed, run in own.items()}
@@ -104,7 +104,7 @@ class Page:
         ]
 
     def text(self, runs: Runs) -> str:
-        """What was run, and a row for each setup."""
+        """Return a description of the runs, and a row for each setup."""
         every = [run for of_setup in runs.values() for run in of_setup.values()]
         equal, curve = min(run["megabytes"][-1] for run in every), every[0][self.task.figure]
         averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
@@ -120,7 +120,7 @@ class Page:
         return f"{text}\n\n" + "\n".join(lines) + "\n"
 
     def draw(self, runs: Runs, figure: Figure) -> None:
-        """The figure against megabytes: the mean over seeds, and a band from the lowest to the highest."""
+        """Draw the figure against megabytes: the mean over seeds, and a band from the lowest to the highest value."""
         axes = figure.subplots()
         for setup, of_setup in runs.items():
             sent = [mean(column) for column in zip(*(run["megabytes"] for run in of_setup.values()), strict=True)]

@@ -4,10 +4,11 @@
     python studies/lora/run.py --task vit
     python studies/lora/report.py
 
-The GPT-2 of `examples/lora_shakespeare.py`, or the ViT of `examples/lora_vit.py`. A run is one file in ``outputs/lora``
-or ``outputs/lora_vit``; started again, the command goes on where it stopped. Seed 0 has every learning rate, and the
-others that which was best for their setup in seed 0. Seeds draw who takes part, adapters and terms, and which clothes a
-client has; the pre-trained network and the speakers are the same for all.
+The networks are the GPT-2 of `examples/lora_shakespeare.py` and the ViT of `examples/lora_vit.py`. A run is one file in
+``outputs/lora`` or ``outputs/lora_vit``. When started again, the command continues where it stopped. Seed 0 tries every
+learning rate; the other seeds use the one that was best for their setup in seed 0. The seed determines participation,
+adapters and terms, and which images of clothing a client has. The pre-trained network and the speakers are the same for
+all seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Run = Mapping[str, Any]
 
 
 def setups(rank: Mapping[int, float], **options: Any) -> dict[str, ls.LoRA]:
-    """What is compared: each aggregation with mixed ranks, and `SampledTerms` with merges and with equal ranks."""
+    """Return the setups: each aggregation with mixed ranks, and `SampledTerms` with merges and with equal ranks."""
     mixed = {
         kind.__name__: ls.LoRA(rank, aggregation=kind(), **options)
         for kind in (
@@ -56,16 +57,16 @@ def setups(rank: Mapping[int, float], **options: Any) -> dict[str, ls.LoRA]:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is learned.
+    """A task to learn.
 
     Attributes:
-        example: The example that has the network and its data.
-        module: Makes its LightningModule from the network and a learning rate.
-        output: Where results are written.
-        figure: What is measured.
-        best: Picks the best of several runs by it: `min` or `max`.
-        averaged: Number of rounds at the end over which it is averaged.
-        setups: What is compared.
+        example: The example with the network and its data.
+        module: Makes a LightningModule from the network and a learning rate.
+        output: Folder of the results.
+        figure: The figure that is measured.
+        best: Picks the best of several runs by the figure: `min` or `max`.
+        averaged: Number of final rounds over which the figure is averaged.
+        setups: The setups that are compared.
     """
 
     example: Any
@@ -77,37 +78,37 @@ class Task:
     setups: Mapping[str, ls.LoRA]
 
     def path_of(self, setup: str, rate: float, seed: int) -> Path:
-        """Where the result of a run is written."""
+        """Return the path of the result of a run."""
         return self.output / f"{''.join(c if c.isalnum() else '-' for c in setup)}_{rate:g}_{seed}.json"
 
     def train(self, setup: str, rate: float, seed: int, num_rounds: int, num_steps: int) -> dict[str, Any]:
-        """The figure and megabytes of one run."""
+        """Train one run and return its figure and megabytes."""
         begun = time.process_time()
         module = self.module(self.example.pretrained(self.output, num_steps), rate)
         _, curves = self.example.fine_tune(self.setups[setup], module, num_rounds, seed)
         return {"setup": setup, "rate": rate, "seed": seed, **curves, "seconds": round(time.process_time() - begun, 1)}
 
     def results(self) -> list[dict[str, Any]]:
-        """All runs that are done."""
+        """Return all finished runs."""
         return read_runs(self.output)
 
     def last(self, run: Run) -> float:
-        """The figure at the end of a run."""
+        """Return the figure at the end of a run."""
         return self.end(run[self.figure])
 
     def end(self, figures: Sequence[float]) -> float:
-        """What figures end at: their mean over the last rounds."""
+        """Return the final figure: the mean over the last rounds."""
         return mean(figures[-self.averaged :])
 
     def best_rates(self) -> dict[str, float]:
-        """Of each setup the learning rate with the best last figure in seed 0, if it has been run with all."""
+        """Return the learning rate with the best final figure in seed 0, for each setup that has been run with all."""
         first = [run for run in self.results() if run["seed"] == 0]
         tried = {setup: [run for run in first if run["setup"] == setup] for setup in self.setups}
         complete = {setup: runs for setup, runs in tried.items() if len(runs) == len(RATES)}
         return {setup: float(self.best(runs, key=self.last)["rate"]) for setup, runs in complete.items()}
 
     def todo(self, seeds: int) -> Iterator[tuple[str, float, int]]:
-        """The runs that have no result: all rates in seed 0, then seed by seed at the best of each setup."""
+        """Yield the runs that have no result: all rates in seed 0, then seed by seed at the best rate of each setup."""
         for seed in range(seeds):
             for setup in self.setups:
                 rates = RATES if seed == 0 else [self.best_rates()[setup]]
@@ -137,11 +138,11 @@ TASKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Aggregations of LoRA: runs that are not yet done.")
-    parser.add_argument("--task", choices=TASKS, default="shakespeare", help="what is learned (%(default)s)")
+    parser = argparse.ArgumentParser(description="Train the missing runs of the study of LoRA's aggregations.")
+    parser.add_argument("--task", choices=TASKS, default="shakespeare", help="task to learn (%(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds (%(default)s)")
-    parser.add_argument("--rounds", type=int, help="of a run; by default the example's")
-    parser.add_argument("--steps", type=int, help="of pre-training; by default the example's")
+    parser.add_argument("--rounds", type=int, help="rounds of a run; by default the example's")
+    parser.add_argument("--steps", type=int, help="pre-training steps; by default the example's")
     args = parser.parse_args()
     task = TASKS[args.task]
     lora_shakespeare.quiet_lightning()

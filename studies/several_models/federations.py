@@ -20,10 +20,10 @@ class Federation:
     Attributes:
         nets: Makes the network of each model.
         rates: Learning rate of each model.
-        deal: Makes their data from a seed.
-        output: Where results are written.
+        deal: Makes the data of all models from a seed.
+        output: Folder of the results.
         figure: Stem of the figure's file name.
-        about: What to know before comparing with the slides.
+        about: Note on comparisons with the slides.
     """
 
     nets: Mapping[str, Callable[[], nn.Module]]
@@ -35,11 +35,11 @@ class Federation:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models."""
+        """The names of the models."""
         return tuple(self.nets)
 
     def module(self, model: str) -> tasks.Classifier:
-        """A model with new weights."""
+        """Return a model with new weights."""
         return tasks.Classifier(self.nets[model](), self.rates[model])
 
 

@@ -1,10 +1,10 @@
-"""Five models on the same 120 clients, as the slides have it: two of Fashion-MNIST, CIFAR-10, MNIST and Shakespeare.
+"""Five models on the same 120 clients, as in the slides: two of Fashion-MNIST, CIFAR-10, MNIST and Shakespeare.
 
-The slides have EMNIST where we have MNIST. All models are small, so that a round in which everybody trains everything
-takes seconds on one core. The images are dealt as those of the three models, 12,000 for each model. Shakespeare is
-next-character prediction; its clients are the 120 speakers with most text, so what a client has, and how much, is
-natural: the first of them has five and a half times as much as the last. The first four fifths of what a speaker says
-are for training, the rest for tests. A tenth of the clients have no examples of one model.
+The slides use EMNIST instead of MNIST. All models are small, so that a round in which every client trains every model
+takes seconds on one core. The images are dealt as those of the three models, 12,000 for each model. The task of
+Shakespeare is next-character prediction. Its clients are the 120 speakers with the most text, so both the text and the
+amount of it are natural: the first speaker has five and a half times as much as the last. The first four fifths of a
+speaker's text are for training, the rest for testing. A tenth of the clients have no examples of one model.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from plays import SYMBOLS, most_text, shakespeare, windows
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-sys.path.append(str(Path(__file__).parents[1] / "zampling"))  # which has the digits
+sys.path.append(str(Path(__file__).parents[1] / "zampling"))  # for the digits
 from digits import mnist
 
 import lightning_spectral as ls
 
-CONTEXT = 10  # characters that the next one is predicted from
-TRAIN_EVERY, TEST_EVERY = 145, 43  # positions of a text: 12,000 examples, and 10,000 for tests
-TRAIN_SHARE = 0.8  # of what a speaker says
-Examples = tuple[Tensor, Tensor, Tensor, Tensor]  # inputs and labels to train, inputs and labels to test
+CONTEXT = 10  # characters from which the next one is predicted
+TRAIN_EVERY, TEST_EVERY = 145, 43  # positions from one example to the next: 12,000 for training, 10,000 for testing
+TRAIN_SHARE = 0.8  # of a speaker's text
+Examples = tuple[Tensor, Tensor, Tensor, Tensor]  # training inputs and labels, test inputs and labels
 
 
 def convolutions() -> nn.Module:
-    """3 x 16 x 16 pixels to 10 classes."""
+    """Return a network from 3 x 16 x 16 pixels to 10 classes."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -45,7 +45,7 @@ def convolutions() -> nn.Module:
 
 
 def next_character() -> nn.Module:
-    """Ten characters to the next, by an embedding and one hidden layer."""
+    """Return a network from ten characters to the next, with an embedding and one hidden layer."""
     size = 8
     return nn.Sequential(
         nn.Embedding(len(SYMBOLS), size),
@@ -63,9 +63,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "mnist": tasks.perceptron,
     "shakespeare": next_character,
 }
-# By 8 to 12 rounds in which everybody trained, one seed. CIFAR-10, with twice the channels: 0.1 was better than 0.03.
-# Shakespeare: 0.1 and 0.5 were slower than 1; 2 was better still, but its accuracy rose and fell more. The perceptrons
-# have the rate of the three models.
+# Chosen by 8 to 12 rounds of full participation with one seed. CIFAR-10, with twice the channels: 0.1 was better than
+# 0.03. Shakespeare: 0.1 and 0.5 were slower than 1; 2 was better still, but its accuracy fluctuated more. The
+# perceptrons have the same rate as the three models.
 RATES = {"fashion": 0.1, "fashion2": 0.1, "cifar10": 0.1, "mnist": 0.1, "shakespeare": 1.0}
 
 
@@ -76,7 +76,7 @@ def photos() -> Examples:
 
 @cache
 def digits() -> Examples:
-    """All of MNIST, at 14 x 14 pixels."""
+    """Return all of MNIST at 14 x 14 pixels."""
     x, y, test_x, test_y = mnist()
     half = nn.AvgPool2d(2)
     return half(x.view(-1, 1, 28, 28)), y, half(test_x.view(-1, 1, 28, 28)), test_y
@@ -84,12 +84,12 @@ def digits() -> Examples:
 
 @cache
 def texts() -> list[str]:
-    """What the clients say."""
+    """Return the text of each client."""
     return most_text(shakespeare(), tasks.NUM_CLIENTS)
 
 
 def deal_five(seed: int) -> ls.MultiModelDataModule:
-    """The data of all models, dealt to the clients."""
+    """Return the data of all models, dealt to the clients."""
     generator = torch.Generator().manual_seed(seed)
     lacks = tasks.lacked_model(len(NETS), generator)
     sources = (tasks.images(), 2), (photos(), 1), (digits(), 1)
@@ -106,18 +106,18 @@ def deal_five(seed: int) -> ls.MultiModelDataModule:
 
 
 def drawn(images: Examples, number: int, generator: torch.Generator) -> list[Examples]:
-    """Images to train some models, no image for two of them; all images for tests with each."""
+    """Return training images for some models, with no image in common, each with all the test images."""
     x, y, test_x, test_y = images
     order = torch.randperm(len(y), generator=generator)[: number * tasks.NUM_TRAIN]
     return [(x[own], y[own], test_x, test_y) for own in order.view(number, -1)]
 
 
 def spoken(says: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Examples from what each client says.
+    """Return examples from the text of each client.
 
     Returns:
-        To train: the characters before, of shape ``(n, CONTEXT)``, those to predict and the clients, of shape ``(n,)``;
-        for tests: the first two.
+        For training: the preceding characters, of shape ``(n, CONTEXT)``, the characters to predict and the clients,
+        both of shape ``(n,)``. For testing: the first two of these.
     """
     train, tests, owners = [], [], []
     for client, text in enumerate(says):

@@ -1,14 +1,14 @@
-"""Are other probabilities better if the number of active processors is fixed? Measured on updates of a federation.
+"""Are other probabilities better if the number of active processors is fixed? Measured on a federation's updates.
 
     python studies/several_models/fixed_size.py
 
 trains the first of the three models with full participation, keeps all updates of some rounds, and compares ways to
-draw 12 of the clients: how far the estimated sum of weighted updates is from the sum, mean squared, relative to the
-sum's own square. It takes two minutes and writes ``docs/several_models_fixed_size.md``.
+draw 12 of the clients by the mean squared error of the estimated sum of weighted updates, relative to the square of the
+sum. It takes two minutes and writes ``docs/several_models_fixed_size.md``.
 
-Coefficients w / p are the only ones that depend on the processor alone and are unbiased, so there is nothing to choose
-but the probabilities p. For independent draws the best are proportional to the norms of the weighted updates. For a
-fixed size they are not: what all updates share cancels, as far as it is drawn in proportion to w.
+Coefficients w / p are the only unbiased ones that depend on the processor alone, so only the probabilities p can be
+chosen. For independent draws the best probabilities are proportional to the norms of the weighted updates. For a fixed
+size they are not: what all updates have in common cancels, to the extent that p is proportional to w.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recording(ls.FedAvg):
     """Federated averaging that keeps the updates of the last round.
 
     Attributes:
-        updates: By client, flattened.
+        updates: The flattened updates, by client.
     """
 
     updates: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -53,7 +53,7 @@ class Recording(ls.FedAvg):
 
 
 class KeepGrams(pl.Callback):
-    """Keeps weights and inner products of the weighted updates after chosen rounds."""
+    """Keeps the weights, and the inner products of the weighted updates, after chosen rounds."""
 
     def __init__(self, updates: dict[int, Tensor], sizes: Tensor, rounds: tuple[int, ...]) -> None:
         self.updates, self.sizes, self.rounds = updates, sizes.double(), rounds
@@ -69,7 +69,7 @@ class KeepGrams(pl.Callback):
 
 
 def trained(rounds: tuple[int, ...] = ROUNDS) -> Mapping[int, tuple[Tensor, Tensor]]:
-    """Weights, shape ``(P,)``, and Gram matrix of the weighted updates, shape ``(P, P)``, by round."""
+    """Train, and return weights, shape ``(P,)``, and Gram matrix of the weighted updates, ``(P, P)``, by round."""
     federation = FEDERATIONS["three"]
     name = federation.models[0]
     data = federation.deal(0).modules[name]
@@ -90,22 +90,22 @@ def trained(rounds: tuple[int, ...] = ROUNDS) -> Mapping[int, tuple[Tensor, Tens
 
 
 def error(gram: Tensor, probs: Tensor, joint: Tensor) -> float:
-    """Mean squared error of the estimated sum, exact, relative to the square of the sum."""
+    """Return the exact mean squared error of the estimated sum, relative to the square of the sum."""
     return float((gram * (joint / torch.outer(probs, probs) - 1)).sum() / gram.sum())
 
 
 def independent(probs: Tensor) -> Tensor:
-    """Joint probabilities of draws on their own."""
+    """Return the joint probabilities of independent draws."""
     return torch.outer(probs, probs).fill_diagonal_(0.0) + probs.diag()
 
 
 def best_of_fixed_size(gram: Tensor, start: Tensor, size: int) -> Tensor:
-    """Probabilities with the least error of a fixed-size draw, as Hájek approximates it: a local search.
+    """Search locally for the probabilities with the least error of a fixed-size draw, in Hájek's approximation.
 
     Args:
         gram: Inner products of the weighted updates, shape ``(P, P)``.
-        start: Where to begin, shape ``(P,)``.
-        size: Their sum.
+        start: Initial probabilities, shape ``(P,)``.
+        size: Sum of the probabilities.
     """
 
     def loss(values: Any) -> tuple[float, Any]:
@@ -114,7 +114,7 @@ def best_of_fixed_size(gram: Tensor, start: Tensor, size: int) -> Tensor:
         relative.backward()
         return relative.item(), probs.grad.numpy()
 
-    least = 1e-3  # at one, the two weights of Hájek's formula vanish
+    least = 1e-3  # at probability one, both weights of Hájek's formula vanish
     found = minimize(
         loss,
         start.clamp(least, 1 - least).numpy(),
@@ -129,14 +129,14 @@ def best_of_fixed_size(gram: Tensor, start: Tensor, size: int) -> Tensor:
 
 
 def approximate_error(gram: Tensor, probs: Tensor) -> Tensor:
-    """Hájek (1964): the residuals of expanded updates around their mean, both weighted by p (1 - p)."""
+    """Return Hájek's (1964) error: residuals of expanded updates around their mean, both weighted by p (1 - p)."""
     weights = probs * (1 - probs)
     expanded = gram / torch.outer(probs, probs)
     return weights @ expanded.diagonal() - weights @ expanded @ weights / weights.sum()
 
 
 def rows(grams: Mapping[int, tuple[Tensor, Tensor]], size: int = ACTIVE) -> Iterator[list[str]]:
-    """Round, probabilities, and both errors."""
+    """Yield round, probabilities, and both errors."""
     for round_number, (weights, gram) in grams.items():
         norms = gram.diagonal().sqrt()
         by_norm = assignment_probs(norms[:, None], size)[:, 0]

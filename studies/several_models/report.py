@@ -1,9 +1,9 @@
-"""Writes what the runs of `run.py` say; runs that are not done yet are left out.
+"""Writes the results of `run.py`; runs that are not done yet are left out.
 
     python studies/several_models/report.py
 
 reads ``outputs/several_models`` and ``outputs/several_models_five``, and writes the tables of both to
-``docs/several_models_tables.md``, and ``docs/several_models.png`` and ``docs/several_models_five.png``.
+``docs/several_models_tables.md`` and the figures ``docs/several_models.png`` and ``docs/several_models_five.png``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_spectral.report.style import BASELINE, PRINTED, Look, look
 
 DOCS = Path("docs")
 FULL = "Full participation"
-LAST = 3  # evaluations that make the final accuracy
+LAST = 3  # evaluations that are averaged for the final accuracy
 HEAD = [
     "setup",
     "seeds finished",
@@ -50,13 +50,13 @@ LOOKS = {
     "MIFA": look(4),
     "SCAFFOLD": look(5),
 }
-STEPS = ("GVR", "LVR")  # whose |H|_1 is drawn
-WITH_MODELS = ("five",)  # federations whose models are of different data: a column for each
+STEPS = ("GVR", "LVR")  # setups whose |H|_1 is drawn
+WITH_MODELS = ("five",)  # federations whose models have different data, so there is a column for each
 Run = Mapping[str, Any]
 
 
 def results(federation: Federation) -> dict[str, dict[int, Run]]:
-    """All runs that are done: of each setup, by seed; what was logged of the models is in ``models``."""
+    """Return all finished runs by setup and seed; the logged values of the models are in ``models``."""
     runs: dict[str, dict[int, Run]] = {name: {} for name in SETUPS}
     for run in read_runs(federation.output):
         run["models"] = {model: run.pop(model) for model in federation.models}
@@ -65,65 +65,65 @@ def results(federation: Federation) -> dict[str, dict[int, Run]]:
 
 
 def ended(runs: Mapping[int, Run]) -> dict[int, Run]:
-    """Runs that did not stop early, by seed."""
+    """Return the runs that did not stop early, by seed."""
     return {seed: runs[seed] for seed in sorted(runs) if not runs[seed]["error"]}
 
 
 def rounds_of(run: Run) -> int:
-    """Rounds that all models finished."""
+    """Return the number of rounds that all models finished."""
     return min(max(map(len, columns.values())) for columns in run["models"].values())
 
 
 def accuracies(run: Run) -> list[list[float]]:
-    """Of each model, at each evaluation."""
+    """Return the accuracy of each model at each evaluation."""
     return [columns["accuracy"] for columns in run["models"].values()]
 
 
 def curve(run: Run) -> list[float]:
-    """Accuracy at each evaluation: the mean of the models."""
+    """Return the mean accuracy of the models at each evaluation."""
     return [mean(values) for values in zip(*accuracies(run), strict=True)]
 
 
 def final(run: Run) -> float:
-    """Accuracy of a run that ended: the mean of the last evaluations."""
+    """Return the final accuracy of a finished run: the mean of the last evaluations."""
     return mean(curve(run)[-LAST:])
 
 
 def step_size(run: Run) -> tuple[float, float]:
-    """Mean and standard deviation of |H|_1 over rounds, each averaged over models."""
+    """Return the mean and standard deviation of |H|_1 over rounds, each averaged over models."""
     sizes = [columns["fl/step_size"] for columns in run["models"].values()]
     return mean(map(mean, sizes)), mean(map(stdev, sizes))
 
 
 def bytes_measuring(run: Run) -> float:
-    """What was sent for nothing but measuring."""
+    """Return the bytes sent only for measuring."""
     return sum(sum(columns["fl/bytes_measuring"]) for columns in run["models"].values())
 
 
 def store_bytes(run: Run) -> float:
-    """What the server keeps of the clients, for all models, each at its largest."""
+    """Return the bytes that the server stores for clients: the maximum of each model, summed over models."""
     return sum(max(columns["fl/store_bytes"], default=0.0) for columns in run["models"].values())
 
 
 def with_spread(values: Sequence[float], digits: int) -> str:
-    """Mean and, of two or more, sample standard deviation; a dash for none."""
+    """Format the mean and, for two or more values, the sample standard deviation; a dash for none."""
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{spread}" if values else "-"
 
 
 def megabytes(sizes: Sequence[float], digits: int = 0) -> str:
-    """Their mean; a dash if there is nothing."""
+    """Format the mean in megabytes; a dash if all sizes are zero."""
     return f"{mean(sizes) / 1e6:.{digits}f}" if any(sizes) else "-"
 
 
 def row(name: str, runs: Mapping[int, Run], full: Mapping[int, Run], published: float | None) -> list[str]:
-    """Cells of one setup; all figures are of the runs that did not stop early.
+    """Return the cells of one setup; all figures are those of the runs that did not stop early.
 
     Args:
-        name: Of the setup.
+        name: Name of the setup.
         runs: Its runs, by seed.
-        full: Those of full participation, by seed: a run is only compared with that of its own seed.
-        published: What the slides report.
+        full: The runs of full participation, by seed; a run is only compared with the one of its own seed.
+        published: The relative accuracy reported in the slides.
     """
     done, reference = ended(runs), ended(full)
     scores = {seed: final(run) for seed, run in done.items()}
@@ -148,24 +148,24 @@ def _steps(runs: Sequence[Run]) -> list[str]:
 
 
 def by_model(runs: Mapping[int, Run], number: int) -> list[str]:
-    """Accuracy of each of some models, in per cent: the mean of the runs that did not stop early."""
+    """Return the accuracy of each model in per cent: the mean of the runs that did not stop early."""
     per_run = [[100 * mean(values[-LAST:]) for values in accuracies(run)] for run in ended(runs).values()]
     return [f"{mean(column):.1f}" for column in zip(*per_run, strict=True)] or ["-"] * number
 
 
 def seeds(runs: Mapping[int, Run]) -> str:
-    """How many seeds ended, and after how many rounds the others stopped."""
+    """Format the number of seeds that finished, and after how many rounds the others stopped."""
     stopped = [str(rounds_of(run)) for _, run in sorted(runs.items()) if run["error"]]
     count = str(len(runs) - len(stopped))
     return f"{count}; stopped after {', '.join(stopped)} rounds" if stopped else count
 
 
 def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
-    """What was run, and a row for each setup that has a result; of five models also the accuracy of each.
+    """Return a description of the runs, and a row for each setup with a result; for five models also their accuracies.
 
     Args:
-        key: Of the federation.
-        runs: Of each setup, by seed.
+        key: Key of the federation.
+        runs: Runs of each setup, by seed.
     """
     federation = FEDERATIONS[key]
     number = len(set(chain.from_iterable(runs.values())))
@@ -191,13 +191,13 @@ def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
 
 
 def learning_rates(federation: Federation) -> str:
-    """The one of all models, or that of each."""
+    """Format the common learning rate of all models, or the rate of each."""
     rates = [f"{rate:g}" for rate in federation.rates.values()]
     return f"a learning rate of {rates[0]}" if len(set(rates)) == 1 else f"learning rates of {', '.join(rates)}"
 
 
 def draw_accuracy(axes: Axes, name: str, runs: Iterable[Run]) -> None:
-    """Mean over seeds against rounds, and a band from the worst to the best, over the evaluations that all have."""
+    """Draw the mean over seeds and a band from the worst to the best, over the evaluations that all runs have."""
     curves = [[100 * value for value in curve(run)] for run in runs]
     shared = min(map(len, curves), default=0)
     rounds = [EVERY * (i + 1) for i in range(shared)]
@@ -205,7 +205,7 @@ def draw_accuracy(axes: Axes, name: str, runs: Iterable[Run]) -> None:
 
 
 def draw_steps(axes: Axes, name: str, runs: Iterable[Run]) -> None:
-    """|H|_1 of the first model in each round of the first run."""
+    """Draw |H|_1 of the first model in each round of the first run."""
     for run in list(runs)[:1]:
         model, columns = next(iter(run["models"].items()))
         sizes = columns["fl/step_size"]
@@ -214,7 +214,7 @@ def draw_steps(axes: Axes, name: str, runs: Iterable[Run]) -> None:
 
 
 def draw(runs: Mapping[str, Mapping[int, Run]], figure: Figure) -> None:
-    """Accuracy against rounds, and |H|_1 in each round of one run for GVR against LVR, as the slides show it."""
+    """Draw accuracy against rounds, and |H|_1 in each round of one run for GVR and LVR, as in the slides."""
     left, right = figure.subplots(1, 2)
     for name in LOOKS:
         draw_accuracy(left, name, ended(runs[name]).values())

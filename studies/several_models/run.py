@@ -1,11 +1,11 @@
-"""Trains the runs that are not yet done, one after another: three or five models, 120 clients, 12 active processors.
+"""Trains the missing runs, one after another: three or five models, 120 clients, 12 active processors.
 
     python studies/several_models/run.py
     python studies/several_models/run.py --federation five
     python studies/several_models/report.py
 
-A run is one file in ``outputs/several_models``, of five models in ``outputs/several_models_five``; started again, the
-command goes on where it stopped.
+A run is one file in ``outputs/several_models``, or in ``outputs/several_models_five`` for five models. When started
+again, the command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KEPT = ("fl/step_size", "fl/step_size_variance", "fl/active_processors", "fl/byt
 
 
 def path_of(federation: Federation, setup: str, seed: int) -> Path:
-    """Where the result of a run is written."""
+    """Return the path of the result of a run."""
     return federation.output / f"{''.join(c if c.isalnum() or c in '*.' else '-' for c in setup)}_{seed}.json"
 
 
 def train(federation: Federation, name: str, seed: int, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
-    """Accuracy of each model along the way, what its sampler did, and all bytes."""
+    """Train one run. Return each model's accuracy over the rounds, its sampler's metrics, and all bytes."""
     torch.manual_seed(seed)
     setup = SETUPS[name]
     models = {
@@ -52,7 +52,7 @@ def train(federation: Federation, name: str, seed: int, num_rounds: int = NUM_RO
     error, begun = "", time.perf_counter()
     try:
         _trainer(num_rounds, [history, ledger]).fit(several, federation.deal(seed))
-    except (ls.RoundError, ls.ClientError) as failure:  # a run that diverges is a result
+    except (ls.RoundError, ls.ClientError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     curves = {
         model: {column: history.column(f"{model}/{column}") for column in ("accuracy", *KEPT)}
@@ -77,20 +77,20 @@ def _trainer(num_rounds: int, callbacks: list[pl.Callback]) -> pl.Trainer:
 
 
 def todo(federation: Federation, setups: list[str], seeds: int) -> Iterator[tuple[str, int]]:
-    """The runs that have no result, seed by seed."""
+    """Yield the runs that have no result, seed by seed."""
     for seed, name in product(range(seeds), setups):
         if not path_of(federation, name, seed).exists():
             yield name, seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Several models: runs that are not yet done.")
+    parser = argparse.ArgumentParser(description="Train the missing runs of the study of several models.")
     parser.add_argument("--federation", choices=FEDERATIONS, default="three", help="three models (default), or five")
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="only some setups (all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds ({SEEDS})")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")  # some of these runs are meant to go wrong
+    warnings.filterwarnings("ignore")  # some of these runs are expected to fail
     torch.set_num_threads(1)
     federation = FEDERATIONS[args.federation]
     restore(federation.output)

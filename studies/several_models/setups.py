@@ -1,4 +1,4 @@
-"""What is compared: samplers, corrections, and what each of them is allowed to measure."""
+"""The setups that are compared: samplers, corrections, and what each is allowed to measure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning_spectral as ls
 
-ACTIVE = 12  # of some 240 processors
+ACTIVE = 12  # of about 240 processors
 FIXED = ls.ConditionalPoisson()
 
 
@@ -17,10 +17,9 @@ class Setup:
     """One way to run the federation.
 
     Attributes:
-        sampler: Who trains what.
+        sampler: Draws which clients train which models.
         algorithm: Makes the algorithm of each model.
-        published: What the slides report for it, relative to full participation, by federation; empty for what they
-            do not have.
+        published: Accuracy relative to full participation in the slides, by federation; empty if they do not report it.
     """
 
     sampler: ls.Sampler

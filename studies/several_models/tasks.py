@@ -1,8 +1,8 @@
-"""Three models on 120 clients, all of Fashion-MNIST, as the slides have it: few labels each, and few clients with most.
+"""Three models of Fashion-MNIST on 120 clients, as in the slides: few labels each, and few clients with most images.
 
-Each model has 12,000 images of its own at 14 x 14 pixels; all are tested on the same 10,000. A client has three of ten
+Each model has its own 12,000 images at 14 x 14 pixels; all are tested on the same 10,000. A client has three of ten
 labels. For each model a tenth of the clients are ten times as likely to get an image as the others: they hold half of
-them, 52.6 % if labels were alike.
+the images; it would be 52.6 % if all clients had the same labels.
 A tenth of the clients have no images of one model. Half have two processors, a quarter three, a quarter one.
 """
 
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from images import whole_fashion_mnist
 
 import lightning_spectral as ls
 
 NUM_CLIENTS, NUM_LABELS, LABELS_OF_A_CLIENT = 120, 10, 3
-NUM_TRAIN = 12_000  # of each model
+NUM_TRAIN = 12_000  # images of each model
 MODELS = ("first", "second", "third")
-RICH = 10.0  # times as likely to get an image
+RICH = 10.0  # how many times as likely some clients are to get an image
 PROCESSORS = {3: 0.25, 2: 0.5, 1: 0.25}
 LOCAL_EPOCHS, BATCH_SIZE = 5, 500
 
 
 class Classifier(pl.LightningModule):
-    """A network that is trained with plain SGD, as `Scaffold` needs it."""
+    """A network that is trained with plain SGD, as `Scaffold` requires."""
 
     def __init__(self, net: nn.Module, lr: float) -> None:
         super().__init__()
@@ -49,18 +49,18 @@ class Classifier(pl.LightningModule):
 
 
 def perceptron() -> nn.Module:
-    """784 / 4 pixels to 10 classes, with one hidden layer."""
+    """Return a network from 784 / 4 pixels to 10 classes, with one hidden layer."""
     return nn.Sequential(nn.Flatten(), nn.Linear(196, 100), nn.ReLU(), nn.Linear(100, NUM_LABELS))
 
 
 @cache
 def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All images and labels, for training and for tests."""
+    """Return all images and labels, for training and for testing."""
     return whole_fashion_mnist()
 
 
 def deal(seed: int) -> ls.MultiModelDataModule:
-    """The data of all models, dealt to the clients."""
+    """Return the data of all models, dealt to the clients."""
     generator = torch.Generator().manual_seed(seed)
     lacks = lacked_model(len(MODELS), generator)
     x, y, test_x, test_y = images()
@@ -74,7 +74,7 @@ def deal(seed: int) -> ls.MultiModelDataModule:
 
 
 def dealt(x: Tensor, y: Tensor, owners: Tensor, val: TensorDataset) -> ls.FederatedDataModule:
-    """The data of one model; ``owners`` are the clients that get its examples, ``val`` is what tests the model."""
+    """Return the data of one model; ``owners`` are the clients of its examples, ``val`` is its test set."""
     return ls.FederatedDataModule(
         TensorDataset(x, y),
         ls.NaturalPartitioner(owners, names=range(NUM_CLIENTS)),
@@ -85,7 +85,7 @@ def dealt(x: Tensor, y: Tensor, owners: Tensor, val: TensorDataset) -> ls.Federa
 
 
 def lacked_model(num_models: int, generator: torch.Generator) -> Tensor:
-    """The one model of which a client has no examples, -1 for nine of ten clients; shape ``(NUM_CLIENTS,)``."""
+    """Return the model of which each client has no examples, -1 for nine in ten clients; shape ``(NUM_CLIENTS,)``."""
     lacks = torch.full((NUM_CLIENTS,), -1)
     without = torch.randperm(NUM_CLIENTS, generator=generator)[: NUM_CLIENTS // 10]
     lacks[without] = torch.randint(num_models, (len(without),), generator=generator)
@@ -93,7 +93,7 @@ def lacked_model(num_models: int, generator: torch.Generator) -> Tensor:
 
 
 def owners_of(labels: Tensor, lacking: Tensor, generator: torch.Generator) -> Tensor:
-    """The client that gets each image.
+    """Return the client that gets each image.
 
     Args:
         labels: Class of each image, shape ``(n,)``.

@@ -1,10 +1,10 @@
-"""How few bytes the uploaded bits fit into: entropy, an arithmetic coder, zlib, and leaving out what is settled.
+"""How few bytes the uploaded bits need: entropy, an arithmetic coder, zlib, and leaving out settled bits.
 
     python studies/zampling/coding.py     # three minutes on one core; prints a table
 
-Ten clients train MNISTFC at compression 32, as published, for ten rounds. Both ends know the probabilities p that a
-client was sent, so a coder may use them; p is moved a hundredth away from 0 and 1, because a client's bits come from
-its own. What is decoded is what was sent, bit for bit.
+Ten clients train MNISTFC at compression 32, as published, for ten rounds. Both ends know the probabilities p that were
+sent to a client, so a coder may use them. p is kept a hundredth away from 0 and 1, because a client draws its bits from
+its own, trained probabilities. The decoded bits equal those that were sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_spectral.functional.zampling.bits import pack_bits, unpack_bits
 
 ROUNDS = (0, 1, 2, 4, 9)
 MARGIN = 0.01
-TOP, HALF = 2**32 - 1, 2**12  # of the coder's range; of a probability in it
+TOP, HALF = 2**32 - 1, 2**12  # top of the coder's range; denominator of its probabilities
 
 
 def encode(bits: Sequence[int], ones: Sequence[int]) -> bytes:
@@ -59,7 +59,7 @@ def decode(data: bytes, ones: Sequence[int]) -> list[int]:
 
 
 class Uploads(ls.RoundCallback):
-    """Keeps the bits of some rounds, beside the probabilities from which they were trained."""
+    """Keeps the uploaded bits, with the probabilities from which training started."""
 
     def __init__(self) -> None:
         self.found: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -71,7 +71,7 @@ class Uploads(ls.RoundCallback):
 
 
 def sizes(probs: Tensor, bits: Tensor) -> Iterator[float]:
-    """Bytes of one upload: packed, unsettled ones alone, zlib, the entropy given p, an arithmetic coder given p."""
+    """Yield the bytes of one upload: packed, unsettled bits alone, zlib, entropy given p, arithmetic coder given p."""
     packed = pack_bits(bits).numpy().tobytes()
     yield len(packed)
     yield -(-int(((probs > 0) & (probs < 1)).sum()) // 8)

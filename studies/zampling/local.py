@@ -1,14 +1,14 @@
 """Local Zampling on MNIST: the paper's experiments without federation.
 
-    python studies/zampling/local.py     # 15 minutes on one core; goes on where it stopped
+    python studies/zampling/local.py     # 15 minutes on one core; continues where it stopped
     python studies/zampling/local.py --scale paper     # days
     python studies/zampling/local_report.py
 
 ``figure3`` varies the compression and the degree (section 3.1), ``zhou`` compares with supermasks (appendix B.1),
-``sensitivity`` perturbs trained probabilities (section 3.3), ``integrality`` trains without sampling from probabilities
-that are Beta-distributed (appendix A). The paper does not say which compression and degree the last two have: here 1
-and 10. Its early stopping needs a loss to watch: here the mean training loss of an epoch. The small scale trains for
-three or six epochs instead of up to 100, with a learning rate of 0.01 instead of 0.001.
+``sensitivity`` perturbs trained probabilities (section 3.3), ``integrality`` trains without sampling, starting from
+Beta-distributed probabilities (appendix A). The paper does not state the compression and degree of the last two; here
+they are 1 and 10. Its early stopping needs a loss to monitor, here the mean training loss of an epoch. The small scale
+trains for three or six epochs instead of up to 100, with a learning rate of 0.01 instead of 0.001.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from digits import mnist
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import restore, write_run
 
 import lightning_spectral as ls
@@ -52,15 +52,15 @@ class Spec:
     Attributes:
         experiment: Name of the plan.
         method: Name of the method.
-        widths: Of the network's layers.
+        widths: Widths of the network's layers.
         compression: Number of weights for each probability.
         degree: Number of probabilities for each weight; ``None`` for a diagonal matrix.
         lr: Learning rate of Adam.
-        beta: Both parameters of the Beta distribution of the first probabilities; 1 is uniform.
-        num_images: Number of images to train on, the first of 60,000.
-        epochs: Passes over them, if the loss falls for as long.
+        beta: Both parameters of the Beta distribution of the initial probabilities; 1 is uniform.
+        num_images: Number of training images, the first of 60,000.
+        epochs: Maximum number of passes over them; early stopping may end training sooner.
         num_samples: Number of sampled networks.
-        seed: Of Q, the first probabilities and every other draw.
+        seed: Seed of Q, the initial probabilities and every other draw.
     """
 
     experiment: str
@@ -77,7 +77,7 @@ class Spec:
 
     @property
     def path(self) -> Path:
-        """Where the result is written."""
+        """The path of the result."""
         parts = [
             "-".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in asdict(self).values()
         ]
@@ -96,7 +96,7 @@ def figure3(small: bool) -> Iterator[Spec]:
 
 
 def zhou(small: bool) -> Iterator[Spec]:
-    """Degrees without compression, and supermasks, whose sigmoid's scores have further to go than clipped ones."""
+    """Degrees without compression, and supermasks, whose sigmoid needs scores to move further than clipping does."""
     degrees = (2, 4, 16) if small else (2, 4, 16, 256)
     rates = (0.01, 0.1) if small else (0.001, 0.01, 0.1)
     scale = (10_000, 6, 100) if small else (60_000, 100, 100)
@@ -106,14 +106,14 @@ def zhou(small: bool) -> Iterator[Spec]:
 
 
 def sensitivity(small: bool) -> Iterator[Spec]:
-    """Training by sampling and without."""
+    """Training with and without sampling."""
     lr, *scale = (0.01, 60_000, 3, 10) if small else (0.001, 60_000, 100, 10)
     for seed, method in product(range(2 if small else 5), ("sampled", "continuous")):
         yield Spec("sensitivity", method, SMALL_NET, 1, 10, lr, 1.0, *scale, seed)
 
 
 def integrality(small: bool) -> Iterator[Spec]:
-    """First probabilities from the ends of [0, 1] to its middle, without sampling; and one run with it."""
+    """Initial probabilities from the ends of [0, 1] to its middle, without sampling; and one run with sampling."""
     scale = (10_000, 3, 30) if small else (60_000, 100, 100)
     betas = (0.1, 0.3, 1.0, 3.0, 10.0) if small else (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0)
     for seed in range(2 if small else 3):
@@ -126,7 +126,7 @@ PLANS = {plan.__name__: plan for plan in (figure3, zhou, sensitivity, integralit
 
 
 def network(spec: Spec) -> nn.Module:
-    """The network, with scores that are drawn."""
+    """Return the network with randomly drawn scores."""
     layers = [layer for a, b in pairwise(spec.widths) for layer in (nn.Linear(a, b), nn.ReLU())]
     net = nn.Sequential(*layers[:-1])
     ls.zample(net, spec.compression, spec.degree, seed=spec.seed, memory=2**31, **METHODS[spec.method])
@@ -138,7 +138,7 @@ def network(spec: Spec) -> nn.Module:
 
 
 def train(spec: Spec, net: nn.Module, x: Tensor, y: Tensor) -> list[float]:
-    """The mean training loss of each epoch."""
+    """Train the network, and return the mean training loss of each epoch."""
     x, y = x[: spec.num_images], y[: spec.num_images]
     adam = torch.optim.Adam(net.parameters(), lr=spec.lr)
     order = torch.Generator().manual_seed(spec.seed)
@@ -165,7 +165,7 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
 
 @torch.no_grad()
 def at_probs(net: nn.Module, probs: Tensor, x: Tensor, y: Tensor, num_samples: int, seed: int) -> float:
-    """Mean accuracy of sampled networks, or with none that of the expected network, for probabilities near the own."""
+    """Return mean accuracy at given probabilities: of sampled networks, or the expected one if ``num_samples`` is 0."""
     weights = local_weights(net)
     kept = weights.scores.clone()
     weights.set_probs(probs)
@@ -175,15 +175,15 @@ def at_probs(net: nn.Module, probs: Tensor, x: Tensor, y: Tensor, num_samples: i
 
 
 def sampled(net: nn.Module, x: Tensor, y: Tensor, num_samples: int, seed: int) -> list[float]:
-    """Accuracies of sampled networks."""
+    """Return the accuracies of sampled networks."""
     return [accuracy(each, x, y) for each in sampled_networks(net, num_samples, torch.Generator().manual_seed(seed))]
 
 
 def perturbed(spec: Spec, net: nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Any]]:
-    """Accuracies after N(0, 1) is added to some probabilities, which are then clipped to [0, 1].
+    """Return accuracies after N(0, 1) is added to some probabilities, which are then clipped to [0, 1].
 
-    ``inside`` are those between tau and 1 - tau, as printed; ``outside`` the others. With tau = 0.5 the paper says that
-    all are perturbed, which is the second reading, not the first.
+    ``inside`` are those between tau and 1 - tau, as printed; ``outside`` are the others. The paper says that with
+    tau = 0.5 all are perturbed, which agrees with the second reading, not with the first.
     """
     probs, rows = local_weights(net).probs, []
     num_samples = NUM_PERTURBED_SAMPLES if spec.method == "sampled" else 0
@@ -202,7 +202,7 @@ def perturbed(spec: Spec, net: nn.Module, x: Tensor, y: Tensor) -> list[dict[str
 
 
 def run(spec: Spec, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """Test accuracies of the expected network, of the one with rounded probabilities, and of sampled ones."""
+    """Train, and return test accuracies of the expected network, of the rounded one and of sampled ones."""
     begun = time.perf_counter()
     net = network(spec)
     x, y, test_x, test_y = data

@@ -1,9 +1,9 @@
-"""Writes what the local runs say, beside the paper's numbers.
+"""Writes the results of the local runs beside the paper's numbers.
 
     python studies/zampling/local_report.py
 
 reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.png``. All runs are
-kept in ``docs/runs``.
+also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ TABLE_4 = {  # tau: accuracy and sensitivity after perturbation, of regular and 
 
 
 def results(experiment: str, **wanted: Any) -> list[Run]:
-    """Runs of an experiment that have all the given values."""
+    """Return the runs of an experiment that have all the given values."""
     runs = read_runs(OUTPUT, f"{experiment}_*")
     return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
 
 
 def levels(runs: Sequence[Run], name: str) -> list[Any]:
-    """The values of a field, ascending."""
+    """Return the values of a field in ascending order."""
     return sorted({run[name] for run in runs})
 
 
@@ -53,7 +53,7 @@ def mean_sampled(runs: Sequence[Run]) -> list[float]:
 
 
 def figure3_table() -> list[str]:
-    """Mean sampled accuracy and that of the expected network, beside Table 2."""
+    """Return a table of the mean sampled accuracy and that of the expected network, beside Table 2."""
     runs = results("figure3")
     rows = []
     for degree in levels(runs, "degree"):
@@ -78,7 +78,7 @@ def figure3_table() -> list[str]:
 
 
 def figure3(axes: Axes) -> None:
-    """Accuracy against compression, a line for each degree; dashed for the expected network."""
+    """Draw accuracy against compression, with a line for each degree; dashed for the expected network."""
     runs = results("figure3")
     for index, degree in enumerate(levels(runs, "degree")):
         chosen = [run for run in runs if run["degree"] == degree]
@@ -97,7 +97,7 @@ def figure3(axes: Axes) -> None:
 
 
 def zhou_table() -> list[str]:
-    """The best of the sampled networks, against supermasks."""
+    """Return a table of the best sampled networks and of supermasks."""
     runs = results("zhou")
     rows = []
     for method, degree, lr in sorted({(r["method"], r["degree"] or 0, r["lr"]) for r in runs}):
@@ -111,7 +111,7 @@ def zhou_table() -> list[str]:
 
 
 def sensitivity_table() -> list[str]:
-    """Accuracy after perturbation, and the average change of it, relative, and for each unit of the noise's norm."""
+    """Return a table of accuracy after perturbation and its mean change, relative and per unit of the noise's norm."""
     runs = results("sensitivity")
     rows = []
     for where in ("inside", "outside"):
@@ -151,7 +151,7 @@ def sensitivity_table() -> list[str]:
 
 
 def integrality_table() -> list[str]:
-    """Expected, rounded and sampled networks for each start."""
+    """Return a table of expected, rounded and sampled networks for each start."""
     runs = results("integrality")
     rows = []
     for method, beta in sorted({(run["method"], run["beta"]) for run in runs}):
@@ -173,7 +173,7 @@ def integrality_table() -> list[str]:
 
 
 def scale_of(experiment: str) -> str:
-    """What a caption says of the scale."""
+    """Return the description of the scale for a caption."""
     runs = results(experiment)
     first = runs[0]
     epochs = max(len(run["losses"]) for run in runs)

@@ -1,4 +1,4 @@
-"""Which runs the federated study consists of."""
+"""The runs of the federated study."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # which has what the studies share
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
 
 import lightning_spectral as ls
@@ -48,12 +48,12 @@ class Spec:
         setup: Name of the setup, ``"FedAvg"`` or ``"FedPM"``.
         compression: Number of weights for each probability; 0 for federated averaging.
         lr: Learning rate of Adam.
-        decay: Whether it falls to zero over the rounds, along a cosine.
+        decay: Whether the learning rate falls to zero over the rounds, along a cosine.
         server_lr: Learning rate of the server: how far p moves towards the mean of the bits.
-        momentum: Of the server.
+        momentum: The server's momentum.
         local_epochs: Passes over a client's images in a round.
         num_rounds: Number of rounds.
-        seed: Of Q, the first probabilities and every other draw.
+        seed: Seed of Q, the initial probabilities and every other draw.
         task: Name of the task.
     """
 
@@ -70,7 +70,7 @@ class Spec:
 
     @property
     def algorithm(self) -> ls.Algorithm[Any]:
-        """What is trained by."""
+        """The algorithm of the run."""
         if self.setup == "FedAvg":
             return ls.FedAvg()
         if self.setup == "FedPM":
@@ -79,7 +79,7 @@ class Spec:
 
     @property
     def path(self) -> Path:
-        """Where the result is written; the main task is not in the name."""
+        """The path of the result; the main task is not part of the name."""
         values = asdict(self)
         if self.task == MAIN_TASK:
             del values["task"]
@@ -88,7 +88,7 @@ class Spec:
 
 
 def table1() -> Iterator[Spec]:
-    """The paper's three compressions as published, three seeds, and FedAvg; one of them for all of its 100 rounds."""
+    """The paper's three compressions as published with three seeds, one of them for all 100 rounds, and FedAvg."""
     yield Spec("published", 32, num_rounds=100)
     for seed, compression in product(range(3), (32, 8, 1)):
         yield Spec("published", compression, seed=seed)
@@ -96,7 +96,7 @@ def table1() -> Iterator[Spec]:
 
 
 def choices() -> Iterator[Spec]:
-    """What the choices change, at compression 32, in 20 rounds."""
+    """The effect of the choices, at compression 32, in 20 rounds."""
     for setup in SETUPS:
         yield Spec(setup, 32, num_rounds=20)
     short = {"compression": 32, "num_rounds": 20}
@@ -110,19 +110,19 @@ def choices() -> Iterator[Spec]:
 
 
 def downlink() -> Iterator[Spec]:
-    """Probabilities of fewer bits on their way down, beside floats, at compression 32, in 20 rounds."""
+    """Probabilities sent down with fewer bits, and as floats, at compression 32, in 20 rounds."""
     for setup in ("He start", "8 bits down", "4 bits down", "2 bits down", "gain 2", "gain 2, 4 bits down"):
         yield Spec(setup, 32, num_rounds=20)
 
 
 def best() -> Iterator[Spec]:
-    """What was found to be best: a wider Q, training of probabilities, and bits that clients draw jointly."""
+    """The best setup found: a wider Q, training of probabilities, and bits that clients draw jointly."""
     for compression in (32, 8):
         yield Spec(BEST, compression, lr=0.03, local_epochs=2, num_rounds=20)
 
 
 def bits() -> Iterator[Spec]:
-    """What joint draws of the bits change, and a server that moves half of the way."""
+    """The effect of drawing bits jointly, and of a server that moves only half of the way."""
     for setup in ("published", "published, coordinated", "gain 2", "gain 2, coordinated"):
         yield Spec(setup, 32, num_rounds=20)
     for setup in ("continuous, gain 2", BEST):
@@ -132,13 +132,13 @@ def bits() -> Iterator[Spec]:
 
 
 def seeds() -> Iterator[Spec]:
-    """Two more seeds of the best."""
+    """Two more seeds of the best setup."""
     for seed, spec in product((1, 2), best()):
         yield replace(spec, seed=seed)
 
 
 def fedpm() -> Iterator[Spec]:
-    """The network of FedPM, at a twelfth of the images and in ten rounds, beside FedAvg and FedPM itself."""
+    """FedPM's network with a twelfth of the images and ten rounds, compared with FedAvg and FedPM itself."""
     small: dict[str, Any] = {"task": "Conv-4", "local_epochs": 2, "num_rounds": 10}
     for compression in (32, 8, 128):
         yield Spec("continuous, coordinated", compression, lr=0.03, **small)
@@ -150,5 +150,5 @@ PLANS = {plan.__name__: plan for plan in (table1, choices, downlink, best, bits,
 
 
 def results() -> list[dict[str, Any]]:
-    """All runs that are done."""
-    return [{"task": MAIN_TASK} | run for run in read_runs(OUTPUT)]  # those of the first plans do not say it
+    """Return all finished runs."""
+    return [{"task": MAIN_TASK} | run for run in read_runs(OUTPUT)]  # early runs do not store the task

@@ -1,9 +1,9 @@
-"""What Zampling could save on the part of a model that spectral sharding leaves dense: first and last layer, biases.
+"""What Zampling could save on the part of a model that spectral sharding leaves dense: first and last layers, biases.
 
     python studies/zampling/remainder.py     # prints a table
 
-Bytes of one way between server and client: all that comes back, what of it is dense, and what of that Zampling could
-compress, which are no parameters of normalisation layers. The ViT is that of the package transformers.
+The bytes of an upload: all of them, the dense part, and the part of it that Zampling could compress, which excludes the
+parameters of normalisation layers. The ViT is that of the package transformers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_spectral.protocol.exchange import travelling_tensors
 
 KEEP_RATIOS = (0.1, 0.2)
 FACTOR = 32
-BYTES = 4  # of a value
+BYTES = 4  # per value
 
 
 class Way(NamedTuple):
-    """Bytes from a client to the server: all, those of dense tensors, and those of what Zampling could compress."""
+    """Bytes from a client to the server: all, those of dense tensors, and those that Zampling could compress."""
 
     all: int
     dense: int
@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
 
 def way(net: nn.Module, keep_ratio: float, layers: ls.LayerChoices) -> Way:
-    """The bytes of one way, for clients of one keep ratio."""
+    """Return the bytes of one way, for clients of one keep ratio."""
     sharding = ls.SpectralSharding(keep_ratio=keep_ratio, layers=layers)
     sharded = sharding.plan(net).sharded_weights
     weights = Compression(FACTOR).weights_of(net)
@@ -48,8 +48,8 @@ def way(net: nn.Module, keep_ratio: float, layers: ls.LayerChoices) -> Way:
 
 
 def vit() -> nn.Module:
-    """ViT-Ti with patches of 4 x 4 pixels, for images of 32 x 32."""
-    import transformers  # which the other networks do not need
+    """Return ViT-Ti with patches of 4 x 4 pixels, for images of 32 x 32."""
+    import transformers  # not needed by the other networks
 
     config = transformers.ViTConfig(
         hidden_size=192,
@@ -79,7 +79,7 @@ def main() -> None:
         net = make()
         found = way(net, keep_ratio, ls.LayerChoices())
         all_sharded = way(net, keep_ratio, ls.LayerChoices(keep_first_and_last_dense=False))
-        saved = found.compressible * (1 - 1 / (8 * BYTES * FACTOR))  # a bit for so many values
+        saved = found.compressible * (1 - 1 / (8 * BYTES * FACTOR))  # one bit per FACTOR values
         shares = (found.dense, saved, found.all - all_sharded.all)
         cells = (f"{100 * share / found.all:.1f} %" for share in shares)
         print(f"| {name} | {keep_ratio} | {found.all / 1e3:,.0f} | {' | '.join(cells)} |")

@@ -1,9 +1,9 @@
-"""Writes what the runs of `federated.py` say.
+"""Writes the results of `federated.py`.
 
     python studies/zampling/report.py
 
-reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.png`` of the paper's network, and
-``docs/zampling_conv4.md`` of FedPM's. All runs are kept in ``docs/runs``.
+reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.png`` for the paper's network, and
+``docs/zampling_conv4.md`` for FedPM's. All runs are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from lightning_spectral.report.style import BASELINE, look
 
 DOCS = Path("docs")
 DENSE_BYTES = {MAIN_TASK: 4 * 266_610, "Conv-4": 4 * 1_933_258}
-ROUNDS = (40, 100)  # of the runs that are as published
-PAPER = {1: "0.95", 8: "0.95", 32: "0.93"}  # Table 1; for compression 1 section 3.2
+ROUNDS = (40, 100)  # of the runs with the published settings
+PAPER = {1: "0.95", 8: "0.95", 32: "0.93"}  # from Table 1; for compression 1 from section 3.2
 LOOKS = {0: BASELINE, 1: look(0), 8: look(1), 32: look(2)}
 SETTINGS = ("setup", "compression", "num_rounds", "lr", "server_lr", "momentum", "local_epochs", "decay", "task")
 
 
 def named(runs: Iterable[Run], setup: str, num_rounds: int, **others: Any) -> list[Run]:
-    """Runs of one setup; what is not said is as published."""
+    """Return the runs of one setup; settings that are not given are as published."""
     wanted = {"setup": setup, "num_rounds": num_rounds, "lr": 0.1, "server_lr": 1.0, "momentum": 0.0}
     wanted |= {"local_epochs": 1, "decay": False, "task": MAIN_TASK} | others
     return [run for run in runs if all(run[name] == value for name, value in wanted.items())]
 
 
 def settings(run: Run) -> tuple[Any, ...]:
-    """What a run has in common with those that only have another seed."""
+    """Return the settings that a run shares with runs that differ only in the seed."""
     return tuple(run[name] for name in SETTINGS)
 
 
 def by_settings(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs that differ by their seeds alone, together."""
+    """Group the runs that differ only in their seeds."""
     return [list(group) for _, group in groupby(sorted(runs, key=settings), key=settings)]
 
 
 def expected(runs: Sequence[Run]) -> str:
-    """Test accuracy of the expected network."""
+    """Format the test accuracy of the expected network."""
     return per_cent([run["accuracy"][-1] for run in runs], 2)
 
 
 def sampled(runs: Sequence[Run]) -> str:
-    """Mean test accuracy of sampled networks; empty where there are none."""
+    """Format the mean test accuracy of sampled networks; empty if there are none."""
     return per_cent([mean(run["sampled"]) for run in runs], 2) if runs[0]["sampled"] else ""
 
 
 def saved(run: Run, way: str) -> str:
-    """How many times fewer bytes than FedAvg's went that way."""
+    """Format the ratio of FedAvg's bytes in a direction to those of a run."""
     return f"{DENSE_BYTES[run['task']] / run[way]:.1f}"
 
 
 def table1(runs: Sequence[Run]) -> list[str]:
-    """Table 1: savings from the bytes that travelled, accuracy of the expected and of sampled networks."""
+    """Return Table 1: savings in the bytes that were sent, and accuracy of the expected and of sampled networks."""
     head = ["m/n", "rounds", "seeds", "uplink saved", "downlink saved", "expected network, %", "sampled ones, %"]
     rows = []
     for compression, num_rounds in product((1, 8, 32), ROUNDS):
@@ -75,7 +75,7 @@ def table1(runs: Sequence[Run]) -> list[str]:
 
 
 def others(runs: Sequence[Run]) -> list[str]:
-    """A row for each other setting, best first; what only saves bytes is in a table of its own."""
+    """Return a row for each other setting, best first; settings that only save bytes have their own table."""
     head = ["setup", "m/n", "rounds", "Adam's lr", "server's lr", "momentum", "local epochs", "cosine", "seeds"]
     published = {settings(run) for num_rounds in ROUNDS for run in named(runs, "published", num_rounds)}
     left = [run for run in runs if settings(run) not in published]
@@ -89,7 +89,7 @@ def others(runs: Sequence[Run]) -> list[str]:
 
 
 def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> list[str]:
-    """A row for each setting of a plan that was run, with the bytes of a client's turn."""
+    """Return a row for each setting of a plan that was run, with the bytes of a client's turn."""
     head = ["setup", "m/n", "seeds", "bytes down", "bytes up", "downlink saved", "uplink saved", "expected", "sampled"]
     done = {settings(group[0]): group for group in by_settings(runs)}
     rows = []
@@ -102,9 +102,9 @@ def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> list[str]:
 
 
 def figure4(runs: Sequence[Run], axes: Axes) -> None:
-    """Figure 4: test accuracy of the expected network against rounds, a band over seeds.
+    """Draw Figure 4: test accuracy of the expected network against rounds, with a band over seeds.
 
-    Of some runs only the last accuracy is kept; they are not drawn.
+    Runs of which only the last accuracy is left are not drawn.
     """
     whole = [run for run in runs if len(run["accuracy"]) == run["num_rounds"] // EVERY]
     for compression, own in LOOKS.items():
@@ -119,7 +119,7 @@ def figure4(runs: Sequence[Run], axes: Axes) -> None:
 
 
 def write_main_task(runs: Sequence[Run]) -> None:
-    """Tables and figure of the paper's network."""
+    """Write the tables and the figure of the paper's network."""
     parts = {
         "As published (Table 1 of the paper)": table1(runs),
         "Other choices": others(runs),

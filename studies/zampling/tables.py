@@ -10,11 +10,11 @@ Run = Mapping[str, Any]
 
 
 def per_cent(values: Sequence[float], digits: int = 1) -> str:
-    """Mean and, of two or more, standard deviation."""
+    """Format the mean and, for two or more values, the standard deviation, in per cent."""
     spread = f" ± {100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{100 * mean(values):.{digits}f}{spread}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in Markdown."""
+    """Return the lines of a table in Markdown."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]

@@ -1,8 +1,8 @@
-"""What is trained on MNIST: the network of Zampling's paper, and that of FedPM on as many images as a CPU can do.
+"""The tasks on MNIST: the network of Zampling's paper, and that of FedPM on as many images as a CPU can handle.
 
-FedPM (Isik et al., 2023) says of its network for MNIST that it has four convolutions and 1,933,258 parameters. That is
-the Conv-4 of the supermask papers (Zhou et al., 2019) with biases: 3 x 3 convolutions of 64, 64, 128 and 128 channels,
-each pair followed by max pooling, then 6272-256-256-10.
+According to its paper (Isik et al., 2023), FedPM's network for MNIST has four convolutions and 1,933,258 parameters.
+That is the Conv-4 of the supermask papers (Zhou et al., 2019) with biases: 3 x 3 convolutions of 64, 64, 128 and 128
+channels, each pair followed by max pooling, then 6272-256-256-10.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NUM_CLIENTS = 10
 
 
 def mnist_fc() -> nn.Module:
-    """784-300-100-10, the network of the paper's federated experiments: 266,610 weights."""
+    """Return 784-300-100-10, the network of the paper's federated experiments: 266,610 weights."""
     return nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
 def conv4() -> nn.Module:
-    """Conv-4, the network of FedPM on MNIST: 1,933,258 weights."""
+    """Return Conv-4, FedPM's network for MNIST: 1,933,258 weights."""
     layers: list[nn.Module] = [nn.Unflatten(1, (1, 28, 28))]
     for c_in, c_out in ((1, 64), (64, 128)):
         for channels in (c_in, c_out):
@@ -40,11 +40,11 @@ def conv4() -> nn.Module:
 
 @dataclass(frozen=True)
 class Task:
-    """A network, and how much of MNIST it sees.
+    """A network, and the part of MNIST that it sees.
 
     Attributes:
         net: Makes the network, from images of shape ``(batch, 784)`` to logits.
-        batch_size: Of local steps.
+        batch_size: Batch size of local steps.
         train_stride: Clients share every ``train_stride``-th training image.
         test_stride: The network is tested on every ``test_stride``-th test image.
         num_samples: Number of sampled networks that are tested at the end.
@@ -59,7 +59,7 @@ class Task:
 
 TASKS = {
     "MNISTFC": Task(mnist_fc, batch_size=128),
-    # 500 images a client, 2,000 to test: one image, forwards and backwards, takes a core 7 ms
+    # 500 images per client, 2,000 for testing: a forward and backward pass takes 7 ms per image on one core
     "Conv-4": Task(conv4, batch_size=16, train_stride=12, test_stride=5, num_samples=5),
 }
 
@@ -85,7 +85,7 @@ class Classifier(pl.LightningModule):
 
 
 def deal(task: Task, seed: int = 0) -> ls.FederatedDataModule:
-    """The images of a task, dealt to ten clients at random; the test images are in one batch."""
+    """Return the images of a task, dealt to ten clients at random; the test images form one batch."""
     x, y, test_x, test_y = mnist()
     test = TensorDataset(test_x[:: task.test_stride], test_y[:: task.test_stride])
     return ls.FederatedDataModule(

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from lightning_spectral.nn.plan.text_table import aligned
 
+from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.magnitudes import largest_magnitudes
 from lightning_spectral.protocol.statistics import MeanChange
 

@@ -35,6 +35,20 @@ def test_every_plan_names_networks_and_setups_that_exist(study):
     assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
 
 
+def test_averages_are_estimated_only_where_there_is_batch_norm(study):
+    specs = {spec for plan in study.plans.PLANS.values() for spec in plan({})}
+    assert {spec.net for spec in specs if study.setups.SETUPS[spec.setup].estimated} == {"plain, BatchNorm"}
+
+
+def test_runs_that_diverged_are_counted_and_not_averaged(study):
+    runs = [{"seed": seed, "test": [0.9 + seed / 100], "error": ""} for seed in (0, 2)]
+    failed = {"seed": 1, "test": [], "error": "Round 3: 10 of 10 clients are left out"}
+    dense = [{"seed": seed, "test": [0.96], "error": ""} for seed in (0, 1, 2)]
+    assert study.report.cell([*runs, failed], dense) == "91.0 ± 1.4 (0.95), 1 of 3 diverged"
+    assert study.report.cell([failed], dense) == "diverged"
+    assert study.report.cell([]) == ""
+
+
 def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
     module = study.tasks.Classifier(study.tasks.NETS["MLP"](), 0.1, 1)
     for setup in study.setups.SETUPS.values():

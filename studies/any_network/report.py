@@ -48,15 +48,18 @@ def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
 
 
 def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
-    """Format test accuracy in per cent, its deviation over seeds, and its mean ratio to FedAvg's of the same seed."""
-    if not runs:
-        return ""
-    if all(run["error"] for run in runs):
-        return "diverged"
-    values = {run["seed"]: 100 * final(run, "test") for run in runs}
+    """Format test accuracy in per cent, its deviation over seeds, and its mean ratio to FedAvg's of the same seed.
+
+    Runs that diverged are counted beside the others, not averaged with them.
+    """
+    values = {run["seed"]: 100 * final(run, "test") for run in runs if not run["error"]}
+    if not values:
+        return "diverged" if runs else ""
     spread = f" ± {stdev(values.values()):.1f}" if len(values) > 1 else ""
     shares = [values[run["seed"]] / (100 * final(run, "test")) for run in dense if run["seed"] in values]
-    return f"{mean(values.values()):.1f}{spread}" + (f" ({mean(shares):.2f})" if shares else "")
+    share = f" ({mean(shares):.2f})" if shares else ""
+    num_failed = sum(bool(run["error"]) for run in runs)
+    return f"{mean(values.values()):.1f}{spread}{share}" + f", {num_failed} of {len(runs)} diverged" * bool(num_failed)
 
 
 def table(runs: Sequence[Run], setups: Sequence[str], **where: Any) -> list[str]:

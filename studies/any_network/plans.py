@@ -21,7 +21,7 @@ RATES = {net: (0.1, 0.2) if net in ("MLP", "transformer") else (0.1, 0.05) for n
 MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rates are chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 
-BestRates = Mapping[tuple[str, str, KeepRatio], float]  # learning rate by network, setup and keep ratio
+BestRates = Mapping[tuple[str, str, str, KeepRatio], float]  # learning rate by split, network, setup and keep ratio
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,12 @@ def half(best: BestRates) -> Iterator[Spec]:
         yield Spec("MNIST", NEAR_IID, net, MAIN[1], 0.2, RATES[net][i], seed=0)
     for setup, net in product(MAIN[2:], NETS):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.2, 0)
+
+
+def skewed_rates(best: BestRates) -> Iterator[Spec]:
+    """FedAvg and the default at two learning rates where clients' labels differ, one seed."""
+    for split, i, setup, net in product((SKEWED, EXTREME), range(2), MAIN[:2], NETS):
+        yield Spec("MNIST", split, net, setup, ratio(setup, 0.1), RATES[net][i], seed=0)
 
 
 def skew(best: BestRates) -> Iterator[Spec]:
@@ -143,6 +149,7 @@ PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
     for plan in (
         rates,
         half,
+        skewed_rates,
         skew,
         fashion,
         seeds,
@@ -174,16 +181,22 @@ def chosen(
     rounds: int = NUM_ROUNDS,
 ) -> Spec:
     """Return a run at the learning rate chosen for its setup."""
-    return Spec(data, split, net, setup, ratio(setup, keep_ratio), rate(best, net, setup, keep_ratio), seed, rounds)
+    lr = rate(best, split, net, setup, keep_ratio)
+    return Spec(data, split, net, setup, ratio(setup, keep_ratio), lr, seed, rounds)
 
 
-def rate(best: BestRates, net: str, setup: str, keep_ratio: KeepRatio) -> float:
-    """Return the best learning rate of a setup, or that of the most similar main setup at keep ratio 0.1."""
+def rate(best: BestRates, split: str, net: str, setup: str, keep_ratio: KeepRatio) -> float:
+    """Return the learning rate that was best for a setup; else for the main setup most like it, at keep ratio 0.1.
+
+    Where none was tried on clients with that split, it is the one for nearly IID clients.
+    """
     bounded = "start" in setup or "dense" in setup
     dense = "FedAvg" in setup or setup in OTHER_SYSTEMS
     like = setup if setup in MAIN else "FedAvg" if dense else MAIN[1] if bounded else "Collective"
-    fallback = best.get((net, like, ratio(like, 0.1)), RATES[net][0])
-    return best.get((net, setup, ratio(setup, keep_ratio)), fallback) if setup in MAIN else fallback
+    keys = [(where, net, like, ratio(like, 0.1)) for where in (split, NEAR_IID)]
+    if setup in MAIN:
+        keys.insert(0, (split, net, setup, ratio(setup, keep_ratio)))
+    return next((best[key] for key in keys if key in best), RATES[net][0])
 
 
 def results() -> list[dict[str, Any]]:
@@ -192,12 +205,12 @@ def results() -> list[dict[str, Any]]:
 
 
 def best_rates() -> BestRates:
-    """Return the best learning rates by validation accuracy on MNIST, nearly IID, seed 0, among finished runs."""
-    best: dict[tuple[str, str, KeepRatio], tuple[float, float]] = {}
-    where = ("MNIST", NEAR_IID, 0, NUM_ROUNDS)
+    """Return the best learning rates by validation accuracy on MNIST with seed 0, as far as runs are done."""
+    best: dict[tuple[str, str, str, KeepRatio], tuple[float, float]] = {}
     for run in results():
-        if (run["data"], run["split"], run["seed"], run["num_rounds"]) == where:
-            key, found = (run["net"], run["setup"], run["keep_ratio"]), (final(run, "val"), run["lr"])
+        if (run["data"], run["seed"], run["num_rounds"]) == ("MNIST", 0, NUM_ROUNDS):
+            key = (run["split"], run["net"], run["setup"], run["keep_ratio"])
+            found = (final(run, "val"), run["lr"])
             best[key] = max(best.get(key, found), found)
     return {key: lr for key, (_, lr) in best.items()}
 

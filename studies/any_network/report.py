@@ -37,9 +37,10 @@ Run = Mapping[str, Any]
 
 
 def chosen_runs() -> list[Run]:
-    """Return the runs at the learning rate chosen for their network and setup."""
+    """Return the runs at the learning rate chosen for their split, network and setup."""
     best = best_rates()
-    return [run for run in results() if rate(best, run["net"], run["setup"], run["keep_ratio"]) == run["lr"]]
+    where = ("split", "net", "setup", "keep_ratio")
+    return [run for run in results() if rate(best, *(run[name] for name in where)) == run["lr"]]
 
 
 def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:

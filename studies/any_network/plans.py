@@ -128,8 +128,11 @@ def momentum(best: BestRates) -> Iterator[Spec]:
 
 def averages(best: BestRates) -> Iterator[Spec]:
     """BatchNorm's averages estimated on all data, instead of averaged over clients; three seeds."""
-    for seed, keep_ratio, setup in product(range(3), (0.1, 0.2), ("start, Collective, estimated", "FedAvg, estimated")):
-        yield chosen(best, "MNIST", NEAR_IID, "plain, BatchNorm", setup, keep_ratio, seed)
+    where = ((NEAR_IID, 0.1), (NEAR_IID, 0.2), (SKEWED, 0.1), (EXTREME, 0.1))
+    for seed, (split, keep_ratio), setup in product(
+        range(3), where, ("start, Collective, estimated", "FedAvg, estimated")
+    ):
+        yield chosen(best, "MNIST", split, "plain, BatchNorm", setup, keep_ratio, seed)
 
 
 def ratios(best: BestRates) -> Iterator[Spec]:

@@ -119,5 +119,5 @@ def test_a_layer_beside_the_modules_own_is_refused_at_once(lit_mlp: Any, fit: An
         def forward(self, x: Tensor) -> Tensor:
             return self.net[3:](self.beside[0](self.net[:2](x)))
 
-    with pytest.raises(ValueError, match=r"own weights \(net\.2\.weight\).*a layer in a list beside"):
+    with pytest.raises(ValueError, match=r"own weights \(net\.2\.weight\).*keeps a layer in a plain list as well"):
         fit(LitBeside())

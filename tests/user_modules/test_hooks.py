@@ -1,6 +1,5 @@
 """Where each hook of a user's module runs."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,14 +11,11 @@ from torch import nn
 import lightning_spectral as ls
 
 
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, each with three clients that hold half the terms."""
-    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
-
-
+@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
 @pytest.mark.filterwarnings("ignore:You have overridden `on_")
-def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(
+    client_engine: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
     calls: list[str] = []
 
     def spy(name: str) -> Any:
@@ -38,7 +34,8 @@ def test_hooks_of_local_steps_run_on_the_clients_copy_in_lightnings_order(lit_ml
     data.val = None
     data.batch_size = 100
     server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
-    fit(server, data, algorithm=ls.FedAvg(), max_epochs=1, clients_per_round=2, local_epochs=2)
+    options: dict[str, Any] = {"clients_per_round": 2, "local_epochs": 2, "client_engine": client_engine}
+    fit(server, data, algorithm=ls.FedAvg(), max_epochs=1, **options)
     assert calls == 4 * names
 
 

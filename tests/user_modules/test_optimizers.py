@@ -1,6 +1,5 @@
 """Optimizers, schedules and trainable parameters of users' modules."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +9,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, each with three clients that hold half the terms."""
-    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
 
 
 def optimizer_forms(module: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Runs of users' modules: draws, averages, and every strategy with every design."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,12 +9,6 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, each with three clients that hold half the terms."""
-    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
 
 
 def test_loading_a_checkpoint_takes_the_module_again(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:

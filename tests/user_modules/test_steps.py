@@ -1,7 +1,6 @@
 """What a user's steps may take, return and log."""
 
 from collections import UserDict
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +10,6 @@ from federation import Fit, seeded
 from torch import nn
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, each with three clients that hold half the terms."""
-    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=3, max_epochs=2)
 
 
 def test_what_clients_log_is_weighted_by_their_examples(lit_mlp: Any, toy: Any, fit: Fit) -> None:

@@ -2,24 +2,16 @@
 
 import copy
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from both_engines import MIXED
 from federation import Fit
 from torch.utils.data import DataLoader
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, in which each client has its own Trainer."""
-    return partial(fit, algorithm=MIXED, max_epochs=2, client_engine="trainer")
 
 
 def test_clients_write_no_line_and_no_file(

@@ -1,21 +1,13 @@
 """Data that worker processes read: with noise, and by row."""
 
 import multiprocessing
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from federation import Fit, same_state, seeded
-from mixed_federation import MIXED
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits with two keep ratios."""
-    return partial(fit, algorithm=MIXED)
 
 
 class Augmented(torch.utils.data.Dataset[Any]):

@@ -1,22 +1,15 @@
 """A user's hooks and counters in a client's own Trainer."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from both_engines import DENSE, MIXED, assert_same_run
+from both_engines import DENSE, assert_same_run
 from federation import Fit
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, in which each client has its own Trainer."""
-    return partial(fit, algorithm=MIXED, max_epochs=2, client_engine="trainer")
 
 
 def test_refused_hooks_run_and_clipping_is_what_it_is_in_the_loop(lit_mlp: Any, data: Any, fit: Fit) -> None:

@@ -1,7 +1,6 @@
 """What a federated fit logs, through Lightning's own loggers."""
 
 import csv
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,7 @@ import pytest
 from federation import Fit
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from mixed_federation import MIXED, federate
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits with two keep ratios."""
-    return partial(fit, algorithm=MIXED)
+from mixed_federation import federate
 
 
 def test_x_axis_counts_rounds(lit: Any, data: Any, tmp_path: Path) -> None:

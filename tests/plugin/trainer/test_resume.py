@@ -11,7 +11,7 @@ import torch
 from federation import Fit, Fitted, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from mixed_federation import MIXED, federate
+from mixed_federation import federate
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.checkpoints import TRAINER_SETTINGS
@@ -25,8 +25,8 @@ def momentum_server(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits with two keep ratios, and momentum at the server."""
-    return partial(fit, algorithm=MIXED, server_optimizer=momentum_server)
+    """Fits with momentum at the server, too."""
+    return partial(fit, server_optimizer=momentum_server)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from mixed_federation import MIXED, federate
 from torch import nn
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits with two keep ratios."""
-    return partial(fit, algorithm=MIXED)
 
 
 def test_early_stopping_on_a_round_metric(lit: Any, data: Any, fit: Fit) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from torch.utils.data import Dataset
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Alone
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, in which each client has its own Trainer."""
-    return partial(fit, algorithm=MIXED, max_epochs=2, client_engine="trainer")
 
 
 class Unindexed(Dataset[Any]):
@@ -110,29 +103,6 @@ def test_with_steps_that_are_skipped_and_epochs_that_end_early(lit_mlp: Any, dat
     data.val = None
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         assert_same_run(*with_both_engines(fit, Lit(), data, local_epochs=2))
-
-
-@pytest.mark.filterwarnings("ignore:You have overridden `on_")  # the Trainer of the rounds, as of any module
-def test_hooks_run_in_the_same_order(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    calls: list[str] = []
-
-    def spy(name: str) -> Any:
-        def hook(self: Any, *args: Any) -> Any:
-            assert self is not server
-            calls.append(name)
-            return args[0] if name.endswith("transfer") else None
-
-        return hook
-
-    names = [
-        *("on_train_epoch_start", "on_before_batch_transfer", "on_after_batch_transfer", "on_train_batch_start"),
-        *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
-        *("on_train_batch_end", "on_train_epoch_end"),
-    ]
-    data.val, data.batch_size = None, 100
-    server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
-    fit(server, data, max_epochs=1, algorithm=DENSE, clients_per_round=2, local_epochs=2)
-    assert calls == 4 * names
 
 
 def test_a_client_that_trains_nothing(lit: Any, data: Any, fit: Fit) -> None:

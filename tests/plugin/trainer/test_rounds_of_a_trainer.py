@@ -1,20 +1,12 @@
 """Rounds are epochs of a real Trainer, with its hooks, stopping rules and schedules."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from federation import Fit
-from mixed_federation import MIXED
 
 import lightning_spectral as ls
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits with two keep ratios."""
-    return partial(fit, algorithm=MIXED)
 
 
 def test_an_epoch_is_a_round_and_a_batch_a_client(lit: Any, data: Any, fit: Fit) -> None:

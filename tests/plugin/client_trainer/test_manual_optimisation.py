@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
-
-
-@pytest.fixture
-def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, in which each client has its own Trainer."""
-    return partial(fit, algorithm=MIXED, max_epochs=2, client_engine="trainer")
 
 
 class LitHalves(pl.LightningModule):

@@ -21,7 +21,7 @@ from torch.multiprocessing import start_processes
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import LitMLP, Remembering
+from toy_models import LitMLP, Remembering
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms

@@ -17,8 +17,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from conftest import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
+from ports import free_port
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from conftest import LitMLP
 from torch.utils.data import TensorDataset
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.client.batches import ClientData

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 
 import lightning_spectral as ls
 
@@ -42,8 +43,8 @@ def test_processes_started_by_the_script_by_spawn_or_by_fork(strategy: str, alon
 
 
 @pytest.mark.slow
-def test_two_nodes_that_are_one_machine(alone: Any, new_port: Any, tmp_path: Path) -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(new_port())}
+def test_two_nodes_that_are_one_machine(alone: Any, tmp_path: Path) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     file = tmp_path / "weights"
     nodes = [start(file, "client_parallel", 1, 2, NODE_RANK=str(rank), **meeting) for rank in range(2)]
     assert [node.wait(120) for node in nodes] == [0, 0]

@@ -4,8 +4,8 @@ import copy
 from typing import Any
 
 import torch
-from conftest import LitSmall
 from torch import Tensor, nn
+from toy_models import LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.nn.width.sub_model import cut_module

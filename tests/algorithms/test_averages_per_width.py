@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitSmall
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
+from toy_models import LitSmall
 from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
 
 import lightning_spectral as ls

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitMLP
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fiarse_side import ThresholdedWeight

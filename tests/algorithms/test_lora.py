@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from conftest import LitMLP
 from federation import Fit, check_resumes, same_state, seeded
 from test_third_party_models import LitLogits, gpt2, tokens
 from torch import Tensor, nn
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.adapter_round import Adapter

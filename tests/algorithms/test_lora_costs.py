@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from conftest import LitMLP
 from federation import Fit, same_state, seeded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.nn.cost.budgets import NEEDS

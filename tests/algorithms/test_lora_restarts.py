@@ -7,8 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import LitMLP
 from federation import Fit, check_resumes, same_state, seeded
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.adapter_round import drawn_rows

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitMLP
 from federation import Fit, check_resumes, same_state, seeded
 from spectral_rounds import draw, net, run_round
 from torch import Tensor, nn
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import factorize, num_terms_for

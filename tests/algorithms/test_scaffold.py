@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitMLP
 from direct_rounds import DirectRounds, assert_close
 from federation import Fit, same_state, seeded
 from other_process import LitPlain
 from torch import Tensor, nn
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.client.side import ClientSide

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitSmall
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from toy_models import LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width_side import NARROW_STEPS

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitMLP, LitSmall
 from federation import Fit, same_state, seeded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.nn.cost.budgets import NEEDS

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LitMLP, LitSmall
 from federation import Fit, check_resumes, same_state, seeded
 from test_third_party_models import LitLogits, gpt2, images, tokens, vit
 from torch import Tensor
+from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 

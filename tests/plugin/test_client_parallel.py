@@ -18,6 +18,7 @@ import pytest
 import torch
 from federation import seeded
 from lightning.pytorch.strategies import StrategyRegistry
+from ports import free_port
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms
@@ -78,7 +79,7 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, new_port: Any) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("runs")
     alone = {}
     with warnings.catch_warnings():
@@ -86,7 +87,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, new_port: Any) -> Results:
         warnings.simplefilter("ignore", ls.SpectralWarning)
         for name, options in RUNS.RUNS.items():
             alone[name] = RUNS.run(folder / "1" / name, **options)
-    run_in_several(folder, [str(new_port()) for _ in range(2)])
+    run_in_several(folder, [str(free_port()) for _ in range(2)])
     return Results(folder, alone)
 
 

@@ -14,7 +14,7 @@ QUIET_RUN = """
     import lightning.pytorch as pl, torch
     from torch.utils.data import TensorDataset
     import lightning_spectral as ls
-    from conftest import LitMLP
+    from toy_models import LitMLP
     x = torch.randn(120, 6)
     toy = TensorDataset(x, x[:, :3].argmax(1))
     data = ls.FederatedDataModule(toy, ls.DirichletPartitioner(12, alpha=1.0), val=toy, batch_size=4)

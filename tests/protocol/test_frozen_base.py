@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import LitMLP
 from federation import Fit, Fitted, same_state, seeded
 from torch import nn
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.client.kept_tensors import KeptTensors

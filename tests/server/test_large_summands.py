@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LitMLP
 from federation import Fit, same_state, seeded
 from torch.utils.data import TensorDataset
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.magnitudes import LARGEST

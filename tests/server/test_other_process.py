@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import LitMLP, LitSmall
 from federation import Fit, Fitted, same_state, seeded
 from other_process import (
     LitFails,
@@ -20,6 +19,7 @@ from other_process import (
     sorted_data_of_clients,
     toy_data,
 )
+from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of

@@ -7,11 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import LitMLP, LitSmall
 from federation import Fit, check_resumes, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 

@@ -1,0 +1,11 @@
+"""Ports at which processes of a test meet."""
+
+import socket
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,75 @@
+"""The small modules that most tests train, and an algorithm that stores something about each client."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseRound
+from lightning_spectral.protocol.records import Receipt, Upload
+
+
+class LitMLP(pl.LightningModule):
+    """A typical module of a user: metrics, dropout, momentum, a schedule."""
+
+    def __init__(self, lr: float = 0.1, momentum: float = 0.9, dropout: float = 0.1, width: int = 12) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.Dropout(dropout), nn.ReLU(), nn.Linear(width, 3)
+        )
+        self.train_acc = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+        self.val_acc = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.train_acc(logits, y)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log_dict({"train_acc": self.train_acc})
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.val_acc(logits, y)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y))
+        self.log("val_acc", self.val_acc, prog_bar=True)
+
+    def test_step(self, batch: Any) -> None:
+        x, y = batch
+        self.log("test_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=self.hparams.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)]
+
+
+class LitSmall(LitMLP):
+    """Has an example input, no dropout, and a BatchNorm whose averages are shared."""
+
+    example_input_array = torch.zeros(2, 6)
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.net.insert(1, nn.BatchNorm1d(12))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
+
+
+class Remembering(ls.FedAvg):
+    """Keeps each client's last loss at the server, and gives a client less weight the more often it has trained."""
+
+    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
+        store, unit = opened.cohort.store, receipt.unit
+        turns = store[unit]["turns"] + 1 if unit in store else torch.tensor(1)
+        opened.mean.add(upload.tensors, unit.coefficient / int(turns))
+        store[unit] = {"loss": torch.tensor(upload.loss, dtype=torch.float64), "turns": turns}

@@ -8,8 +8,12 @@ trained twice.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 KEPT = Path("docs/runs")
 
@@ -25,6 +29,28 @@ def write_run(path: Path, result: dict[str, Any]) -> None:
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(result))
     partial.replace(path)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Yield whether this process is to train a run: it has no file yet, and no other process is training it.
+
+    The claim lasts as long as the block, or as the process if that is killed. So several processes share the runs of a
+    study, and those of a killed one are free again.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield not path.exists()
+    finally:
+        lock.release()
+        if path.exists():  # nobody needs the lock any more
+            Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def kept_in(folder: Path) -> Path:

@@ -53,6 +53,44 @@ def test_nothing_that_was_kept_is_dropped_or_overwritten(records):
     assert records.read_runs(mine) == [{"seed": 2}, {"seed": 1}]
 
 
+HOLD = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from records import claimed
+with claimed(Path(sys.argv[2])) as ours:
+    print(ours, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_is_trained_by_one_process_at_a_time_and_is_free_again_when_that_is_killed(records):
+    path = Path("outputs/study/a.json").absolute()
+    command = [sys.executable, "-c", HOLD, str(STUDIES), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "True\n"
+            with records.claimed(path) as ours:
+                assert not ours
+        finally:
+            other.kill()
+    with records.claimed(path) as ours:
+        assert ours
+        records.write_run(path, RUN)
+    with records.claimed(path) as ours:
+        assert not ours, "it would be trained twice"
+    assert [file.name for file in path.parent.iterdir()] == ["a.json"], "something is left over"
+
+
+def test_a_run_that_fails_is_free_again(records):
+    path = Path("outputs/study/a.json")
+    with pytest.raises(RuntimeError, match="bad luck"), records.claimed(path):
+        raise RuntimeError("bad luck")
+    with records.claimed(path) as ours:
+        assert ours
+
+
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_the_repository_keeps_each_run_once_and_in_order(path: Path) -> None:
     files = [json.loads(line)["file"] for line in path.read_text().splitlines()]

@@ -30,7 +30,7 @@ from measures import MEASURES, Holders
 from settings import Settings
 
 sys.path.append(str(Path(__file__).parents[2] / "studies"))  # code that the examples and the studies share
-from records import write_run
+from records import claimed, write_run
 
 import lightning_spectral as ls
 
@@ -62,12 +62,18 @@ class Store:
         """Write the file of a run atomically."""
         write_run(self.path(settings), evidence)
 
-    def train(self, settings: Settings, accelerator: str = "auto") -> Evidence:
-        """Train a run, from its last checkpoint if there is one, and store its results."""
+    def train(self, settings: Settings, accelerator: str = "auto") -> Evidence | None:
+        """Train a run, from its last checkpoint if there is one, and store its results.
+
+        Return ``None`` if another process is training it, or has just finished it.
+        """
         checkpoints = self.path(settings).with_suffix("")
-        evidence = train(settings, checkpoints, accelerator)
-        self.write(settings, evidence)
-        rmtree(checkpoints, ignore_errors=True)
+        with claimed(self.path(settings)) as ours:
+            if not ours:
+                return None
+            evidence = train(settings, checkpoints, accelerator)
+            self.write(settings, evidence)
+            rmtree(checkpoints, ignore_errors=True)
         return evidence
 
 

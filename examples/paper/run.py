@@ -5,7 +5,8 @@
 
 trains the missing runs, seed by seed, and writes a table in Markdown, a line per run in CSV and figures to
 ``outputs/paper/cpu``. ``--scale gpu`` uses the papers' sizes, ``--scale toy`` takes seconds. When started again, the
-command skips finished runs and continues an interrupted one. Runs shared by several tables are trained once.
+command skips finished runs and continues an interrupted one. Runs shared by several tables are trained once, and
+several processes at a time share the work.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def train(experiments: Sequence[Experiment], store: Store, seeds: Sequence[int],
             if str(missing) not in skipped:
                 print(f"skipped: {run.data}: {missing}", flush=True)
             skipped.add(str(missing))
+            continue
+        if done is None:
             continue
         result = done["error"] or f"{done['final']['val_accuracy']:.1%}"
         print(f"{run.key}: {result} ({done['seconds']:.0f} s)", flush=True)

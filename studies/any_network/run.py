@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec, best_rates, results
-from records import restore, write_run
+from records import claimed, restore, write_run
 from setups import SETUPS
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
 
@@ -88,21 +87,15 @@ def todo(plans: Sequence[str]) -> Iterator[Spec]:
         yield from (spec for spec in PLANS[plan](best_rates()) if not spec.path.exists())
 
 
-def claimed(spec: Spec) -> bool:
-    """Claim a run for this process; return False if another process has claimed or finished it."""
-    if spec.path.exists():
-        return False
-    try:
-        os.close(os.open(spec.path.with_suffix(".claim"), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
-def write(spec: Spec, result: dict[str, Any]) -> None:
-    """Write a result atomically, and release the claim."""
-    write_run(spec.path, result)
-    spec.path.with_suffix(".claim").unlink(missing_ok=True)
+def train_missing(specs: Iterable[Spec]) -> None:
+    """Train the runs that no other process has claimed or finished."""
+    for spec in specs:
+        with claimed(spec.path) as ours:
+            if not ours:
+                continue
+            write_run(spec.path, result := train(spec))
+        last = f"{result['test'][-1]:.1%}" if result["test"] else "-"
+        print(f"{spec.path.stem}: {last} {result['error']} ({result['seconds']:.0f} s)", flush=True)
 
 
 def main() -> None:
@@ -122,16 +115,7 @@ def main() -> None:
     if args.list:
         print(*(listed := list(dict.fromkeys(left))), f"{len(listed)} runs left, {len(results())} done", sep="\n")
         return
-    for spec in left:
-        if claimed(spec):
-            try:
-                result = train(spec)
-            except BaseException:
-                spec.path.with_suffix(".claim").unlink(missing_ok=True)
-                raise
-            write(spec, result)
-            last = f"{result['test'][-1]:.1%}" if result["test"] else "-"
-            print(f"{spec.path.stem}: {last} {result['error']} ({result['seconds']:.0f} s)", flush=True)
+    train_missing(left)
 
 
 if __name__ == "__main__":

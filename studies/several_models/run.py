@@ -22,7 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from federations import FEDERATIONS, Federation
-from records import restore, write_run
+from records import claimed, restore, write_run
 from setups import SETUPS
 from tasks import LOCAL_EPOCHS, PROCESSORS
 
@@ -95,8 +95,10 @@ def main() -> None:
     federation = FEDERATIONS[args.federation]
     restore(federation.output)
     for name, seed in todo(federation, args.setups, args.seeds):
-        result = train(federation, name, seed)
-        write_run(path_of(federation, name, seed), result)
+        with claimed(path := path_of(federation, name, seed)) as ours:
+            if not ours:
+                continue
+            write_run(path, result := train(federation, name, seed))
         last = [result[model]["accuracy"][-1:] for model in federation.models]
         accuracies = ", ".join(f"{values[0]:.1%}" if values else "-" for values in last)
         print(f"{name}, seed {seed}: {accuracies} {result['error']} ({result['seconds']:.0f} s)", flush=True)

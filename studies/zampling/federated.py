@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec
-from records import restore, write_run
+from records import claimed, restore, write_run
 from tasks import NUM_CLIENTS, TASKS, Classifier, deal
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -86,13 +86,16 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     restore(OUTPUT)
-    for spec in (spec for plan in args.plans for spec in PLANS[plan]()):
-        if args.list and not spec.path.exists():
-            print(spec)
-        elif not spec.path.exists():
-            result = train(spec)
-            write_run(spec.path, result)
-            print(f"{spec.path.stem}: {result['accuracy'][-1]:.2%} ({result['seconds']:.0f} s)", flush=True)
+    left = (spec for plan in args.plans for spec in PLANS[plan]() if not spec.path.exists())
+    if args.list:
+        print(*left, sep="\n")
+        return
+    for spec in left:
+        with claimed(spec.path) as ours:
+            if not ours:
+                continue
+            write_run(spec.path, result := train(spec))
+        print(f"{spec.path.stem}: {result['accuracy'][-1]:.2%} ({result['seconds']:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

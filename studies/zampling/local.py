@@ -29,7 +29,7 @@ from digits import mnist
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
-from records import restore, write_run
+from records import claimed, restore, write_run
 
 import lightning_spectral as ls
 from lightning_spectral.nn.zampling.zample import local_weights, sampled_networks
@@ -230,14 +230,12 @@ def main() -> None:
     restore(OUTPUT)
     data = mnist()
     for spec in (spec for plan in args.plans for spec in PLANS[plan](args.scale == "small")):
-        if not spec.path.exists():
-            result = run(spec, data)
-            write_run(spec.path, result)
-            print(
-                f"{spec.path.stem}: expected {result['expected']:.2%}, sampled {mean(result['sampled']):.2%} "
-                f"({result['seconds']:.0f} s)",
-                flush=True,
-            )
+        with claimed(spec.path) as ours:
+            if not ours:
+                continue
+            write_run(spec.path, result := run(spec, data))
+        accuracies = f"expected {result['expected']:.2%}, sampled {mean(result['sampled']):.2%}"
+        print(f"{spec.path.stem}: {accuracies} ({result['seconds']:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

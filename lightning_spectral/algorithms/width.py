@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,35 +11,34 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
 from lightning_spectral.algorithms.width_averages import (
     WidthAverages,
-    arrange,
     averages_of,
-    by_width,
-    first_entries,
     has_begun,
     running_averages,
 )
 from lightning_spectral.algorithms.width_checks import (
     check_narrow,
     check_step_widths,
+    check_step_widths_can_be_drawn,
+    warn_of_missing_averages,
     warn_of_scaled_averages,
+    warn_of_uncut_module,
     warn_of_untrained_channels,
 )
+from lightning_spectral.algorithms.width_round import WidthRound, open_width_round
 from lightning_spectral.algorithms.width_side import WidthSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is
 from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
-from lightning_spectral.nn.width.sub_model import cut_copy, cut_outputs, take
+from lightning_spectral.nn.width.sub_model import cut_copy, cut_outputs
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
-from lightning_spectral.protocol.entry_mean import MeanEntryChange, without_rows
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
     kept_buffers,
     load_tensors,
-    travelling_tensors,
 )
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import (
@@ -67,28 +65,6 @@ def as_widths(argument: str, widths: object) -> tuple[float, ...]:
     if isinstance(widths, str) or not isinstance(widths, Sequence):
         raise TypeError(f"`{argument}` is a sequence of keep ratios, such as (0.5, 1.0), got {widths!r}.")
     return tuple(sorted({KEEP_RATIO(argument, width) for width in widths}))
-
-
-@dataclass(frozen=True, eq=False)
-class WidthRound:
-    """One open round.
-
-    Attributes:
-        cohort: The clients that take part.
-        plan: Which channels belong together.
-        tensors: All tensors of the server's module, by name.
-        mean: Running mean of the clients' changes.
-        averages: The running averages of each width that has its own on the server, by name.
-        names: Names of the averages that are kept for each width; a width without its own uses the module's first
-            entries.
-    """
-
-    cohort: Cohort
-    plan: WidthPlan
-    tensors: Mapping[str, Tensor]
-    mean: MeanEntryChange
-    averages: Mapping[float, Mapping[str, Tensor]]
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -164,26 +140,13 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         """Raise ``ValueError`` if no plan can be made, or a sub-model does not run; warn if nothing is cut."""
         plan = self._plan(server)
         if not plan.groups:
-            warnings.warn(
-                f"WidthSharding cuts no channel of {type(server).__name__}: clients train all of it, as with FedAvg(). "
-                "`width_plan` says why.",
-                SpectralWarning,
-                stacklevel=3,
-            )
+            warn_of_uncut_module(server)
         if self.scaler and {*entries_of(self.keep_ratio)} != {1.0}:
             warn_of_scaled_averages(server, self.keep_buffers)
         if self.averages_per_width and not self._averages(server):
-            warnings.warn(
-                f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}; "
-                "leave it out.",
-                SpectralWarning,
-                stacklevel=3,
-            )
-        if self.step_widths and not getattr(server, "automatic_optimization", True):
-            raise ValueError(
-                "`step_widths` draws one width for each `training_step`, which with manual optimisation takes steps of "
-                "its own: set `automatic_optimization = True`, or leave `step_widths` out."
-            )
+            warn_of_missing_averages(server)
+        if self.step_widths:
+            check_step_widths_can_be_drawn(server)
         for keep_ratio in sorted({*entries_of(self.keep_ratio), *self.step_widths} - {1.0}):
             check_cut(server, plan, keep_ratio)
 
@@ -263,13 +226,9 @@ class WidthSharding(ByKeepRatio[WidthRound]):
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> WidthRound:
         """Collect the tensors that clients get parts of."""
-        before = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        averages = averages_of(state)
-        own = by_width(averages)
-        buffers = {name for name, _ in server.named_buffers() if name in before} | own.keys()
-        mean = MeanEntryChange({**before, **own}, cohort.total, cohort.absolute, always_divided=buffers)
-        return WidthRound(
-            cohort, self._plan(server), travelling_tensors(server), mean, averages, self._averages(server)
+        averaged = averaged_tensors(server, keep_buffers=self.keep_buffers)
+        return open_width_round(
+            server, self._plan(server), cohort, averaged, averages_of(state), self._averages(server)
         )
 
     def send(self, opened: WidthRound, unit: WorkUnit) -> tuple[Download, Receipt]:
@@ -277,16 +236,9 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         keep_ratio = opened.cohort.keep_ratio_of(unit)
         kept = {group.name: self._kept(opened.cohort, unit, group, keep_ratio) for group in opened.plan.groups}
         indices = opened.plan.indices(kept)
-        tensors = {name: take(tensor, indices.get(name, ())) for name, tensor in opened.tensors.items()}
-        tensors.update(opened.averages.get(keep_ratio, {}))
-        tensors.update(self._narrower(opened, keep_ratio))
+        narrower = [width for width in self.step_widths if width < keep_ratio]
+        tensors = opened.parts(indices, keep_ratio) | opened.narrower_averages(narrower)
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
-
-    def _narrower(self, opened: WidthRound, keep_ratio: float) -> dict[str, Tensor]:
-        """Each width's own averages, for the narrower widths that a client may draw."""
-        widths = [width for width in self.step_widths if width < keep_ratio] if opened.names else []
-        cut = partial(first_entries, opened.tensors, opened.plan, opened.names)
-        return by_width({w: opened.averages[w] if w in opened.averages else cut(w) for w in widths})
 
     def _kept(self, cohort: Cohort, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
         generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
@@ -294,13 +246,7 @@ class WidthSharding(ByKeepRatio[WidthRound]):
 
     def add(self, opened: WidthRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change to the entries that it held and trained, weighted by its coefficient."""
-        tensors, positions, largest = upload.tensors, opened.plan.positions(receipt.drawn), upload.largest
-        if opened.averages:
-            held = arrange(upload, positions, opened.names, receipt.capacity, list(opened.averages))
-            tensors, positions, largest = held
-        if upload.untrained_rows:
-            tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
-        opened.mean.add(tensors, positions, receipt.unit.coefficient, largest)
+        opened.add(receipt, upload)
 
     def running_means(self, opened: WidthRound) -> Sequence[RunningMean]:
         """The single sum over entries."""
@@ -313,8 +259,10 @@ class WidthSharding(ByKeepRatio[WidthRound]):
 
     def averages_may_rest(self, server: nn.Module) -> bool:
         """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
+        if not self.step_widths:
+            return False
         returned = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return bool(self.step_widths) and any(name in returned for name in names_of_averages(server))
+        return any(name in returned for name in names_of_averages(server))
 
     def diagnostics(self, opened: WidthRound) -> Mapping[str, float]:
         """The share of all entries that at least one client of the round held."""

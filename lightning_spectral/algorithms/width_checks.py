@@ -35,6 +35,34 @@ def check_step_widths(
         )
 
 
+def check_step_widths_can_be_drawn(server: nn.Module) -> None:
+    """Raise ``ValueError`` if the module takes its steps itself."""
+    if not getattr(server, "automatic_optimization", True):
+        raise ValueError(
+            "`step_widths` draws one width for each `training_step`, which with manual optimisation takes steps of "
+            "its own: set `automatic_optimization = True`, or leave `step_widths` out."
+        )
+
+
+def warn_of_uncut_module(server: nn.Module) -> None:
+    """Warn that no channel of a module can be cut."""
+    warnings.warn(
+        f"WidthSharding cuts no channel of {type(server).__name__}: clients train all of it, as with FedAvg(). "
+        "`width_plan` says why.",
+        SpectralWarning,
+        stacklevel=4,
+    )
+
+
+def warn_of_missing_averages(server: nn.Module) -> None:
+    """Warn that a module has no averages that each width could have for itself."""
+    warnings.warn(
+        f"`averages_per_width` finds no BatchNorm with running averages in {type(server).__name__}; leave it out.",
+        SpectralWarning,
+        stacklevel=4,
+    )
+
+
 def warn_of_untrained_channels(keep_ratio: float, widest: float) -> None:
     """Warn about the channels of a narrow model that no client holds."""
     if keep_ratio > widest:

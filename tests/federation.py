@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import lightning_spectral as ls
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+# For `pytest.mark.filterwarnings`, where Zampling trains at a learning rate for weights and need not learn.
+HARDLY_MOVED = "ignore:.*clients move their probabilities by only"
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from federation import HARDLY_MOVED
 from study_files import study_files
 from torch import nn
 
 import lightning_spectral as ls
 
 pytest.importorskip("matplotlib", reason="the report draws")
-MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding", "remainder")
+MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding", "remainder", "rates")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,26 @@ def test_the_network_of_fedpm_has_as_many_weights_as_its_authors_count(study: An
     assert net(torch.empty(2, 784, device="meta")).shape == (2, 10)
 
 
+def toy_task(study: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of 60 images, every second one is for training, three for each client, and every third one is for testing."""
+    labels = torch.arange(60) // 6
+    images = nn.functional.one_hot(labels, 784).float()
+    monkeypatch.setattr(study.tasks, "mnist", lambda: (images, labels, images, labels))
+    return study.tasks.Task(lambda: nn.Sequential(nn.Linear(784, 10)), 3, train_stride=2, test_stride=3, num_samples=2)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+def test_a_larger_learning_rate_moves_probabilities_farther_and_a_small_one_is_marked(
+    study: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    toy = toy_task(study, monkeypatch)
+    small, large = (study.rates.train(optimizer, lr, toy, num_rounds=1) for lr in (1e-3, 10.0))
+    assert 0 < small.moved < large.moved < 1
+    assert study.rates.row(optimizer, 1e-3, small).split(" | ")[3] == "yes"
+    assert study.rates.row(optimizer, 10.0, large).split(" | ")[3] == ""
+
+
+@pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize(
     ("setup", "compression", "down", "up"),
     [
@@ -60,11 +81,7 @@ def test_the_network_of_fedpm_has_as_many_weights_as_its_authors_count(study: An
 def test_a_run_says_what_travelled_and_how_good_networks_became(
     study: Any, monkeypatch: pytest.MonkeyPatch, setup: str, compression: int, down: int, up: int
 ) -> None:
-    """Of 60 images, every second one is for training, three for each client, and every third one is for testing."""
-    labels = torch.arange(60) // 6
-    images = nn.functional.one_hot(labels, 784).float()
-    monkeypatch.setattr(study.tasks, "mnist", lambda: (images, labels, images, labels))
-    toy = study.tasks.Task(lambda: nn.Sequential(nn.Linear(784, 10)), 3, train_stride=2, test_stride=3, num_samples=2)
+    toy = toy_task(study, monkeypatch)
     monkeypatch.setitem(study.tasks.TASKS, "toy", toy)
     run = study.federated.train(study.plans.Spec(setup, compression, num_rounds=study.federated.EVERY, task="toy"))
     assert (run["down"], run["up"]) == (down, up)

@@ -13,7 +13,7 @@ from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, assign
-from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -182,6 +182,10 @@ class Algorithm(ABC, Generic[RoundT]):
 
     def concerns(self, opened: RoundT) -> Sequence[str]:
         """Warnings for the user before the first round trains, each with its remedy. By default none."""
+        return ()
+
+    def concerns_after(self, summary: RoundSummary) -> Sequence[str]:
+        """Warnings for the user after round 0 if clients trained in it, each with its remedy. By default none."""
         return ()
 
     def diagnostics(self, opened: RoundT) -> Mapping[str, float]:

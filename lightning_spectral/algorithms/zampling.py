@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.algorithms.score_groups import check_score_groups
+from lightning_spectral.algorithms.zampling_checks import check_score_groups, hardly_moved
 from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
-from lightning_spectral.algorithms.zampling_side import BITS, PLACE, PROBS, MatrixCache, ZamplingSide, uploaded
+from lightning_spectral.algorithms.zampling_side import BITS, MOVED, PLACE, PROBS, MatrixCache, ZamplingSide, uploaded
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
@@ -32,7 +32,7 @@ from lightning_spectral.protocol.exchange import (
     load_tensors,
     travelling_tensors,
 )
-from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -281,3 +281,8 @@ class Zampling(Algorithm[ZamplingRound]):
             "bit_disagreement": float(pairs.mean()),
             "probs_settled": float((~uploaded(opened.probs, skip_settled=True)).double().mean()),
         }
+
+    def concerns_after(self, summary: RoundSummary) -> Sequence[str]:
+        """A warning if clients hardly moved their probabilities."""
+        moved = summary.logged.get(MOVED)
+        return hardly_moved(moved.value, len(summary.averaged)) if moved else ()

@@ -16,10 +16,11 @@ from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, LoggedValue, Upload
 from lightning_spectral.protocol.rng import derived_generator
 
 PROBS, PLACE, BITS = "zampling.probs", "zampling.place", "zampling.bits"  # what travels: two names down, one up
+MOVED = "fl/probs_moved"  # what every client logs
 SCORES = f"{NAME}.scores"  # name of the sub-model's parameter
 
 
@@ -97,7 +98,10 @@ class ZamplingSide(ClientSide):
         return StepActions(before_forward=lambda: weights.draw(generator))
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """One more draw, packed, and dense tensors. Scores that are not finite have no bits: the client is left out."""
+        """One more draw, packed, and dense tensors. Scores that are not finite have no bits: the client is left out.
+
+        The client logs how far its probabilities moved, root mean square.
+        """
         weights = sampled_weights(client)
         weights.rest()
         if not bool(torch.isfinite(weights.scores).all()):
@@ -109,7 +113,11 @@ class ZamplingSide(ClientSide):
             raise ValueError(
                 "A score at 0 or 1 has moved, perhaps by a hook, so its bit must be sent: use skip_settled=False."
             )
-        return Upload(download.unit, {BITS: pack_bits(bits[asked]), **select_tensors(client, self.dense)})
+        moved = float((weights.probs - probs).square().mean().sqrt())
+        logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
+        return Upload(
+            download.unit, {BITS: pack_bits(bits[asked]), **select_tensors(client, self.dense)}, logged=logged
+        )
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         """The scores."""

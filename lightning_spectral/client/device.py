@@ -128,7 +128,7 @@ class Device:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         with _during("collecting"):
             upload = self.side.collect(sub_model.module, download)
-            logged = sub_model.recorder.finish_client()
+            logged = {**upload.logged, **sub_model.recorder.finish_client()}
             rows = untrained_rows(self.settings.local_hooks, sub_model.module, task.data)
         unreached = watch.unreached if is_watched and result.num_steps > 0 else None
         upload = replace(upload, logged=logged, unreached=unreached, untrained_rows=rows)

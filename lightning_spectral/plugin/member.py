@@ -197,7 +197,7 @@ class Member(ServerHooks, Trained):
     def apply_round(self) -> RoundSummary:
         """Turn the round's sums into pseudo-gradients."""
         summary = self.engine.apply_round()
-        self._first_rounds.end(self.module, summary)
+        self._first_rounds.end(self.engine.run.algorithm, self.module, summary)
         return summary
 
     def on_train_end(self) -> None:

@@ -114,7 +114,7 @@ class Failure:
 class Upload:
     """What one device sends back.
 
-    An algorithm's device half sets ``unit`` and ``tensors``; the device itself adds the rest.
+    An algorithm's device half sets ``unit`` and ``tensors``, and may log values; the device itself adds the rest.
 
     Attributes:
         unit: Who trained what.
@@ -122,7 +122,7 @@ class Upload:
             copy them before asking for the next upload.
         num_steps: Local optimizer steps, including those that gradient scaling skips because a gradient overflowed.
         loss: Mean loss per example over all local epochs; NaN if no step was taken.
-        logged: Means of the values that the client logged with ``self.log``, by name.
+        logged: Means of the values that the client logged with ``self.log``, by name, and those of the device half.
         left_out: Why the upload cannot be averaged; ``None`` if it can.
         failure: What failed on the device; ``None`` if nothing did.
         seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.

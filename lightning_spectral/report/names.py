@@ -11,6 +11,7 @@ BITS = {  # of Zampling, with the titles of their panels
     "fl/bits_agreed": "bits on which all clients agree",
     "fl/probs_settled": "probabilities that are 0 or 1",
     "fl/bit_disagreement": "bits in which two clients differ",
+    "fl/probs_moved": "how far a client moves a probability",
 }
 SAMPLING_GAP = "/sampling_gap"  # after the name of a metric, of `SampledNetworks`
 SECONDS = "fl/seconds_"  # before the name of a stage

@@ -60,18 +60,23 @@ class FirstRounds:
             for concern in algorithm.concerns(opened):
                 _warn(round_idx, concern)
 
-    def end(self, server: nn.Module, summary: RoundSummary) -> None:
-        """Check a closed round, before the server's step.
+    def end(self, algorithm: Algorithm[Any], server: nn.Module, summary: RoundSummary) -> None:
+        """Check a closed round, before the server's step, and pass on the algorithm's concerns about the first one.
 
         Args:
+            algorithm: The algorithm.
             server: The server's module; its gradients are the pseudo-gradients.
             summary: The round.
         """
+        has_trained = any(client.num_steps for client in summary.averaged)
+        if self._speaks and summary.round_idx == 0 and has_trained:
+            for concern in algorithm.concerns_after(summary):
+                _warn(summary.round_idx, concern)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
             self._look_at_update(server, summary.round_idx)
         if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
             self._look_at_loss(mean_loss(summary), summary.round_idx)
-        if self._averages_are_watched and any(client.num_steps for client in summary.averaged):
+        if self._averages_are_watched and has_trained:
             self._averages_are_watched = False
             if summary.round_idx == 0 and (layers := untouched_averages(server)):
                 _warn(summary.round_idx, _no_averages(layers))

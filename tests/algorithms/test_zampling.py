@@ -11,25 +11,26 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from direct_rounds import DirectRounds
-from federation import Fit, same_state, seeded
+from federation import Fit, said_during, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.zampling_round import GRID
-from lightning_spectral.algorithms.zampling_side import BITS
+from lightning_spectral.algorithms.zampling_side import BITS, SCORES
 from lightning_spectral.functional.zampling.bits import pack_bits
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 SMALL = ls.Zampling(4, degree=3)
+STEEP = 100.0  # a learning rate for scores that pass through a sigmoid
 
 
 class LitNet(pl.LightningModule):
     """One hidden layer, with a norm or without; no dropout, so that an oracle can follow it."""
 
-    def __init__(self, lr: float = 0.1, norm: bool = False, **options: Any) -> None:
+    def __init__(self, lr: float = 3.0, norm: bool = False, **options: Any) -> None:
         super().__init__()
         norms = [nn.BatchNorm1d(12)] if norm else []
         self.net = nn.Sequential(nn.Linear(6, 12), *norms, nn.ReLU(), nn.Linear(12, 3))
@@ -163,6 +164,33 @@ def test_the_figures_of_a_round_are_those_of_its_bits_and_of_what_was_sent() -> 
     }
 
 
+def test_a_client_says_how_far_training_moved_its_probabilities() -> None:
+    """Scores 0.0, 0.9, 0.5 and 0.25 become -1.0, 1.2, 0.6 and 0.25: two probabilities moved, by 0.1."""
+    rounds = DirectRounds(ls.Zampling(2, degree=1), nn.Linear(3, 2), {0: 1.0})
+    rounds.state.probs.data = torch.tensor([0.0, 0.9, 0.5, 0.25])
+    opened, (unit,) = rounds.open({0: 1.0})
+    download, _ = rounds.algorithm.send(opened, unit)
+    side = rounds.algorithm.client_side(rounds.server)
+    client = side.build(rounds.server, 1.0)
+    side.load(client, download)
+    client.get_parameter(SCORES).data += torch.tensor([-1.0, 0.3, 0.1, 0.0])
+    logged = side.collect(client, download).logged
+    assert logged.keys() == {"fl/probs_moved"}
+    assert logged["fl/probs_moved"].value == pytest.approx(math.sqrt(2 * 0.1**2 / 4))
+
+
+@pytest.mark.parametrize(
+    ("lr", "options", "times"),
+    [(0.1, {}, 1), (3.0, {}, 0), (0.1, {"local_epochs": 0}, 0), (0.1, {"clients_per_round": 1}, 1)],
+    ids=["a rate for weights", "a rate for scores", "no training", "one client"],
+)
+def test_a_rate_that_hardly_moves_scores_is_named_once(
+    data: Any, fit: Fit, lr: float, options: dict[str, Any], times: int
+) -> None:
+    said = said_during(lambda: fit(seeded(LitNet, lr=lr), data, algorithm=SMALL, max_epochs=3, **options))
+    assert [text.split(" by only")[0] for text in said] == ["Round 0: clients move their probabilities"] * times
+
+
 def test_clients_can_count_by_their_examples(toy: TensorDataset, fit: Fit) -> None:
     uneven = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 30 + [1] * 90), val=toy, batch_size=10)
     options = {"clients_per_round": 2, "max_epochs": 1}
@@ -180,7 +208,8 @@ def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: F
 
     # three classes, the largest with less than half of the examples
     assert accuracy(2.0) > 0.75
-    assert accuracy(0.0) < 0.6
+    with pytest.warns(ls.SpectralWarning, match="by only 0 a round"):
+        assert accuracy(0.0) < 0.6
 
 
 @pytest.mark.parametrize(
@@ -197,9 +226,10 @@ def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: F
 )
 def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path, algorithm: Any) -> None:
     options: dict[str, Any] = {"algorithm": algorithm, "server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
-    whole, first = (fit(seeded(LitNet, norm=True), data, max_epochs=rounds, **options) for rounds in (3, 1))
+    make = partial(seeded, LitNet, norm=True, lr=STEEP if isinstance(algorithm.link, ls.Sigmoid) else 3.0)
+    whole, first = (fit(make(), data, max_epochs=rounds, **options) for rounds in (3, 1))
     first.trainer.save_checkpoint(tmp_path / "1.ckpt")
-    resumed = fit(seeded(LitNet, norm=True), data, max_epochs=3, ckpt_path=tmp_path / "1.ckpt", **options)
+    resumed = fit(make(), data, max_epochs=3, ckpt_path=tmp_path / "1.ckpt", **options)
     assert same_state(whole.model.state_dict(), resumed.model.state_dict())
     assert "state.probs" in whole.model.state_dict()
 
@@ -302,7 +332,7 @@ class TestRelatives:
         torch.testing.assert_close(Q.diagonal().abs(), torch.full((1230,), (4 / 40) ** 0.5).double())
 
     def test_fed_pm_averages_bits_with_one_more_zero_and_one_more_one(self, data: Any, fit: Fit) -> None:
-        probs = fit(seeded(LitNet), data, algorithm=ls.Zampling.fed_pm()).model.state.probs.detach()
+        probs = fit(seeded(LitNet, lr=STEEP), data, algorithm=ls.Zampling.fed_pm()).model.state.probs.detach()
         assert bool(torch.isin(probs, torch.tensor([round(k / 6 * GRID) / GRID for k in range(1, 6)])).all())
 
 
@@ -348,7 +378,7 @@ class TestWhatIsRefused:
         class TwoRates(LitNet):
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 first, last = self.net[0].parameters(), self.net[-1].parameters()
-                return torch.optim.SGD([{"params": first}, {"params": last, "lr": 1.0}], lr=0.1)
+                return torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.1}], lr=3.0)
 
         with pytest.raises(ValueError, match="one vector of scores for all compressed weights, so one optimizer"):
             fit(seeded(TwoRates), data, algorithm=SMALL)

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, Fitted, same_state, seeded
+from federation import HARDLY_MOVED, Fit, Fitted, same_state, seeded
 from torch import nn
 from toy_models import LitMLP
 
@@ -62,6 +62,7 @@ ALGORITHMS: list[ls.Algorithm[Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
 def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: Fit, monkeypatch: Any) -> None:
     fitted = fit(seeded(LitFrozen), data, algorithm=algorithm, max_epochs=4)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Fit, same_state, seeded
+from federation import HARDLY_MOVED, Fit, same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
@@ -64,10 +64,8 @@ def test_a_layer_with_a_gradient_hook_stays_dense(add: str, parameter: str) -> N
     assert reasons == ["first layer", f"its `{parameter}` has a gradient hook", "affine", "last layer"]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [ls.FedAvg(), ls.Scaffold(), SPECTRAL, ls.Zampling(2)],
-)
+@pytest.mark.filterwarnings(HARDLY_MOVED)
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.Scaffold(), SPECTRAL, ls.Zampling(2)])
 def test_rows_that_a_hook_freezes_do_not_move(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = lit_mlp(momentum=0.0)
     start = module.net[2].weight.detach().clone()

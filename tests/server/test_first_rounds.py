@@ -95,9 +95,9 @@ class TestUpdates:
             nn.init.constant_(layer.weight, 1.0)
             layer.weight.grad = torch.full_like(layer.weight, push)
         watch = FirstRounds()
-        (message,) = said_during(lambda: [watch.end(server, summary_of(9, 1.0)) for _ in range(2)])
+        (message,) = said_during(lambda: [watch.end(ls.FedAvg(), server, summary_of(9, 1.0)) for _ in range(2)])
         assert message.startswith("Round 9: the clients' mean update of '1.weight' is 30 times")
-        assert said_during(lambda: FirstRounds().end(server, summary_of(10, 1.0))) == []
+        assert said_during(lambda: FirstRounds().end(ls.FedAvg(), server, summary_of(10, 1.0))) == []
 
 
 def summary_of(round_idx: int, loss: float) -> RoundSummary:
@@ -125,7 +125,7 @@ class TestLosses:
 
         def run(watch: FirstRounds) -> None:
             for round_idx, loss in enumerate(losses):
-                watch.end(nn.Linear(1, 1), summary_of(round_idx, loss))
+                watch.end(ls.FedAvg(), nn.Linear(1, 1), summary_of(round_idx, loss))
 
         assert [text.split(" Lower")[0] for text in said_during(lambda: run(watch))] == ([told] if told else [])
         assert said_during(lambda: run(silent)) == []

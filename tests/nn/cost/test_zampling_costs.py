@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, seeded
+from federation import HARDLY_MOVED, Fit, seeded
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -17,6 +17,7 @@ from lightning_spectral.nn.cost.zampling_budgets import NEEDS, _factor
 from lightning_spectral.nn.zampling.compressed import Compression
 
 EXAMPLE = torch.zeros(5, 6)
+pytestmark = pytest.mark.filterwarnings(HARDLY_MOVED)
 
 
 class Federated(pl.LightningModule):

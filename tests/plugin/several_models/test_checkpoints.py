@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation import same_state, seeded, without_seconds
+from federation import HARDLY_MOVED, same_state, seeded, without_seconds
 from lightning.pytorch.callbacks import ModelCheckpoint
 from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two, two_lines
 from torch.utils.data import TensorDataset
@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 
 
+@pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize("measure", ["all", "last", 2])
 def test_resuming_changes_no_bit(measure: Any, toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path) -> None:
     """Three algorithms with server optimizers of their own; the sampler remembers what it knew."""

@@ -1,4 +1,4 @@
-"""What the user's optimizer must be like to step one vector of scores in place of many weights."""
+"""What the user's optimizer must be like to step one vector of scores in place of many weights, and how fast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.errors import SpectralWarning
+
+LEAST_MOVE = 0.3  # below it, accuracy is far below that of a larger learning rate: studies/zampling/rates.py
 
 
 def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> None:
@@ -40,3 +42,29 @@ def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> 
             SpectralWarning,
             stacklevel=3,
         )
+
+
+def hardly_moved(moved: float, num_clients: int) -> Sequence[str]:
+    r"""A warning if clients' bits say more about chance than about training.
+
+    Drawing the bits of K clients moves their mean by some :math:`0.4 / \sqrt{K}`. This adds up over rounds: after some
+    K of them, most bits have settled by chance, unless training has moved the probabilities by then.
+
+    Args:
+        moved: How far a client moves a probability in a round, root mean square.
+        num_clients: Number of clients K in the round.
+
+    Example:
+        >>> hardly_moved(0.004, num_clients=10)[0][:66]
+        'clients move their probabilities by only 0.004 a round (root mean '
+        >>> hardly_moved(0.1, num_clients=10)
+        ()
+    """
+    if moved * num_clients >= LEAST_MOVE:
+        return ()
+    return (
+        f"clients move their probabilities by only {moved:.2g} a round (root mean square), and drawing their bits "
+        "moves the mean by more, so chance decides what is learned. Raise the learning rate: it acts on scores, which "
+        "have to travel from 0 to 1, and not on weights. The paper uses Adam with 0.1. If a schedule warms up, nothing "
+        "is wrong.",
+    )

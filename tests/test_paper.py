@@ -216,6 +216,30 @@ def test_a_file_that_names_an_unknown_setting_or_too_few_numbers_is_refused(pape
         paper.grid.read_grid("made_up", text, "toy")
 
 
+def test_a_run_that_another_process_is_training_is_left_to_it(
+    paper: Any, store: Any, settings: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paper.run, "todo", lambda *_: [settings])
+    with paper.evidence.claimed(store.path(settings)):
+        paper.run.train([], store, [0], "cpu")
+    assert store.read(settings) is None
+    assert capsys.readouterr().out == ""
+    paper.run.train([], store, [0], "cpu")
+    assert capsys.readouterr().out.startswith(settings.key)
+
+
+def test_a_long_heading_is_wrapped_and_tasks_keep_their_own_scale(paper: Any) -> None:
+    heading = "Six clients in ten at keep ratio 0.2, four at 0.4"
+    panels = {("short", "A"): {"x": [[(1, 80.0)]]}, (heading, "B"): {"x": [[(1, 20.0)]]}}
+    figure = paper.figures.Figure()
+    paper.figures.fill(figure, panels, ["short", heading], ["A", "B"], "round", "%")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[0] == "A\nshort"
+    assert titles[3].replace("\n", " ") == f"B {heading}"
+    assert max(len(line) for line in titles[3].splitlines()) <= paper.figures.TITLE
+    assert figure.axes[0].get_ylim() != figure.axes[3].get_ylim()
+
+
 def test_missing_data_are_skipped_with_a_reason(
     paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from textwrap import wrap
 from typing import Any
 
 from evidence import Evidence, Store
@@ -21,6 +22,7 @@ from lightning_spectral.report.style import look
 Points = Sequence[tuple[float, float]]
 Panels = Mapping[tuple[str, str], Mapping[str, Sequence[Points]]]  # (group, column) -> line -> runs of all seeds
 MAX_LAYERS = 4  # whose holders are drawn
+TITLE = 34  # letters that fit above a panel
 
 
 def draw(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
@@ -87,12 +89,12 @@ def collected(
 
 
 def fill(figure: Figure, panels: Panels, groups: Sequence[str], columns: Sequence[str], x: str, y: str) -> None:
-    """Draw a row of panels for each group."""
+    """Draw a row of panels for each group; the panels of a column have one scale."""
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    grid = figure.subplots(len(groups), len(columns), squeeze=False, sharey=True)
+    grid = figure.subplots(len(groups), len(columns), squeeze=False, sharey="col")
     for (group, column), lines in panels.items():
         axes = grid[groups.index(group)][columns.index(column)]
-        axes.set_title(f"{column}\n{group}" if column else group)
+        axes.set_title("\n".join([*filter(None, [column]), *wrap(group, TITLE)]))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         for label, runs in lines.items():
             line(axes, label, labels.index(label), runs)

@@ -8,7 +8,7 @@ trained twice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,15 @@ def claimed(path: Path) -> Iterator[bool]:
         lock.release()
         if path.exists():  # nobody needs the lock any more
             Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def train_once(path: Path, train: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """Train a run and write its file; return ``None`` if it has one, or another process is training it."""
+    with claimed(path) as ours:
+        if not ours:
+            return None
+        write_run(path, result := train())
+    return result
 
 
 def kept_in(folder: Path) -> Path:

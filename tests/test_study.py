@@ -90,7 +90,7 @@ def test_terms_that_nobody_held_fade(study, lit_mlp, data, fit):
 def test_runs_are_done_once_and_reported(study, monkeypatch):
     specs = [toy(study, "FedAvg", 1.0), toy(study, study.report.DEFAULT, 0.1)]
     study.run.train_missing(specs)
-    monkeypatch.setattr(study.run, "train", None)
+    monkeypatch.setattr(study.run, "train", pytest.fail)
     study.run.train_missing(specs)
     results = study.plans.results()
     assert [len(run["test"]) for run in results] == [1, 1]

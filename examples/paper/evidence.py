@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from shutil import rmtree
@@ -30,7 +30,7 @@ from measures import MEASURES, Holders
 from settings import Settings
 
 sys.path.append(str(Path(__file__).parents[2] / "studies"))  # code that the examples and the studies share
-from records import claimed, write_run
+from records import train_once, write_run
 
 import lightning_spectral as ls
 
@@ -68,11 +68,8 @@ class Store:
         Return ``None`` if another process is training it, or has just finished it.
         """
         checkpoints = self.path(settings).with_suffix("")
-        with claimed(self.path(settings)) as ours:
-            if not ours:
-                return None
-            evidence = train(settings, checkpoints, accelerator)
-            self.write(settings, evidence)
+        evidence = train_once(self.path(settings), partial(train, settings, checkpoints, accelerator))
+        if evidence is not None:
             rmtree(checkpoints, ignore_errors=True)
         return evidence
 

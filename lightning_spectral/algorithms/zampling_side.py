@@ -106,14 +106,14 @@ class ZamplingSide(ClientSide):
         weights.rest()
         if not bool(torch.isfinite(weights.scores).all()):
             return Upload(download.unit, {}, left_out="not_finite")
-        bits = _drawn(weights.probs, download)
-        probs = self._probs(download.tensors[PROBS])
+        trained, probs = weights.probs, self._probs(download.tensors[PROBS])
+        bits = _drawn(trained, download)
         asked = uploaded(probs, self.skip_settled)
         if not torch.equal(bits[~asked], probs[~asked] == 1):
             raise ValueError(
                 "A score at 0 or 1 has moved, perhaps by a hook, so its bit must be sent: use skip_settled=False."
             )
-        moved = float((weights.probs - probs).square().mean().sqrt())
+        moved = float((trained - probs).square().mean().sqrt())
         logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
         return Upload(
             download.unit, {BITS: pack_bits(bits[asked]), **select_tensors(client, self.dense)}, logged=logged

@@ -15,12 +15,13 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec, best_rates, results
-from records import claimed, restore, write_run
+from records import restore, train_once
 from setups import SETUPS
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
 
@@ -90,10 +91,9 @@ def todo(plans: Sequence[str]) -> Iterator[Spec]:
 def train_missing(specs: Iterable[Spec]) -> None:
     """Train the runs that no other process has claimed or finished."""
     for spec in specs:
-        with claimed(spec.path) as ours:
-            if not ours:
-                continue
-            write_run(spec.path, result := train(spec))
+        result = train_once(spec.path, partial(train, spec))
+        if result is None:
+            continue
         last = f"{result['test'][-1]:.1%}" if result["test"] else "-"
         print(f"{spec.path.stem}: {last} {result['error']} ({result['seconds']:.0f} s)", flush=True)
 

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 sys.path += [str(Path(__file__).parents[2] / "examples"), str(Path(__file__).parents[1])]  # networks and data, records
 import lora_shakespeare
 import lora_vit
-from records import claimed, read_runs, restore, write_run
+from records import read_runs, restore, train_once
 
 import lightning_spectral as ls
 
@@ -152,10 +152,9 @@ def main() -> None:
     restore(task.output)
     rounds, steps = args.rounds or task.example.NUM_ROUNDS, args.steps or task.example.PRETRAINING_STEPS
     for setup, rate, seed in task.todo(args.seeds):
-        with claimed(path := task.path_of(setup, rate, seed)) as ours:
-            if not ours:
-                continue
-            write_run(path, result := task.train(setup, rate, seed, rounds, steps))
+        result = train_once(task.path_of(setup, rate, seed), partial(task.train, setup, rate, seed, rounds, steps))
+        if result is None:
+            continue
         first, last = result[task.figure][0], task.last(result)
         print(f"{setup}, seed {seed}, rate {rate:g}: {first:.3f} to {last:.3f} ({result['seconds']} s)", flush=True)
 

@@ -15,6 +15,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from federations import FEDERATIONS, Federation
-from records import claimed, restore, write_run
+from records import restore, train_once
 from setups import SETUPS
 from tasks import LOCAL_EPOCHS, PROCESSORS
 
@@ -95,10 +96,9 @@ def main() -> None:
     federation = FEDERATIONS[args.federation]
     restore(federation.output)
     for name, seed in todo(federation, args.setups, args.seeds):
-        with claimed(path := path_of(federation, name, seed)) as ours:
-            if not ours:
-                continue
-            write_run(path, result := train(federation, name, seed))
+        result = train_once(path_of(federation, name, seed), partial(train, federation, name, seed))
+        if result is None:
+            continue
         last = [result[model]["accuracy"][-1:] for model in federation.models]
         accuracies = ", ".join(f"{values[0]:.1%}" if values else "-" for values in last)
         print(f"{name}, seed {seed}: {accuracies} {result['error']} ({result['seconds']:.0f} s)", flush=True)

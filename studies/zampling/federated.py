@@ -16,12 +16,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec
-from records import claimed, restore, write_run
+from records import restore, train_once
 from tasks import NUM_CLIENTS, TASKS, Classifier, deal
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -91,10 +92,9 @@ def main() -> None:
         print(*left, sep="\n")
         return
     for spec in left:
-        with claimed(spec.path) as ours:
-            if not ours:
-                continue
-            write_run(spec.path, result := train(spec))
+        result = train_once(spec.path, partial(train, spec))
+        if result is None:
+            continue
         print(f"{spec.path.stem}: {result['accuracy'][-1]:.2%} ({result['seconds']:.0f} s)", flush=True)
 
 

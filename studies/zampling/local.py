@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
@@ -29,7 +30,7 @@ from digits import mnist
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
-from records import claimed, restore, write_run
+from records import restore, train_once
 
 import lightning_spectral as ls
 from lightning_spectral.nn.zampling.zample import local_weights, sampled_networks
@@ -230,10 +231,9 @@ def main() -> None:
     restore(OUTPUT)
     data = mnist()
     for spec in (spec for plan in args.plans for spec in PLANS[plan](args.scale == "small")):
-        with claimed(spec.path) as ours:
-            if not ours:
-                continue
-            write_run(spec.path, result := run(spec, data))
+        result = train_once(spec.path, partial(run, spec, data))
+        if result is None:
+            continue
         accuracies = f"expected {result['expected']:.2%}, sampled {mean(result['sampled']):.2%}"
         print(f"{spec.path.stem}: {accuracies} ({result['seconds']:.0f} s)", flush=True)
 

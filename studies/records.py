@@ -16,14 +16,15 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 KEPT = Path("docs/runs")
+Run = dict[str, Any]
 
 
-def read_runs(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
+def read_runs(folder: Path, pattern: str = "*") -> list[Run]:
     """Return the runs of a folder whose file names match, sorted by file name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{pattern}.json"))]
 
 
-def write_run(path: Path, result: dict[str, Any]) -> None:
+def write_run(path: Path, result: Run) -> None:
     """Write the file of a run atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
@@ -53,7 +54,7 @@ def claimed(path: Path) -> Iterator[bool]:
             Path(lock.lock_file).unlink(missing_ok=True)
 
 
-def train_once(path: Path, train: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+def train_once(path: Path, train: Callable[[], Run]) -> Run | None:
     """Train a run and write its file; return ``None`` if it has one, or another process is training it."""
     with claimed(path) as ours:
         if not ours:
@@ -82,13 +83,19 @@ def restore(folder: Path, kept: Path | None = None) -> None:
             write_run(path, run)
 
 
-def keep(folder: Path, kept: Path | None = None) -> None:
-    """Keep all runs of a folder, in addition to those already kept; arguments as in `restore`."""
+def keep(folder: Path, kept: Path | None = None, part: Callable[[Run], Run] = dict) -> None:
+    """Keep all runs of a folder, in addition to those already kept.
+
+    Args:
+        folder: The folder of the runs.
+        kept: The file in which they are kept; by default in ``docs/runs``.
+        part: What to keep of a run; by default all of it.
+    """
     kept = kept or kept_in(folder)
     restore(folder, kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
     paths = sorted(folder.glob("*.json"))
-    lines = [json.dumps({"file": path.stem, **rounded(json.loads(path.read_text()))}) for path in paths]
+    lines = [json.dumps({"file": path.stem, **rounded(part(json.loads(path.read_text())))}) for path in paths]
     kept.write_text("".join(f"{line}\n" for line in lines))
 
 

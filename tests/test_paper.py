@@ -1,5 +1,6 @@
 """The papers' experiments: every grid runs, runs are done once and resume where they stopped, tables are right."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -228,6 +229,18 @@ def test_a_run_that_another_process_is_training_is_left_to_it(
     assert capsys.readouterr().out.startswith(settings.key)
 
 
+def test_only_curves_that_a_figure_can_show_are_kept(
+    paper: Any, tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = {"val_accuracy": [[1, 0.2], [2, 0.5]], "rank/model.head": [[2, 0.25]]}
+    run = made_up(settings, 0.5) | {"curves": shown | {"fl/bytes_up": [[1, 8], [2, 8]]}}
+    paper.evidence.Store(tmp_path / "outputs/paper/toy/runs").write(settings, run)
+    paper.run.main(["table3", "--scale", "toy", "--report", "docs/paper"])
+    kept = json.loads((tmp_path / "docs/paper/runs_toy.jsonl").read_text())
+    assert kept == run | {"file": settings.key, "curves": shown}
+
+
 def test_a_long_heading_is_wrapped_and_tasks_keep_their_own_scale(paper: Any) -> None:
     heading = "Six clients in ten at keep ratio 0.2, four at 0.4"
     panels = {("short", "A"): {"x": [[(1, 80.0)]]}, (heading, "B"): {"x": [[(1, 20.0)]]}}
@@ -286,6 +299,17 @@ def test_sequences_follow_each_other(paper: Any) -> None:
     symbols = paper.sources.SYMBOLS
     pieces = paper.sources.sequences("the quick brown fox", 6)
     assert ["".join(symbols[code] for code in piece) for piece in pieces] == ["the qui", "ick bro", "own fox"]
+
+
+def test_every_speaker_is_tested_on_a_fifth_as_many_sequences(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = {("play", "chatty"): "ab" * 1000, ("play", "terse"): "cd" * 250, ("play", "silent"): "e" * 499}
+    monkeypatch.setattr(paper.sources, "shakespeare", lambda: says)
+    small, whole = paper.sources.small_speech(), paper.sources.speech(length=20)
+    assert torch.bincount(small.owners).tolist() == [50, 19], "the last fifth of a text is not for training"
+    assert torch.bincount(whole.owners).tolist() == [79, 19], "the first character is not predicted"
+    c = paper.sources.SYMBOLS.index("c")
+    assert [int((source.test.tensors[0] >= c).any(1).sum()) for source in (small, whole)] == [4, 4]
+    assert [len(source.test) for source in (small, whole)] == [10 + 4, 19 + 4]
 
 
 def test_reviews_are_read_as_frequent_words(paper: Any) -> None:

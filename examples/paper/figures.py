@@ -39,6 +39,12 @@ def draw(grid: Grid, store: Store, seeds: Sequence[int], folder: Path) -> None:
                 fill(figure, panels, groups, columns, *labels)
 
 
+def drawable(run: Evidence) -> Evidence:
+    """Return a run with only the curves that a figure can show; its other metrics still have means and last values."""
+    shown = tuple(metric.name for metric in METRICS.values())
+    return {**run, "curves": {name: points for name, points in run["curves"].items() if name.startswith(shown)}}
+
+
 def by_round(grid: Grid, name: str, store: Store, seeds: Sequence[int]) -> Panels:
     """Return the values of a metric against rounds, in a panel for each group and column."""
     metric = METRICS[name]

@@ -21,7 +21,7 @@ import torch
 import yaml
 from costs import Costs
 from evidence import Store
-from figures import draw
+from figures import draw, drawable
 from grid import SCALES, Grid, read_grid
 from records import keep, restore
 from settings import Settings
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in experiments:
             report(one, store, args.seeds, folder)
     if args.report:
-        keep(store.folder, args.report / kept)
+        keep(store.folder, args.report / kept, drawable)
     print(f"tables and figures: {folder}")
 
 

@@ -110,8 +110,8 @@ def tiny_imagenet() -> Source:
 
 
 def small_speech() -> Source:
-    """The text of 100 of Shakespeare's speakers in sequences of 40 characters, at most 20 per speaker."""
-    return speech(num_speakers=100, length=40, at_most=20)
+    """The text of 100 of Shakespeare's speakers in sequences of 20 characters, at most 50 of a speaker for training."""
+    return speech(num_speakers=100, length=20, at_most=50)
 
 
 def speech(num_speakers: int = 715, length: int = 80, at_most: int | None = None) -> Source:
@@ -122,14 +122,15 @@ def speech(num_speakers: int = 715, length: int = 80, at_most: int | None = None
     Args:
         num_speakers: Number of clients.
         length: Number of characters in a sequence.
-        at_most: Maximum number of sequences of a client; ``None`` for all of them.
+        at_most: Maximum number of a client's training sequences, with a fifth as many for testing; ``None`` for all.
     """
     train, test, owners = [], [], []
+    tested = None if at_most is None else int(TEST_SHARE * at_most)
     texts = [text for text in most_text(shakespeare(), num_speakers) if len(text) >= SHORTEST_TEXT]
     for client, text in enumerate(texts):
         end = int((1 - TEST_SHARE) * len(text))
         train.append(sequences(text[:end], length)[:at_most])
-        test.append(sequences(text[end:], length)[:at_most])
+        test.append(sequences(text[end:], length)[:tested])
         owners.append(torch.full((len(train[-1]),), client))
     pairs = (TensorDataset(joined[:, :-1], joined[:, 1:]) for joined in map(torch.cat, (train, test)))
     return Source(*pairs, len(SYMBOLS), torch.cat(owners))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lightning_spectral.algorithms.client_sum import sum_of
 from lightning_spectral.algorithms.cut_outputs import with_absent_rows
-from lightning_spectral.algorithms.term_aggregation import LayerMean, TermAggregation
+from lightning_spectral.algorithms.term_aggregation import LayerMean, TermAggregation, TrainedTerms
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
@@ -42,38 +41,24 @@ class MeanOfMatrices(LayerMean):
         _, holders = next(self._mean.finish())
         return holders > 0
 
-    def add(
-        self,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        multipliers: Callable[[], Tensor],
-        weight: float,
-        magnitudes: tuple[float, float],
-    ) -> None:
+    def add(self, client: TrainedTerms, weight: float) -> None:
         """Multiply out what a client sent back."""
-        omega = multipliers().double()
-        matrix = self._matrix(terms, trained, omega)
+        omega = client.multipliers().double()
+        matrix = self._matrix(client, omega)
         holders, multiples = omega.new_zeros(len(self.v)), omega.new_full((len(self.v),), -1.0)
-        holders[terms], multiples[terms] = 1.0, omega - 1.0
+        holders[client.terms], multiples[client.terms] = 1.0, omega - 1.0
         self._mean.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
 
-    def _matrix(self, terms: Tensor, trained: tuple[Tensor, Tensor], omega: Tensor) -> Tensor:
+    def _matrix(self, client: TrainedTerms, omega: Tensor) -> Tensor:
         """How far a client's training moved its own matrix."""
-        u, v = self.u[: self.held_rows, terms].double(), self.v[terms].double()
-        u_after, v_after = (vectors.double() for vectors in trained)
-        return weight_change(u * omega, v, (u_after - u) * omega, v_after - v)
+        u, v = self.u[: self.held_rows, client.terms].double(), self.v[client.terms].double()
+        return weight_change(u * omega, v, (client.u.double() - u) * omega, client.v.double() - v)
 
-    def largest_summand(
-        self,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        multipliers: Callable[[], Tensor],
-        magnitudes: tuple[float, float],
-    ) -> float:
+    def largest_summand(self, client: TrainedTerms) -> float:
         """A bound on the matrix, which is multiplied out only if the bound is too large."""
-        omega, (u, v), (u_after, v_after) = multipliers().double(), self._before, magnitudes
-        bound = len(terms) * float(omega.abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
-        return largest_within(bound, lambda: self._matrix(terms, trained, omega))
+        omega, (u, v), (u_after, v_after) = client.multipliers().double(), self._before, client.magnitudes
+        bound = len(client.terms) * float(omega.abs().max()) * ((u_after + u) * v_after + u * (v_after + v))
+        return largest_within(bound, lambda: self._matrix(client, omega))
 
     def weight_change(self) -> Tensor:
         """Both parts together; rows that no client holds are unchanged."""

@@ -244,14 +244,13 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
     def add(self, opened: SpectralRound, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change: dense tensors whole, sharded layers by their terms."""
         opened.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
-        for name, layer in opened.layers.items():
-            layer.add(opened.cohort, receipt.unit, receipt.drawn[name], *_vectors(upload, name))
+        for layer in opened.layers.values():
+            layer.mean.add(layer.trained(receipt, upload), receipt.unit.coefficient)
 
     def largest_summand(self, opened: SpectralRound, receipt: Receipt, upload: Upload) -> float:
         """The largest of any layer: some aggregations sum products, which may be large where the factors are not."""
-        layers, (cohort, unit) = opened.layers.items(), (opened.cohort, receipt.unit)
-        found = (a.largest_summand(cohort, unit, receipt.drawn[name], *_vectors(upload, name)) for name, a in layers)
-        return max(found, default=0.0)
+        layers = opened.layers.values()
+        return max((layer.mean.largest_summand(layer.trained(receipt, upload)) for layer in layers), default=0.0)
 
     def running_means(self, opened: SpectralRound) -> Sequence[RunningMean]:
         """One sum over the dense tensors, and one for each sharded matrix."""
@@ -273,12 +272,6 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
     def diagnostics(self, opened: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""
         return opened.diagnostics()
-
-
-def _vectors(upload: Upload, name: str) -> tuple[tuple[Tensor, Tensor], tuple[float, float]]:
-    """A client's vectors of one matrix, and the largest magnitude of each."""
-    u, v = f"{name}.u", f"{name}.v"
-    return (upload.tensors[u], upload.tensors[v]), (upload.largest[u], upload.largest[v])
 
 
 def _singular_terms(named_matrix: NamedMatrix) -> tuple[Tensor, ...]:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.term_aggregation import LayerMean
+from lightning_spectral.algorithms.term_aggregation import LayerMean, TrainedTerms
 from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.figures.discrepancy import group_discrepancy
 from lightning_spectral.functional.figures.entropy import marginal_entropy
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.statistics import MeanChange
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -81,37 +82,17 @@ class LayerRound:
         terms, omega = drawn.to(u.device), self._multipliers(plan, drawn)
         return terms, {"u": u[: self.mean.held_rows, terms], "v": v[terms], "omega": omega}
 
-    def add(
-        self,
-        cohort: Cohort,
-        unit: WorkUnit,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        magnitudes: tuple[float, float],
-    ) -> None:
-        """Add what one unit sends back, weighted by its coefficient.
-
-        Args:
-            cohort: The clients that take part.
-            unit: The unit.
-            terms: The indices that `draw` returned.
-            trained: Its ``u`` and ``v``.
-            magnitudes: The largest magnitude of each.
-        """
-        plan = self.groups[cohort.keep_ratio_of(unit)]
-        self.mean.add(terms, trained, lambda: self._multipliers(plan, terms.cpu()), unit.coefficient, magnitudes)
-
-    def largest_summand(
-        self,
-        cohort: Cohort,
-        unit: WorkUnit,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        magnitudes: tuple[float, float],
-    ) -> float:
-        """Largest magnitude that `add` would compute and sum for the same arguments, or a bound on it."""
-        plan = self.groups[cohort.keep_ratio_of(unit)]
-        return self.mean.largest_summand(terms, trained, lambda: self._multipliers(plan, terms.cpu()), magnitudes)
+    def trained(self, receipt: Receipt, upload: Upload) -> TrainedTerms:
+        """What a unit sends back of the terms that `draw` returned, with their multipliers."""
+        plan, terms = self.groups[receipt.capacity], receipt.drawn[self.name]
+        u, v = f"{self.name}.u", f"{self.name}.v"
+        return TrainedTerms(
+            terms,
+            upload.tensors[u],
+            upload.tensors[v],
+            magnitudes=(upload.largest[u], upload.largest[v]),
+            multipliers=lambda: self._multipliers(plan, terms.cpu()),
+        )
 
     def _multipliers(self, plan: GroupPlan, drawn: Tensor) -> Tensor:
         return self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn).to(self.mean.u)

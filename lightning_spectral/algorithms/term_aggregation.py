@@ -5,6 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +13,24 @@ from lightning_spectral.algorithms.cut_outputs import with_absent_rows
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.statistics import MeanTermChange, RunningMean
+
+
+class TrainedTerms(NamedTuple):
+    """The terms of one factorised matrix that a client held, as it sent them back.
+
+    Attributes:
+        terms: Their indices, shape ``(n,)``.
+        u: Left vectors after training, shape ``(held rows, n)``.
+        v: Right vectors after training, shape ``(n, c_in k)``.
+        magnitudes: The largest magnitude of each.
+        multipliers: Returns the multipliers that were sent, shape ``(n,)``; computed only where they are used.
+    """
+
+    terms: Tensor
+    u: Tensor
+    v: Tensor
+    magnitudes: tuple[float, float]
+    multipliers: Callable[[], Tensor]
 
 
 class LayerMean(ABC):
@@ -37,39 +56,11 @@ class LayerMean(ABC):
         """Which terms were held by some client, shape ``(N,)``, bool."""
 
     @abstractmethod
-    def add(
-        self,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        multipliers: Callable[[], Tensor],
-        weight: float,
-        magnitudes: tuple[float, float],
-    ) -> None:
-        """Add one client.
+    def add(self, client: TrainedTerms, weight: float) -> None:
+        """Add one client with its weight."""
 
-        Args:
-            terms: Indices of the terms it held, shape ``(n,)``.
-            trained: Its vectors after training, shapes ``(held rows, n)`` and ``(n, c_in k)``.
-            multipliers: Returns the multipliers of its terms, shape ``(n,)``, as they were sent.
-            weight: Its weight.
-            magnitudes: The largest magnitudes of the trained vectors.
-        """
-
-    def largest_summand(
-        self,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        multipliers: Callable[[], Tensor],
-        magnitudes: tuple[float, float],
-    ) -> float:
-        """Largest magnitude that `add` would compute for a client and sum, or a bound on it; 0 if it sums only vectors.
-
-        Args:
-            terms: As for `add`.
-            trained: As for `add`.
-            multipliers: As for `add`.
-            magnitudes: As for `add`.
-        """
+    def largest_summand(self, client: TrainedTerms) -> float:
+        """Largest magnitude that `add` would compute and sum, or a bound on it; 0 if it sums only vectors."""
         return 0.0
 
     @abstractmethod
@@ -109,16 +100,9 @@ class MeanOfTerms(LayerMean):
         """Terms held by clients of positive weight."""
         return self._mean.weight > 0
 
-    def add(
-        self,
-        terms: Tensor,
-        trained: tuple[Tensor, Tensor],
-        multipliers: Callable[[], Tensor],
-        weight: float,
-        magnitudes: tuple[float, float],
-    ) -> None:
+    def add(self, client: TrainedTerms, weight: float) -> None:
         """Add the changes of a client's vectors; multipliers are not used."""
-        self._mean.add(terms, *trained, weight, magnitudes)
+        self._mean.add(client.terms, client.u, client.v, weight, client.magnitudes)
 
     def weight_change(self) -> Tensor:
         """The change that follows from the new vectors.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.term_aggregation import TrainedTerms
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.functional.sampling.minimum_support import minimum_support
 from lightning_spectral.functional.sampling.support import ONE
@@ -24,6 +25,10 @@ STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective(), ls.Scaled(l
 
 def algorithm(strategy: ls.ShardingStrategy, **options: Any) -> ls.SpectralSharding:
     return ls.SpectralSharding.published(strategy, aggregation=ls.MatrixMeans(), **options)
+
+
+def trained(terms: Tensor, u: Tensor, v: Tensor, multipliers: Tensor) -> TrainedTerms:
+    return TrainedTerms(terms, u, v, magnitudes=(1.0, 1.0), multipliers=lambda: multipliers)
 
 
 def sent_matrices(seen: Any, sent: Any, name: str) -> list[Tensor]:
@@ -97,8 +102,7 @@ def test_unbiased_sub_models_keep_the_weight_on_average() -> None:
     plan, expected = layer.groups[0.5], torch.zeros_like(weight)
     for drawn, units in zip(*minimum_support(plan.inclusion_probs), strict=True):
         fresh = ours.aggregation.open(layer.mean.u, layer.mean.v, opened.cohort)
-        trained = layer.mean.u[:, drawn], layer.mean.v[drawn]
-        fresh.add(drawn, trained, lambda drawn=drawn: plan.multipliers[drawn], 1.0, (1.0, 1.0))
+        fresh.add(trained(drawn, layer.mean.u[:, drawn], layer.mean.v[drawn], plan.multipliers[drawn]), 1.0)
         expected += units.double() / ONE * fresh.weight_change()
         assert not torch.allclose(fresh.weight_change(), torch.zeros_like(weight), atol=1e-3)
     torch.testing.assert_close(expected, torch.zeros_like(weight), rtol=0, atol=1e-12)
@@ -115,7 +119,7 @@ def test_the_change_is_weighted_as_the_cohort_says(absolute: bool) -> None:
     matrices = []
     for c, (download, receipt) in enumerate(sent):
         u, v, omega = (download.tensors[f"4.{part}"] for part in ("u", "v", "omega"))
-        fresh.add(receipt.drawn["4"], (2 * u, v), lambda omega=omega: omega, c + 1.0, (1.0, 1.0))
+        fresh.add(trained(receipt.drawn["4"], 2 * u, v, omega), c + 1.0)
         matrices.append(2 * u @ torch.diag(omega) @ v)
     scale = 3.0 if absolute else 1.0  # coefficients of 1 and 2 are used as they are
     torch.testing.assert_close(fresh.weight_change(), scale * (mean(matrices) - weight), rtol=0, atol=1e-12)

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.adapter_round import (
-    Adapter,
-    AdapterAggregation,
-    OpenAdapter,
-    drawn_rows,
-)
+from lightning_spectral.algorithms.adapter_round import AdapterAggregation, OpenAdapter, drawn_rows
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.lora_checks import (
@@ -27,11 +22,13 @@ from lightning_spectral.algorithms.lora_checks import (
     check_trained,
     trained_parts,
 )
+from lightning_spectral.algorithms.lora_exchange import sent_back, sent_to_all, trained_whole
 from lightning_spectral.algorithms.lora_side import LoRASide
 from lightning_spectral.algorithms.lora_state import (
     LoRARound,
     LoRAState,
     adapters_of,
+    new_adapter,
     own_state,
     restart,
     take_in,
@@ -41,14 +38,9 @@ from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
-from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
+from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    kept_buffers,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.exchange import apply_mean_change, kept_buffers
 from lightning_spectral.protocol.per_client import (
     Assigned,
     PerClient,
@@ -191,13 +183,7 @@ class LoRA(Algorithm[LoRARound]):
         return self._trained_whole(server, self.adapted(server))
 
     def _trained_whole(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:
-        by_peft = any(layer.brings_factors for layer in layers)
-        if not self.train and not by_peft:
-            return {}
-        factors, averaged = factors_of(layers), averaged_tensors(server, keep_buffers=self.keep_buffers)
-        beside = {name for name, _ in server.named_parameters() if by_peft and name in averaged}
-        chosen = {name for name in averaged if name in beside or matches(name, self.train)}
-        return {name: tensor for name, tensor in averaged.items() if name in chosen - factors}
+        return trained_whole(server, layers, self.train, self.keep_buffers)
 
     def client_side(self, server: nn.Module) -> ClientSide:
         """The device half: adapters in place of weights."""
@@ -218,25 +204,13 @@ class LoRA(Algorithm[LoRARound]):
 
     def start(self, server: nn.Module, seed: int) -> LoRAState:
         """Copy the adapted weights, which become the bases, and draw A; B is zero."""
-        layers = self.adapted(server)
-        return LoRAState(layers, [self._adapter(server, layer, seed) for layer in layers], seed)
-
-    def _adapter(self, server: nn.Module, layer: AdaptedLayer, seed: int) -> Adapter:
-        if layer.brings_factors:
-            b, a = (server.get_parameter(layer.parts[part]).detach().clone() for part in "BA")
-            adapter = Adapter(None, b, a)
-        else:
-            weight = server.get_parameter(layer.weight).detach()
-            b = weight.new_zeros(layer.out_features, self.max_rank)
-            adapter = Adapter(weight.clone(), b, drawn_rows(layer, self.max_rank, weight, seed))
-        for name in self.aggregation.steps(self.is_mixed):
-            adapter.get_parameter(name).requires_grad_(True)
-        return adapter
+        layers, steps = self.adapted(server), self.aggregation.steps(self.is_mixed)
+        return LoRAState(layers, [new_adapter(server, layer, self.max_rank, seed, steps) for layer in layers], seed)
 
     def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
         """All that is not trained, and A if the aggregation never changes it and all clients have all of it."""
         layers = own_state(state).layers
-        trained, tensors = self._trained_whole(server, layers), _sent_to_all(server, layers, state)
+        trained, tensors = self._trained_whole(server, layers), sent_to_all(server, layers, adapters_of(state))
         frozen = {name: tensor for name, tensor in tensors.items() if name not in trained}
         parts = () if self.is_mixed else self.aggregation.frozen()
         for layer, adapter in zip(layers, adapters_of(state), strict=True):
@@ -253,7 +227,7 @@ class LoRA(Algorithm[LoRARound]):
         ]
         adapters = dict(zip(layers, self.aggregation.open_all(opened), strict=True))
         mean = dense_mean(server, self._trained_whole(server, layers), cohort)
-        return LoRARound(cohort, _sent_to_all(server, layers, state), adapters, mean)
+        return LoRARound(cohort, sent_to_all(server, layers, adapters_of(state)), adapters, mean)
 
     def send(self, opened: LoRARound, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Send the terms that the aggregation chooses, and everything that a client may not have yet."""
@@ -268,11 +242,11 @@ class LoRA(Algorithm[LoRARound]):
         """Add a client's factors, and the change of what it trained whole."""
         opened.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
         for layer, adapter in opened.adapters.items():
-            adapter.add(receipt.unit, receipt.drawn[layer.name], *_factors(upload, layer))
+            adapter.add(receipt.unit, receipt.drawn[layer.name], *sent_back(upload, layer))
 
     def largest_summand(self, opened: LoRARound, receipt: Receipt, upload: Upload) -> float:
         """The largest of any layer: some aggregations sum products, which may be large where the factors are not."""
-        found = (adapter.largest_summand(*_factors(upload, layer)) for layer, adapter in opened.adapters.items())
+        found = (adapter.largest_summand(*sent_back(upload, layer)) for layer, adapter in opened.adapters.items())
         return max(found, default=0.0)
 
     def running_means(self, opened: LoRARound) -> Sequence[RunningMean]:
@@ -303,17 +277,3 @@ class LoRA(Algorithm[LoRARound]):
                 restart(adapter, server.get_parameter(layer.weight), rows)
         own.merge_is_due = False
         own.has_begun.fill_(True)
-
-
-def _factors(upload: Upload, layer: AdaptedLayer) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The factors of one layer that a client sent back, and the largest magnitude of each."""
-    sent = {part: name for part, name in layer.factors.items() if name in upload.tensors}
-    tensors = {part: upload.tensors[name] for part, name in sent.items()}
-    return tensors, {part: upload.largest[name] for part, name in sent.items()}
-
-
-def _sent_to_all(server: nn.Module, layers: Sequence[AdaptedLayer], state: nn.Module | None) -> dict[str, Tensor]:
-    """What every client is sent: bases in place of adapted weights, and the rest of the module except factors."""
-    bases = [(layer.weight, adapter.base) for layer, adapter in zip(layers, adapters_of(state), strict=True)]
-    whole = travelling_tensors(server, without=factors_of(layers))
-    return {**whole, **{name: base.detach() for name, base in bases if base is not None}}

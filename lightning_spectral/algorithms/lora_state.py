@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound
+from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound, drawn_rows
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.change_blocks import rows_in_a_block
 from lightning_spectral.protocol.cohort import Cohort
@@ -70,6 +70,27 @@ class LoRARound:
     tensors: Mapping[str, Tensor]
     adapters: Mapping[AdaptedLayer, AdapterRound]
     dense: MeanChange
+
+
+def new_adapter(server: nn.Module, layer: AdaptedLayer, rank: int, seed: int, steps: Sequence[str]) -> Adapter:
+    """What the server holds of a layer before the first round: B zero and A drawn, or the factors that it brings.
+
+    Args:
+        server: The server's module.
+        layer: The layer.
+        rank: The largest rank R of any client.
+        seed: The run's seed.
+        steps: The parts that the server optimizer steps.
+    """
+    if layer.brings_factors:
+        adapter = Adapter(None, *(server.get_parameter(layer.parts[part]).detach().clone() for part in "BA"))
+    else:
+        weight = server.get_parameter(layer.weight).detach()
+        b = weight.new_zeros(layer.out_features, rank)
+        adapter = Adapter(weight.clone(), b, drawn_rows(layer, rank, weight, seed))
+    for part in steps:
+        adapter.get_parameter(part).requires_grad_(True)
+    return adapter
 
 
 def adapters_of(state: nn.Module | None) -> list[Adapter]:

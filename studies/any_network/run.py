@@ -10,7 +10,6 @@ the report count as done. Several processes at a time share the work. ``--list``
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec, best_rates, results
+from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
 from setups import SETUPS
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, NETS, Classifier, deal
@@ -49,7 +49,7 @@ def train(spec: Spec) -> dict[str, Any]:
             )
             watched.append((ls.RoundHistory(), ls.CommunicationLedger()))
             estimation = [ls.BatchNormEstimation(EVERY)] if SETUPS[spec.setup].estimated else []
-            trainer(end - first_round, [*watched[-1], *estimation]).fit(model, data)
+            quiet_trainer(end - first_round, [*watched[-1], *estimation], EVERY).fit(model, data)
     except (ls.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     rows = [row for history, _ in watched for row in history.rows]
@@ -65,21 +65,6 @@ def fits(spec: Spec, module: pl.LightningModule) -> Iterator[tuple[ls.Algorithm[
     if setup.dense_rounds:
         yield ls.FedAvg(), 0, setup.dense_rounds
     yield setup.algorithm(spec.keep_ratio, module), setup.dense_rounds, spec.num_rounds
-
-
-def trainer(num_rounds: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
-    """Return a quiet Trainer on one core."""
-    return pl.Trainer(
-        max_epochs=num_rounds,
-        accelerator="cpu",
-        logger=False,
-        callbacks=list(callbacks),
-        check_val_every_n_epoch=EVERY,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
 
 
 def todo(plans: Sequence[str]) -> Iterator[Spec]:
@@ -106,7 +91,7 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="only list the missing runs")
     args = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silence_lightning()
     warnings.filterwarnings("ignore")  # some of these runs are expected to fail
     torch.set_num_threads(1)
     OUTPUT.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ size they are not: what all updates have in common cancels, to the extent that p
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from federations import FEDERATIONS
+from quiet import quiet_trainer, silence_lightning
 from scipy.optimize import minimize
 from setups import ACTIVE
 from tasks import LOCAL_EPOCHS
@@ -83,9 +83,7 @@ def trained(rounds: tuple[int, ...] = ROUNDS) -> Mapping[int, tuple[Tensor, Tens
         faults=ls.Faults(on_no_data=ls.LeaveOut()),
     )
     keep = KeepGrams(algorithm.updates, data.partition.sizes, rounds)
-    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    trainer = pl.Trainer(max_epochs=max(rounds), accelerator="cpu", limit_val_batches=0, callbacks=[keep], **quiet)
-    trainer.fit(module, datamodule=data)
+    quiet_trainer(max(rounds), [keep]).fit(module, datamodule=data)
     return keep.kept
 
 
@@ -152,7 +150,7 @@ def rows(grams: Mapping[int, tuple[Tensor, Tensor]], size: int = ACTIVE) -> Iter
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silence_lightning()
     torch.set_num_threads(1)
     table = [HEAD, ["---"] * len(HEAD), *rows(trained())]
     PAGE.write_text("".join(f"| {' | '.join(row)} |\n" for row in table))

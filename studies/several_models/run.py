@@ -11,7 +11,6 @@ again, the command continues where it stopped.
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from federations import FEDERATIONS, Federation
+from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
 from setups import SETUPS
 from tasks import LOCAL_EPOCHS, PROCESSORS
@@ -52,7 +51,7 @@ def train(federation: Federation, name: str, seed: int, num_rounds: int = NUM_RO
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     error, begun = "", time.perf_counter()
     try:
-        _trainer(num_rounds, [history, ledger]).fit(several, federation.deal(seed))
+        quiet_trainer(num_rounds, [history, ledger], EVERY).fit(several, federation.deal(seed))
     except (ls.RoundError, ls.ClientError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     curves = {
@@ -61,20 +60,6 @@ def train(federation: Federation, name: str, seed: int, num_rounds: int = NUM_RO
     }
     seconds = round(time.perf_counter() - begun, 1)
     return {"setup": name, "seed": seed, **curves, "bytes": ledger.total_bytes, "error": error, "seconds": seconds}
-
-
-def _trainer(num_rounds: int, callbacks: list[pl.Callback]) -> pl.Trainer:
-    return pl.Trainer(
-        max_epochs=num_rounds,
-        accelerator="cpu",
-        logger=False,
-        callbacks=callbacks,
-        check_val_every_n_epoch=EVERY,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
 
 
 def todo(federation: Federation, setups: list[str], seeds: int) -> Iterator[tuple[str, int]]:
@@ -90,7 +75,7 @@ def main() -> None:
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="only some setups (all)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds ({SEEDS})")
     args = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silence_lightning()
     warnings.filterwarnings("ignore")  # some of these runs are expected to fail
     torch.set_num_threads(1)
     federation = FEDERATIONS[args.federation]

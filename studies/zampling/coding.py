@@ -9,8 +9,10 @@ its own, trained probabilities. The decoded bits equal those that were sent.
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -18,6 +20,9 @@ import lightning.pytorch as pl
 import torch
 from tasks import NUM_CLIENTS, TASKS, Classifier, deal
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
+from quiet import quiet_trainer
 
 import lightning_spectral as ls
 from lightning_spectral.functional.zampling.bits import pack_bits, unpack_bits
@@ -90,10 +95,7 @@ def main() -> None:
     model = ls.FederatedModule(
         Classifier(task.net(), lr=0.1), algorithm=ls.Zampling(32, init="paper"), clients_per_round=NUM_CLIENTS
     )
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    pl.Trainer(max_epochs=ROUNDS[-1] + 1, accelerator="cpu", callbacks=[uploads], limit_val_batches=0, **options).fit(
-        model, deal(task)
-    )
+    quiet_trainer(ROUNDS[-1] + 1, [uploads]).fit(model, deal(task))
     print("| round | packed | settled left out | zlib | entropy | arithmetic coder |")
     print("| --- " * 6 + "|")
     for round_idx in ROUNDS:

@@ -11,7 +11,6 @@ probability still changes; the paper has 100 rounds. It does not state the batch
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from plans import OUTPUT, PLANS, Spec
+from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
 from tasks import NUM_CLIENTS, TASKS, Classifier, deal
 from torch import Tensor
@@ -47,17 +46,7 @@ def train(spec: Spec) -> dict[str, Any]:
     data = deal(task, spec.seed)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     begun = time.perf_counter()
-    pl.Trainer(
-        max_epochs=spec.num_rounds,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[history, ledger],
-        check_val_every_n_epoch=EVERY,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    ).fit(model, data)
+    quiet_trainer(spec.num_rounds, [history, ledger], EVERY).fit(model, data)
     names = ("accuracy", "fl/loss", "fl/bit_entropy", "fl/bits_agreed", "fl/bit_disagreement")
     curves = {name: [row[name] for row in history.rows if name in row] for name in names}
     down, up = next(iter(ledger.bytes_per_client().values()))
@@ -83,7 +72,7 @@ def main() -> None:
     parser.add_argument("plans", nargs="*", default=list(PLANS), help=f"which runs: {', '.join(PLANS)} (all)")
     parser.add_argument("--list", action="store_true", help="only list the missing runs")
     args = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silence_lightning()
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     restore(OUTPUT)

@@ -7,13 +7,16 @@ Ten clients with 600 images of MNIST each train 784-300-100-10 at compression 32
 
 from __future__ import annotations
 
-import logging
+import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from tasks import NUM_CLIENTS, Classifier, Task, deal, mnist_fc
+
+sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
+from quiet import quiet_trainer, silence_lightning
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.zampling_checks import hardly_moved
@@ -56,17 +59,7 @@ def train(optimizer: str, lr: float, task: Task = TASK, num_rounds: int = NUM_RO
     history = ls.RoundHistory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says where a run warns
-        pl.Trainer(
-            max_epochs=num_rounds,
-            accelerator="cpu",
-            logger=False,
-            callbacks=[history],
-            check_val_every_n_epoch=num_rounds,
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-        ).fit(model, deal(task))
+        quiet_trainer(num_rounds, [history], every=num_rounds).fit(model, deal(task))
     return Outcome(history.rows[0]["fl/probs_moved"], history.rows[-1]["accuracy"])
 
 
@@ -77,7 +70,7 @@ def row(optimizer: str, lr: float, done: Outcome) -> str:
 
 
 def main() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silence_lightning()
     torch.set_num_threads(1)
     print("| optimizer | learning rate | moved in round 0 | warns | accuracy, % |\n| --- | --- | --- | --- | --- |")
     for optimizer, rates in RATES.items():

@@ -6,12 +6,13 @@ ROUND = "fl/round"
 BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
 VISITED = "fl/terms_visited"
 EXPECTED_COVERAGE = "fl/expected_coverage"
+MOVED = "fl/probs_moved"
 BITS = {  # of Zampling, with the titles of their panels
     "fl/bit_entropy": "entropy of a bit",
     "fl/bits_agreed": "bits on which all clients agree",
     "fl/probs_settled": "probabilities that are 0 or 1",
     "fl/bit_disagreement": "bits in which two clients differ",
-    "fl/probs_moved": "how far a client moves a probability",
+    MOVED: "how far a client moves a probability",
 }
 SAMPLING_GAP = "/sampling_gap"  # after the name of a metric, of `SampledNetworks`
 SECONDS = "fl/seconds_"  # before the name of a stage

@@ -109,6 +109,16 @@ def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> 
     assert titles == ["entropy of a bit", "bits on which all clients agree", "acc: expected minus sampled"]
 
 
+def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> None:
+    logged = {"fl/bits_agreed": 0.02, "fl/probs_moved": 0.02}
+    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5, **logged},))
+    sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
+    picture = sections["Bits"].picture
+    assert picture is not None
+    drawn = picture.svg()
+    assert (drawn.count(">1.0<"), drawn.count(">0.020<")) == (2, 2)  # wide and narrow, one panel each
+
+
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
     counted = Histogram((0.0, 1.0, 2.0), (3, 1))
     clients = Table(("client_id", "val_acc"), ((7, 0.123456),))

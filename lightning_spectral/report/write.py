@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_spectral.errors import ReportError
 from lightning_spectral.report.groups import Group, group_runs
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import page
@@ -40,8 +41,9 @@ def write_report(
         The files that were written.
 
     Raises:
-        ReportError: If a run cannot be read or has no evaluation metric.
+        ReportError: If a run cannot be read or has no evaluation metric, or if ``output`` or ``png`` cannot be written.
     """
+    _check_destinations(output, png)
     found, left_out = read_runs(runs)
     read = join_resumed(found)
     chosen = choose_metric(read, metric)
@@ -53,6 +55,19 @@ def write_report(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(title, [_summary(groups, names)], warnings, sections), encoding="utf-8")
     return [output, *(_write_pictures(sections, png) if png else [])]
+
+
+def _check_destinations(output: Path, png: Path | None) -> None:
+    if output.is_dir():
+        raise ReportError(f"{output} is a folder, but the page is one file: name it, as in {output / 'report.html'}.")
+    if output.suffix not in (".html", ".htm"):
+        raise ReportError(
+            f"The page is written as HTML, so its name must end in .html; got {output}. Browsers print PDF."
+        )
+    folders = [output.parent, png] if png else [output.parent]
+    for folder in folders:
+        if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+            raise ReportError(f"{folder} cannot be a folder: {blocking[0]} is a file. Choose another.")
 
 
 def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:

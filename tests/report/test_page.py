@@ -156,6 +156,27 @@ def test_a_report_that_cannot_be_made_says_why_and_fails(
     assert 'this needs matplotlib; install it: pip install "lightning-spectral[report]"' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["-o", "{folder}"], "{folder} is a folder, but the page is one file: name it, as in {folder}/report.html."),
+        (["-o", "{folder}/r.pdf"], "its name must end in .html; got {folder}/r.pdf"),
+        (["-o", "{file}/new/r.html"], "{file}/new cannot be a folder: {file} is a file"),
+        (["-o", "{folder}/r.html", "--png", "{file}"], "{file} cannot be a folder: {file} is a file"),
+    ],
+    ids=["page is a folder", "not HTML", "folder is a file", "figures in a file"],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_runs_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
+) -> None:
+    places = {"folder": tmp_path, "file": tmp_path / "file.txt"}
+    places["file"].write_text("kept")
+    before = set(tmp_path.rglob("*"))
+    assert main([str(tmp_path / "gone"), *(option.format(**places) for option in options)]) == 1
+    assert reason.format(**places) in capsys.readouterr().err
+    assert set(tmp_path.rglob("*")) == before
+
+
 # Shows a page in a frame, because a window has a minimum width, unfolds everything, and says how far it overflows.
 FRAME = """<iframe srcdoc="{page}" style="width:{width}px;height:3000px;border:0"></iframe><script>
 onload = () => {{

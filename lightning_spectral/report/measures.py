@@ -138,7 +138,7 @@ def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
         shared = set.intersection(*map(_evaluated, runs))
         if shared:
             return min(shared, key=_preference)
-        raise ReportError(_no_metric(min(runs, key=lambda run: len(_evaluated(run)))))
+        raise ReportError(_no_metric(min(runs, key=lambda run: len(_evaluated(run))), len(runs)))
     for run in runs:
         if curve(run, wanted) is None:
             raise ReportError(f"{run.path} has no metric `{wanted}`; it has {_listed(_plain(run))}.")
@@ -174,10 +174,11 @@ def _preference(metric: str) -> tuple[bool, bool, bool, str]:
     return "/" in metric, lower_is_better(metric), not known, metric
 
 
-def _no_metric(run: Run) -> str:
+def _no_metric(run: Run, num_runs: int) -> str:
+    shared = " in common with the other runs" if num_runs > 1 else ""
     return (
-        f"{run.path} has no evaluation metric in common with the other runs; it has {_listed(_plain(run))}. "
-        "Log one in `validation_step` and give the data module `val=`, or choose one with `--metric`."
+        f"{run.path} has no evaluation metric{shared}; it has {_listed(_plain(run))}. Log one in `validation_step` and "
+        "give the data module `val=`, or choose one with `--metric`, such as `fl/loss`, the clients' training loss."
     )
 
 

@@ -23,7 +23,7 @@ def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, which is written when the block ends.
 
     Args:
-        path: The file; the suffix decides its format.
+        path: The file; the suffix decides its format, and missing folders are created.
         width: Width in inches.
         height: Height in inches.
 
@@ -33,6 +33,7 @@ def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
     with matplotlib.rc_context(settings(PRINTED)):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
 
 

@@ -78,8 +78,10 @@ def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
     assert choose_metric([run({}, during, after)], None) == "val_acc"
     assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})], None) == "val_loss"
     assert choose_metric([run({}, during, after)], "acc") == "acc"
-    with pytest.raises(ReportError, match=r"run has no evaluation metric .* it has `acc`, `train_acc`.*`--metric`"):
+    with pytest.raises(ReportError, match=r"run has no evaluation metric; it has `acc`, `train_acc`.*`--metric`"):
         choose_metric([run({}, during)], None)
+    with pytest.raises(ReportError, match=r"run has no evaluation metric in common with the other runs; it has `acc`"):
+        choose_metric([run({}, during, after), run({}, during)], None)
     with pytest.raises(ReportError, match=r"run has no metric `f1`; it has `acc`, `train_acc`, `val_acc`, `val_loss`"):
         choose_metric([run({}, during, after)], "f1")
 

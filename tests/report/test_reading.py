@@ -120,10 +120,10 @@ def test_all_loggers_and_the_history_tell_the_same(
     fitted = fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), max_epochs=2, trainer={"logger": loggers})
     wandb.finish()
     wandb.teardown()  # which waits until the file is written
-    fitted.history.save(tmp_path / "run.json", config=dict(fitted.model.hparams))
+    fitted.history.save(tmp_path / "new/run.json", config=dict(fitted.model.hparams))
     folders = [tmp_path / "wandb", tmp_path / "lightning_logs", tmp_path / "tensorboard"]
     (from_wandb, from_csv, from_tensorboard), left_out = read_runs(folders)
-    from_history = read_run(tmp_path / "run.json")
+    from_history = read_run(tmp_path / "new/run.json")
     assert not left_out
     for run in (from_wandb, from_csv, from_tensorboard, from_history):
         assert len(run.rows) == 2
@@ -132,7 +132,7 @@ def test_all_loggers_and_the_history_tell_the_same(
         assert run.config["federation"] == fitted.model.hparams["federation"]
         assert "val_acc" in run.names - run.from_clients
         assert "train_acc" in run.from_clients
-    assert ls.RoundHistory.load(tmp_path / "run.json").state_dict() == fitted.history.state_dict()
+    assert ls.RoundHistory.load(tmp_path / "new/run.json").state_dict() == fitted.history.state_dict()
 
 
 def test_of_a_killed_run_of_tensorboard_all_whole_records_are_read(

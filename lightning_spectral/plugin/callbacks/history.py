@@ -72,27 +72,38 @@ class RoundHistory(RoundCallback):
         return [row[name] for row in self.rows if name in row]
 
     def plot(self, name: str, path: str | Path) -> None:
-        """Plot one metric over the rounds into an image file; needs matplotlib (the ``examples`` extra)."""
-        with from_extra("examples"):
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
+        """Plot one metric over the rounds; needs matplotlib (the ``examples`` extra).
 
-        figure = Figure(figsize=(6.0, 3.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="round", ylabel=name)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        Args:
+            name: The metric.
+            path: The image file; missing folders are created.
+
+        Raises:
+            ValueError: If no round has the metric.
+        """
         points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
-        axes.plot(*zip(*points, strict=True), marker=".")
-        axes.grid(alpha=0.3)
-        figure.savefig(path, dpi=150)
+        if not points:
+            known = ", ".join(sorted({name for row in self.rows for name in row})) or "no rounds yet"
+            raise ValueError(f"no round has a metric {name!r}; there are {known}.")
+        with from_extra("examples"):
+            from lightning_spectral.report.printed import draw_line, printed, round_axis
+            from lightning_spectral.report.style import look
+
+        with printed(Path(path), 6.0, 3.5) as figure:
+            axes = figure.add_subplot(ylabel=name)
+            rounds, values = zip(*points, strict=True)
+            draw_line(axes, rounds, values, look(0), name)
+            round_axis(axes)
 
     def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
         """Write the rows to a JSON file, for `load` and for ``python -m lightning_spectral report``.
 
         Args:
-            path: The file; it is overwritten.
+            path: The file; it is overwritten, and missing folders are created.
             config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. Values
                 that are not JSON are written as their ``repr``.
         """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({**self.state_dict(), "config": dict(config or {})}, default=repr))
 
     @classmethod

@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from mixed_federation import federate
 
+import lightning_spectral as ls
+
 
 def test_x_axis_counts_rounds(lit: Any, data: Any, tmp_path: Path) -> None:
     trainer = pl.Trainer(
@@ -57,5 +59,11 @@ def test_ledger_counts_what_travels(lit: Any, data: Any, fit: Fit) -> None:
 
 
 def test_history_draws_a_picture(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
-    fit(lit, data, max_epochs=2).history.plot("val_acc", tmp_path / "acc.png")
-    assert (tmp_path / "acc.png").read_bytes().startswith(b"\x89PNG")
+    history = fit(lit, data, max_epochs=2).history
+    history.plot("val_acc", tmp_path / "new/acc.png")
+    assert (tmp_path / "new/acc.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"no round has a metric 'accuracy'; there are .*fl/loss.*, val_acc, val_loss\."):
+        history.plot("accuracy", tmp_path / "accuracy.png")
+    with pytest.raises(ValueError, match=r"no round has a metric 'val_acc'; there are no rounds yet"):
+        ls.RoundHistory().plot("val_acc", tmp_path / "accuracy.png")
+    assert not (tmp_path / "accuracy.png").exists(), "an empty plot"

@@ -1,6 +1,7 @@
 """Pages of wandb, built offline. ``python tests/plugin/test_workspaces.py`` rewrites the expected one."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def test_a_runs_page_has_every_panel_of_its_specification() -> None:
     assert [(config["xAxis"], tuple(config["metrics"])) for config in drawn] == [(p.over, p.metrics) for p in lines]
     for name in ("clients", "keep_ratios", "layers"):
         assert json.dumps(sent(made)).count(f'"words/tables/{name}"') == 1
+
+
+def test_a_key_may_be_written_as_in_a_report() -> None:
+    by_dots, by_slashes = (comparison_view("acc", group_by=f"data{sep}partitioner{sep}alpha") for sep in "./")
+    assert by_dots == by_slashes
+    drawn = panels(workspace(by_slashes, "team", "spectral"))
+    assert {panel["config"]["groupBy"] for panel in drawn} == {"data.value.partitioner.alpha"}  # as wandb stores it
+
+
+def test_publishing_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "wandb_workspaces.workspaces", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r'install it: pip install "lightning-spectral\[dashboards\]"'):
+        main(["team", "spectral", "--publish"])
 
 
 def test_nothing_is_sent_unless_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

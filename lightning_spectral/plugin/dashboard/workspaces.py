@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_spectral.extras import from_extra
+
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
@@ -107,7 +109,7 @@ def comparison_view(metric: str, model: str = "", group_by: str = STRATEGY) -> V
     Args:
         metric: A validation metric.
         model: Which of several models; empty if there is only one.
-        group_by: Key of the config, with dots.
+        group_by: Key of the config; its parts may be separated by dots, as in wandb, or by slashes, as in a report.
     """
     own = f"{model}/" if model else ""
     clients = f"{own}fl/clients/{metric}"
@@ -118,7 +120,7 @@ def comparison_view(metric: str, model: str = "", group_by: str = STRATEGY) -> V
             "Sub-models": [Lines((f"{own}fl/discrepancy",)), Lines((f"{own}fl/terms_visited",))],
             "Fairness": [Lines((f"{clients}/std",)), Lines((f"{clients}/lowest_decile",)), Lines((f"{clients}/jain",))],
         },
-        group_by,
+        group_by.replace("/", "."),
     )
 
 
@@ -133,8 +135,12 @@ def workspace(view: View, entity: str, project: str) -> Workspace:
         view: The page.
         entity: User or team.
         project: Project of the user or team.
+
+    Raises:
+        ModuleNotFoundError: If wandb-workspaces is not installed.
     """
-    from wandb_workspaces import workspaces as ws
+    with from_extra("dashboards"):
+        from wandb_workspaces import workspaces as ws
 
     sections = [
         ws.Section(name=title, panels=[_panel(panel, view.group_by) for panel in panels], is_open=True)
@@ -163,12 +169,16 @@ def _panel(panel: Lines | Rows, group_by: str | None) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print both pages, or publish them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m lightning_spectral.plugin.dashboard.workspaces",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("entity", help="user or team")
     parser.add_argument("project")
-    parser.add_argument("--metric", default="val_acc", help="metric of validation")
+    parser.add_argument("--metric", default="val_acc", help="metric of validation (default: %(default)s)")
     parser.add_argument("--model", default="", help="which of several models")
-    parser.add_argument("--group-by", default=STRATEGY, help="key of the config, with dots")
+    parser.add_argument("--group-by", default=STRATEGY, help="key of the config (default: %(default)s)")
     parser.add_argument("--publish", action="store_true", help="send them to the server")
     options = parser.parse_args(arguments)
     views = [

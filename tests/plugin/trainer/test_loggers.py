@@ -62,7 +62,9 @@ def test_history_draws_a_picture(lit: Any, data: Any, fit: Fit, tmp_path: Path) 
     history = fit(lit, data, max_epochs=2).history
     history.plot("val_acc", tmp_path / "new/acc.png")
     assert (tmp_path / "new/acc.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"no round has a metric 'accuracy'; there are .*fl/loss.*, val_acc, val_loss\."):
+    with pytest.raises(
+        ValueError, match=r"no round has a metric 'accuracy'; there are .*fl/loss.*, val_acc, val_loss\."
+    ):
         history.plot("accuracy", tmp_path / "accuracy.png")
     with pytest.raises(ValueError, match=r"no round has a metric 'val_acc'; there are no rounds yet"):
         ls.RoundHistory().plot("val_acc", tmp_path / "accuracy.png")

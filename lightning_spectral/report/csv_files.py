@@ -8,29 +8,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_spectral.errors import ReportError
 from lightning_spectral.report.hparams import read_hparams
 from lightning_spectral.report.names import HISTOGRAMS, ROUND, TABLES
-from lightning_spectral.report.runs import Histogram, Run, Table, as_cell, build_run
+from lightning_spectral.report.runs import NOT_ENDED, Histogram, Run, Table, as_cell, build_run
 
 DASHBOARD = "dashboard"  # the folder next to the metrics
 
 
 def read_csv(path: Path) -> Run:
-    """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` next to it, and the dashboard's files."""
-    logged = [*_rows(path), *_shown(path.with_name(DASHBOARD))]
-    return build_run("/".join(path.parent.parts[-2:]), path, read_hparams(path.parent), logged)
+    """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` next to it, and the dashboard's files.
+
+    Raises:
+        ReportError: If a file is not what the logger or the dashboard writes.
+    """
+    rows, is_whole = _rows(path)
+    logged = [*rows, *_shown(path.with_name(DASHBOARD))]
+    run = build_run("/".join(path.parent.parts[-2:]), path, read_hparams(path.parent), logged)
+    return run if is_whole else run.noting(NOT_ENDED)
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def _rows(path: Path) -> tuple[list[dict[str, str]], bool]:
+    """The rows of a file, and whether the last one ends; otherwise it is left out."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        is_whole = text.endswith("\n") or not text
+        lines = text.splitlines(keepends=True)
+        return list(csv.DictReader(lines if is_whole else lines[:-1])), is_whole
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
 
 
 def _shown(folder: Path) -> Iterator[dict[str, Any]]:
     """The contents of each file, ``clients_000010.csv`` for round 10; several models have a folder each."""
     for path in sorted(folder.rglob("*.csv")):
         kind, _, round_idx = path.stem.rpartition("_")
-        if rows := _rows(path):
+        if not round_idx.isdecimal():
+            continue  # not of the dashboard
+        rows, is_whole = _rows(path)
+        if not is_whole:
+            raise ReportError(f"{path} cannot be read: its last row has no end. Correct or remove it.")
+        if rows:
             model = path.parent.relative_to(folder).as_posix().removeprefix(".")
             table = {f"{model}/{TABLES}{kind}".removeprefix("/"): _table(rows)}
             yield {ROUND: int(round_idx), **(_histograms(rows) if kind == HISTOGRAMS else table)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +74,23 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> tuple[list[Group]
         labels[key] = (label(own, names) if own else "") or run.name
     if len(members) == 1:
         labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
-    return [Group(labels[key], tuple(found), index) for index, (key, found) in enumerate(members.items())], names
+    distinct = numbered([labels[key] for key in members])
+    return [Group(distinct[index], tuple(found), index) for index, found in enumerate(members.values())], names
+
+
+def numbered(labels: Sequence[str]) -> list[str]:
+    """Labels that differ: repeated ones are numbered.
+
+    Example:
+        >>> numbered(["run", "FedAvg", "run"])
+        ['run', 'FedAvg', 'run (2)']
+    """
+    seen: Counter[str] = Counter()
+    found = []
+    for one in labels:
+        seen[one] += 1
+        found.append(one if seen[one] == 1 else f"{one} ({seen[one]})")
+    return found
 
 
 def _named(settings: Sequence[dict[str, str]], by: Sequence[str]) -> list[str]:
@@ -103,7 +121,7 @@ def band(curves: Sequence[Curve]) -> Band | None:
 
 
 def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_better: bool) -> list[int]:
-    """Indices of the points that no other point beats in both respects, by ascending cost.
+    """Indices of the points that no other point beats in both respects, by ascending cost; NaN is never among them.
 
     Example:
         >>> pareto_front([3, 1, 2, 4], [0.9, 0.5, 0.4, 0.95], lower_is_better=False)
@@ -111,7 +129,8 @@ def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_bette
     """
     sign = 1 if lower_is_better else -1
     front: list[int] = []
-    for index in sorted(range(len(costs)), key=lambda i: (costs[i], sign * values[i])):
+    known = [index for index in range(len(costs)) if not math.isnan(costs[index] + values[index])]
+    for index in sorted(known, key=lambda i: (costs[i], sign * values[i])):
         if not front or sign * values[index] < sign * values[front[-1]]:
             front.append(index)
     return front

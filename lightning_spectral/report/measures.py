@@ -46,8 +46,13 @@ class Curve:
         return float(self.values[-1])
 
 
-def curve(run: Run, metric: str) -> Curve | None:
-    """A metric over rounds, or ``None`` without it; if several models all have it, the mean over the models.
+def curve(run: Run, metric: str, of_all: bool = True) -> Curve | None:
+    """A metric over rounds, or ``None`` without it; with several models, the mean over the models.
+
+    Args:
+        run: The run.
+        metric: Name of the metric, without a model.
+        of_all: Whether all of several models must have it; otherwise the mean is over those that do.
 
     Example:
         >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
@@ -56,6 +61,8 @@ def curve(run: Run, metric: str) -> Curve | None:
         array([0.3])
     """
     columns = [metric] if metric in run.names else [f"{model}/{metric}" for model in models(run)]
+    if not of_all:
+        columns = [name for name in columns if name in run.names]
     rows = [row for row in run.rows if columns and all(name in row for name in columns)]
     if not rows:
         return None
@@ -65,7 +72,8 @@ def curve(run: Run, metric: str) -> Curve | None:
 
 def models(run: Run) -> list[str]:
     """Names of the models of a run that trains several; the names of their metrics begin with them."""
-    return sorted({name.partition("/fl/")[0] for name in run.names if "/fl/" in name})
+    own = (name for name in run.names if "/fl/" in name and not name.startswith(OVER_BYTES))
+    return sorted({name.partition("/fl/")[0] for name in own})
 
 
 def megabytes(run: Run) -> Curve | None:
@@ -141,7 +149,10 @@ def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
         raise ReportError(_no_metric(min(runs, key=lambda run: len(_evaluated(run))), len(runs)))
     for run in runs:
         if curve(run, wanted) is None:
-            raise ReportError(f"{run.path} has no metric `{wanted}`; it has {_listed(_plain(run))}.")
+            raise ReportError(
+                f"{run.path} has no metric `{wanted}`; it has {_listed(_plain(run))}. Choose one that all runs have, "
+                "or leave this run out."
+            )
     return wanted
 
 
@@ -178,7 +189,8 @@ def _no_metric(run: Run, num_runs: int) -> str:
     shared = " in common with the other runs" if num_runs > 1 else ""
     return (
         f"{run.path} has no evaluation metric{shared}; it has {_listed(_plain(run))}. Log one in `validation_step` and "
-        "give the data module `val=`, or choose one with `--metric`, such as `fl/loss`, the clients' training loss."
+        "give the data module `val=`, or choose one with `--metric`, such as `fl/loss`, the clients' training loss"
+        f"{'; or leave this run out' if num_runs > 1 else ''}."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -16,6 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from lightning_spectral.report.style import PRINTED, Look, settings
 
 MARKS = 10  # markers on a curve
+LABEL = 44  # letters in a line of a legend
 
 
 @contextmanager
@@ -81,10 +83,11 @@ def log_axis(axes: Axes) -> None:
 
 
 def legend_above(figure: Figure, columns: int) -> None:
-    """One legend for all panels, above them, if anything has a label."""
+    """One legend for all panels, above them, if anything has a label; long labels are wrapped."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         found.update(zip(labels, handles, strict=True))
     if found:
-        figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=min(columns, len(found)))
+        labels = ["\n".join(wrap(label, LABEL)) for label in found]
+        figure.legend(found.values(), labels, loc="outside upper left", ncols=min(columns, len(found)))

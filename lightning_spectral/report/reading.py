@@ -48,6 +48,8 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
                     left_out.append(str(error))
         if not any(file.resolve() in runs for file in found):
             raise ReportError("\n".join([f"None of the {len(found)} runs in {path} can be read:", *left_out]))
+    if not runs:
+        raise ReportError(f"No run was named; expected {EXPECTED}.")
     return list(runs.values()), left_out
 
 
@@ -74,10 +76,10 @@ def read_history(path: Path) -> Run:
     """Read what `RoundHistory.save` wrote."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        rows, from_clients, config = saved["rows"], saved["from_clients"], saved["config"]
-    except (ValueError, KeyError, TypeError) as error:
+        config, logged = saved["config"], list(_parts(saved["rows"], set(saved["from_clients"])))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ReportError(f"{path} is not a run: it was not written by `RoundHistory.save`.") from error
-    return build_run(path.stem, path, config, _parts(rows, set(from_clients)))
+    return build_run(path.stem, path, config, logged)
 
 
 def _parts(rows: Sequence[dict[str, Any]], from_clients: set[str]) -> Iterator[dict[str, Any]]:

@@ -104,7 +104,7 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
     media: dict[str, dict[int, Media]] = {}
     from_clients: set[str] = set()
     round_idx = 0
-    for entry in logged:
+    for entry in without_prefix(list(logged)):
         numbers = {key: number for key, value in entry.items() if (number := as_number(value)) is not None}
         round_idx = _round_of(numbers, round_idx)
         kept = {key: value for key, value in numbers.items() if key not in BOOKKEEPING and not key.startswith("_")}
@@ -119,6 +119,20 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
         raise ReportError(f"{path} holds no logged round. Train at least one, or leave this run out.")
     ordered = tuple(rows[index] for index in sorted(rows))
     return Run(name, path, config, ordered, media, frozenset(from_clients), gaps(ordered))
+
+
+def without_prefix(logged: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Entries without what a logger's ``prefix`` put before all names.
+
+    Example:
+        >>> without_prefix([{"x-fl/round": 0, "x-acc": 0.5, "step": 0}])
+        [{'fl/round': 0, 'acc': 0.5, 'step': 0}]
+    """
+    prefixes = {name.removesuffix(ROUND) for entry in logged for name in entry if name.endswith(f"-{ROUND}")}
+    if len(prefixes) != 1:
+        return logged
+    (prefix,) = prefixes
+    return [{name.removeprefix(prefix): value for name, value in entry.items()} for entry in logged]
 
 
 def as_number(value: Any) -> float | None:

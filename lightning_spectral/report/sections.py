@@ -108,14 +108,12 @@ def curves_section(contents: Contents) -> Section:
 
 def fairness_section(contents: Contents) -> Section:
     """How much clients differ, over rounds."""
-    found = {run.name: client_statistics(run, contents.metric) for run in contents.runs}
-    if not any(spread(statistics) for _, statistics in found.values()):
+    found = [(run.name, *client_statistics(run, contents.metric)) for run in contents.runs]
+    if not any(spread(statistics) for *_, statistics in found):
         return Section("Fairness", remark=SWITCH_ON["clients"])
-    names = sorted({statistic for _, statistics in found.values() for statistic in statistics})
-    rows = [
-        (run, *(_short(own[name].last) if name in own else "" for name in names)) for run, (_, own) in found.items()
-    ]
-    metric = next(name for name, statistics in found.values() if spread(statistics))
+    names = sorted({statistic for *_, statistics in found for statistic in statistics})
+    rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, _, own in found]
+    metric = next(name for _, name, statistics in found if spread(statistics))
     draw = partial(figures.fairness, groups=contents.groups, metric=metric)
     return Section(
         "Fairness",
@@ -127,7 +125,7 @@ def fairness_section(contents: Contents) -> Section:
 
 def coverage_section(contents: Contents) -> Section:
     """Shares of singular terms that were trained."""
-    if not any({VISITED, EXPECTED_COVERAGE} & run.names for run in contents.runs):
+    if not any(curve(run, name, of_all=False) for run in contents.runs for name in (VISITED, EXPECTED_COVERAGE)):
         return Section("Coverage", remark=SWITCH_ON["coverage"])
     lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
     draw = partial(figures.coverage, groups=contents.groups)
@@ -138,7 +136,7 @@ def coverage_section(contents: Contents) -> Section:
 def bits_section(contents: Contents) -> Section:
     """How far the bits of Zampling are decided."""
     names = [*BITS, contents.metric + SAMPLING_GAP]
-    panels = sum(any(curve(run, name) for run in contents.runs) for name in names)
+    panels = sum(any(curve(run, name, of_all=False) for run in contents.runs) for name in names)
     if not panels:
         return Section("Bits", remark=SWITCH_ON["bits"])
     lead = "Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
@@ -168,15 +166,18 @@ def spectra_section(contents: Contents) -> Section:
     """Singular values over rounds."""
     found = {group.label: next((one for run in group.runs if (one := spectra(run))), {}) for group in contents.groups}
     layers = dict.fromkeys(layer for by_layer in found.values() for layer in by_layer)
-    shown = [HeatMap(f"{layer}\n{name}", own[layer]) for layer in layers for name, own in found.items() if layer in own]
+    shown = [HeatMap(layer, name, own[layer]) for layer in layers for name, own in found.items() if layer in own]
     if not shown:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
     left_out = len(shown) - MAX_HEAT_MAPS
     more = f" {left_out} more are not shown." if left_out > 0 else ""
-    lead = f"For each layer in the first run of each group, as shares of the layer's largest in all rounds.{more}"
+    lead = (
+        "For each layer in the first run of each group, as shares of the layer's largest in all rounds. They are known "
+        f"to within the bins of a histogram: those that are smaller than a bin look the same.{more}"
+    )
     draw = partial(figures.heat_maps, shown=shown[:MAX_HEAT_MAPS])
-    panels = min(len(shown), MAX_HEAT_MAPS)
-    size = Size(0.8 + 3.0 * -(-panels // 3), 0.8 + 2.8 * panels)
+    panels, title = min(len(shown), MAX_HEAT_MAPS), 0.15 * max(len(one.lines) for one in shown)
+    size = Size(0.8 + (2.7 + title) * -(-panels // 3), 0.8 + (2.5 + title) * panels)
     return Section("Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, size))
 
 
@@ -188,12 +189,19 @@ def clients_section(contents: Contents) -> Section:
     shown = tuple(
         (
             ", ".join(part for part in (run.name, model, f"round {index + 1}") if part),
-            Table(table.columns, tuple(_cells(row) for row in table.rows[:MAX_CLIENTS])),
+            _first_clients(table),
         )
         for run, model, index, table in tables
     )
     more = any(len(table.rows) > MAX_CLIENTS for *_, table in tables)
     return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
+
+
+def _first_clients(table: Table) -> Table:
+    """The table without its rounds, which the caption has."""
+    kept = [index for index, name in enumerate(table.columns) if name != "round"]
+    rows = (_cells([row[index] for index in kept]) for row in table.rows[:MAX_CLIENTS])
+    return Table(tuple(table.columns[index] for index in kept), tuple(rows))
 
 
 def _runs_table(contents: Contents) -> Table:
@@ -205,7 +213,8 @@ def _runs_table(contents: Contents) -> Table:
             evaluated = curve(run, contents.metric)
             assert evaluated is not None, "the metric was chosen among those that all runs have"
             rounds = int(evaluated.rounds[-1]) + 1
-            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(run.notes)))
+            notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {contents.metric} is {value}"])]
+            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
     return Table(columns, tuple(rows))
 
 

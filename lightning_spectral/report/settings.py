@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +11,8 @@ from lightning_spectral.report.names import REPETITION
 
 Settings: TypeAlias = Mapping[str, str]
 ABSENT = "—"
+STRATEGY = ("strategy", "0")  # where a class has its strategy: by name, or first in a ``repr``
+LONGEST = 40  # letters of a value in a label
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
@@ -62,8 +65,8 @@ def _flat_node(name: str, node: ast.expr) -> Iterator[tuple[str, str]]:
 def differing(all_settings: Sequence[Settings]) -> list[str]:
     """The settings in which experiments differ, in order, apart from those of repetitions such as seeds.
 
-    A setting that only some runs have counts unless an outer setting explains it: the arguments of a class that others
-    do not use are not a difference of their own.
+    Arguments are compared only among runs with the same class around them: what a class has, and another has not or has
+    with another value, is not a difference of its own.
 
     Example:
         >>> a = {"algorithm": "FedAvg", "seed": "0"}
@@ -71,11 +74,13 @@ def differing(all_settings: Sequence[Settings]) -> list[str]:
         >>> differing([a, b]), differing([a, b, {**b, "algorithm/keep_ratio": "0.1"}])
         (['algorithm'], ['algorithm', 'algorithm/keep_ratio'])
     """
-    values = {name: {settings.get(name, ABSENT) for settings in all_settings} for name in _names(all_settings)}
     found: list[str] = []
-    for name, options in values.items():
-        explained = any(name.startswith(f"{outer}/") for outer in found)
-        if len(options - {ABSENT} if explained else options) > 1 and not REPETITION & set(name.split("/")):
+    for name in _names(all_settings):
+        around = [outer for outer in found if name.startswith(f"{outer}/")]
+        options: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for settings in all_settings:
+            options[tuple(settings.get(outer, ABSENT) for outer in around)].add(settings.get(name, ABSENT))
+        if any(len(alike) > 1 for alike in options.values()) and not REPETITION & set(name.split("/")):
             found.append(name)
     return found
 
@@ -86,7 +91,7 @@ def _names(all_settings: Iterable[Settings]) -> list[str]:
 
 
 def label(settings: Settings, names: Sequence[str]) -> str:
-    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is named.
+    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is shown.
 
     Example:
         >>> label({"a": "Sharding", "a/strategy": "TopN", "a/keep_ratio": "0.2"}, ["a", "a/strategy", "a/keep_ratio"])
@@ -95,13 +100,16 @@ def label(settings: Settings, names: Sequence[str]) -> str:
         'FedAvg'
     """
     shown = [name for name in names if name in settings]
-    outer = {one for one in shown if any(two.startswith(f"{one}/") and _is_class(settings[two]) for two in shown)}
-    parts = [_part(name, settings[name]) for name in shown if name not in outer]
+    outer = {one for one in shown if any(f"{one}/{inner}" in shown for inner in STRATEGY)}
+    parts = [_part(name, settings[name], shown) for name in shown if name not in outer]
     return ", ".join(sorted(parts, key=lambda part: "=" in part))
 
 
-def _part(name: str, value: str) -> str:
-    return value if _is_class(value) else f"{name.rpartition('/')[2]}={value}"
+def _part(name: str, value: str, shown: Sequence[str]) -> str:
+    around, _, own = name.rpartition("/")
+    if _is_class(value) and (own in STRATEGY or around not in shown):
+        return value
+    return f"{own}={value if len(value) <= LONGEST else value[: LONGEST - 1] + '…'}"
 
 
 def _is_class(value: str) -> bool:

@@ -17,13 +17,13 @@ from lightning_spectral.report.settings import flat_settings
 
 
 def write_report(
-    runs: Sequence[Path],
-    output: Path,
+    runs: Sequence[str | Path],
+    output: str | Path,
     *,
     metric: str | None = None,
     mode: str | None = None,
     group_by: Sequence[str] = (),
-    png: Path | None = None,
+    png: str | Path | None = None,
     title: str | None = None,
 ) -> list[Path]:
     """Read runs and write a page on them.
@@ -41,10 +41,14 @@ def write_report(
         The files that were written.
 
     Raises:
-        ReportError: If a run cannot be read or has no evaluation metric, or if ``output`` or ``png`` cannot be written.
+        ReportError: If a run cannot be read or has no evaluation metric, if ``output`` or ``png`` cannot be written, or
+            if ``mode`` is unknown.
     """
+    output, png = Path(output), Path(png) if png else None
     _check_destinations(output, png)
-    found, left_out = read_runs(runs)
+    if mode not in (None, "min", "max"):
+        raise ReportError(f"`mode` must be 'min', 'max' or None, got {mode!r}.")
+    found, left_out = read_runs(map(Path, runs))
     read = join_resumed(found)
     chosen = choose_metric(read, metric)
     groups, names = group_runs(read, group_by)

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.groups import band, group_runs
+from lightning_spectral.report.groups import band, group_runs, pareto_front
 from lightning_spectral.report.measures import (
     Curve,
     choose_metric,
@@ -39,6 +40,33 @@ def test_runs_that_differ_in_their_seeds_are_one_group() -> None:
     ]
     within = "federation/algorithm"
     assert names == [within, f"{within}/keep_ratio", f"{within}/strategy"]
+
+
+def test_arguments_are_compared_among_runs_of_one_class_only() -> None:
+    lora = {"name": "LoRA", "layers": ["*"], "aggregation": {"name": "SampledTerms"}}
+    spectral = {"name": "SpectralSharding", "layers": {"name": "LayerChoices"}, "aggregation": {"name": "TermMeans"}}
+    of_matrices = {**spectral, "aggregation": {"name": "MatrixMeans"}}
+
+    def labels(*algorithms: Any) -> list[str]:
+        return [group.label for group in group_runs([run({"algorithm": one}) for one in algorithms])[0]]
+
+    assert labels(lora, spectral) == ["LoRA", "SpectralSharding"]
+    assert labels(spectral, of_matrices) == ["TermMeans", "MatrixMeans"]
+    assert labels(lora, spectral, of_matrices) == [
+        "LoRA, aggregation=SampledTerms",
+        "SpectralSharding, aggregation=TermMeans",
+        "SpectralSharding, aggregation=MatrixMeans",
+    ]
+
+
+def test_a_label_is_short_and_no_two_are_the_same() -> None:
+    ratios = [[0.1 + index / 100 for index in range(30)], [0.2 + index / 100 for index in range(30)]]
+    groups, _ = group_runs([run({"keep_ratio": one}) for one in ratios])
+    first, second = (group.label for group in groups)
+    assert first.startswith("keep_ratio=[0.1")
+    assert (len(first), len(second), first.endswith("…")) == (51, 51, True)
+    groups, _ = group_runs([run(name="run"), build_run("run", Path("other"), {}, [{"acc": 1}])])
+    assert [group.label for group in groups] == ["run", "run (2)"]
 
 
 def test_runs_without_settings_are_not_taken_for_repetitions() -> None:
@@ -84,6 +112,28 @@ def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
         choose_metric([run({}, during, after), run({}, during)], None)
     with pytest.raises(ReportError, match=r"run has no metric `f1`; it has `acc`, `train_acc`, `val_acc`, `val_loss`"):
         choose_metric([run({}, during, after)], "f1")
+
+
+def test_copies_over_bytes_are_no_models_of_their_own() -> None:
+    one = {"a/fl/loss": 1.0, "over_bytes/a/fl/loss": 1.0, "b/fl/loss": 1.0, "over_bytes/b/fl/loss": 1.0}
+    several = run({}, {"fl/round": 0, **one}, {"a/acc": 0.2, "b/acc": 0.6, "over_bytes/a/acc": 0.2})
+    found = curve(several, "acc")
+    assert found is not None
+    np.testing.assert_allclose(found.values, [0.4])
+
+
+def test_a_metric_of_some_models_only_is_reported_where_that_is_meant() -> None:
+    several = run({}, {"fl/round": 0, "a/fl/loss": 1.0, "b/fl/loss": 1.0, "a/fl/terms_visited": 0.25})
+    assert curve(several, "fl/terms_visited") is None
+    found = curve(several, "fl/terms_visited", of_all=False)
+    assert found is not None
+    np.testing.assert_allclose(found.values, [0.25])
+    assert curve(several, "fl/bit_entropy", of_all=False) is None
+
+
+def test_a_run_that_ended_with_nan_is_not_on_the_front() -> None:
+    assert pareto_front([1.0, 2.0, 3.0], [math.nan, 0.5, 0.9], lower_is_better=False) == [1, 2]
+    assert pareto_front([math.nan, 2.0], [0.9, 0.5], lower_is_better=False) == [1]
 
 
 def test_of_several_models_the_mean_is_reported() -> None:

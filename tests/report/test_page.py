@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from made_up_runs import rounds, strategies, write_csv
 
+from lightning_spectral.errors import ReportError
 from lightning_spectral.report.command import main
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.names import BITS, HIGH, LOW, MIDDLE, SWITCH_ON
@@ -16,6 +17,8 @@ from lightning_spectral.report.page import POLICY
 from lightning_spectral.report.reading import read_run
 from lightning_spectral.report.runs import Histogram, Run, Table
 from lightning_spectral.report.sections import Contents, all_sections, pareto_section
+from lightning_spectral.report.style import PRINTED
+from lightning_spectral.report.write import write_report
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -121,7 +124,7 @@ def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> N
 
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
     counted = Histogram((0.0, 1.0, 2.0), (3, 1))
-    clients = Table(("client_id", "val_acc"), ((7, 0.123456),))
+    clients = Table(("round", "client_id", "val_acc"), ((0, 7, 0.123456),))
     spectra_of = {f"singular_values/{layer}": {0: counted, 10: counted} for layer in ("net.0", "net.2")}
     media = {**spectra_of, "tables/clients": {0: clients}}
     run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
@@ -130,7 +133,58 @@ def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: 
     assert spectra is not None
     drawn = spectra.svg()
     assert drawn.count(">net.0<") == drawn.count(">net.2<") == 2  # wide and narrow
-    assert sections["Clients"].tables == (("run, round 1", Table(clients.columns, ((7, "0.1235"),))),)
+    shown = Table(("client_id", "val_acc"), ((7, "0.1235"),))
+    assert sections["Clients"].tables == (("run, round 1", shown),), "the caption has the round, counted from 1"
+
+
+def test_one_of_several_models_is_enough_for_coverage_and_bits(tmp_path: Path) -> None:
+    logged = {"a/fl/loss": 1.0, "b/fl/loss": 1.0, "a/fl/terms_visited": 0.4, "b/fl/bit_entropy": 0.5}
+    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "a/acc": 0.5, "b/acc": 0.5, **logged},))
+    sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "acc", False))}
+    assert sections["Coverage"].picture is not None
+    assert sections["Bits"].picture is not None
+
+
+def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path) -> None:
+    runs = [
+        Run(
+            "same",
+            tmp_path / str(seed),
+            {"seed": seed},
+            ({"fl/round": 0.0, "val_acc": value, "fl/bytes_up": 8.0, **CLIENTS},),
+        )
+        for seed, value in enumerate((0.5, float("nan")))
+    ]
+    sections = {section.title: section for section in all_sections(Contents(group_runs(runs)[0], "val_acc", False))}
+    ((_, of_clients),) = sections["Fairness"].tables
+    assert of_clients.column("run") == ["same", "same"]
+    ((_, every_run),) = sections["val_acc against megabytes"].tables
+    assert every_run.column("remarks") == ["", "its last val_acc is nan"]
+
+
+def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> None:
+    """Of one large and nine tiny values, the histogram only says that nine are in the first of its four bins."""
+    counted = Histogram((0.0, 0.25, 0.5, 0.75, 1.0), (9, 0, 0, 1))
+    media = {"singular_values/a_layer.with.a_name.that_is.much_too_long": {index: counted for index in range(3)}}
+    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
+    sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
+    picture = sections["Singular values"].picture
+    assert picture is not None
+    figure = picture._drawn("wide", PRINTED).figure
+    panel, bar = figure.axes
+    assert panel.collections[0].norm.vmin == 0.1  # the smallest share that is known is 1 / 7
+    assert list(panel.get_xticks()) == [1, 2, 3]
+    assert bar.get_xlim()[0] == pytest.approx(0.1)
+    assert max(map(len, panel.get_title().splitlines())) <= 32
+
+
+def test_a_report_takes_texts_for_paths_and_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    run = str(strategies(tmp_path / "runs"))
+    assert write_report([run], str(tmp_path / "r.html"), png=str(tmp_path / "png"))[0] == tmp_path / "r.html"
+    with pytest.raises(ReportError, match=r"`mode` must be 'min', 'max' or None, got 'maximum'"):
+        write_report([run], tmp_path / "r.html", mode="maximum")
+    with pytest.raises(ReportError, match=r"No run was named; expected a `.wandb` file"):
+        write_report([], tmp_path / "r.html")
 
 
 def test_names_from_runs_cannot_become_markup(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning_spectral.errors import ReportError
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
 from lightning_spectral.report.reading import read_run, read_runs
-from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.runs import NOT_ENDED, Run, Table
 from lightning_spectral.report.wandb_file import BLOCK_BYTES, FILE_HEADER, whole_records
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
@@ -180,6 +180,24 @@ def broken_settings(folder: Path) -> Path:
     return folder / "run"
 
 
+def rows_of_numbers(folder: Path) -> Path:
+    (folder / "h.json").write_text('{"rows": [1], "from_clients": [], "config": {}}')
+    return folder / "h.json"
+
+
+def not_utf8(folder: Path) -> Path:
+    path = write_csv(folder / "run", rounds([0.5])) / "metrics.csv"
+    path.write_bytes(path.read_bytes() + b"\xff\n")
+    return path
+
+
+def cut_histograms(folder: Path) -> Path:
+    run = write_csv(folder / "run", rounds([0.5]))
+    (run / "dashboard").mkdir()
+    (run / "dashboard/histograms_000000.csv").write_text("histogram,left,right,count\nsingular_values/a,0.5")
+    return run
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -188,6 +206,9 @@ def broken_settings(folder: Path) -> Path:
         (other_json, r"other.json is not a run: it was not written by `RoundHistory.save`"),
         (other_wandb, r"run-x.wandb is not a run of wandb"),
         (header_only, r"metrics.csv holds no logged round. Train at least one"),
+        (rows_of_numbers, r"h.json is not a run: it was not written by `RoundHistory.save`"),
+        (not_utf8, r"metrics.csv cannot be read: 'utf-8' codec .* Correct or remove it"),
+        (cut_histograms, r"histograms_000000.csv cannot be read: its last row has no end. Correct or remove it"),
         (broken_settings, r"hparams.yaml cannot be read: .* Correct or remove it"),
         (lambda folder: folder, r"has no run in it; expected a `.wandb` file"),
     ],
@@ -206,6 +227,33 @@ def test_in_a_folder_what_cannot_be_read_is_left_out_by_name(tmp_path: Path) -> 
     assert "empty" in left_out[0]
 
 
+def test_a_last_row_that_was_cut_is_left_out_with_a_remark(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "run", rounds([0.5, 0.625])) / "metrics.csv"
+    whole = read_run(path)
+    assert (len(whole.rows), whole.rows[1]["val_acc"], whole.notes) == (2, 0.625, ())
+    for cut in (2, 5):  # line ends, and within a number
+        path.write_bytes(path.read_bytes()[:-cut])
+        assert "val_acc" not in read_run(path).rows[1]
+        assert read_run(path).notes == (NOT_ENDED,)
+
+
+def test_other_files_beside_those_of_the_dashboard_are_not_read(tmp_path: Path) -> None:
+    folder = write_csv(tmp_path / "run", rounds([0.5]))
+    (folder / "dashboard").mkdir()
+    (folder / "dashboard/notes.csv").write_text("a,b\n1,2\n")
+    (folder / "dashboard/clients_000000.csv").write_text("client\n7\n")
+    assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, Table(("client",), ((7,),)))}
+
+
+def test_names_are_the_same_with_a_prefix_of_the_logger(tmp_path: Path) -> None:
+    rows = rounds([0.5, 0.625])
+    plain = write_csv(tmp_path / "plain", rows) / "metrics.csv"
+    renamed = [{name if name == "step" else f"mine-{name}": value for name, value in row.items()} for row in rows]
+    prefixed = write_csv(tmp_path / "prefixed", renamed) / "metrics.csv"
+    assert read_run(prefixed).rows == read_run(plain).rows
+    assert read_run(prefixed).from_clients == read_run(plain).from_clients
+
+
 def test_settings_never_run_what_a_file_says(tmp_path: Path) -> None:
     folder = write_csv(tmp_path / "run", rounds([0.5]))
     (folder / "hparams.yaml").write_text(
@@ -218,6 +266,16 @@ def test_settings_never_run_what_a_file_says(tmp_path: Path) -> None:
 def test_a_resumed_run_says_that_earlier_bytes_are_missing(tmp_path: Path) -> None:
     run: Run = read_run(write_csv(tmp_path / "run", rounds([0.1, 0.2, 0.3])[2:]) / "metrics.csv")
     assert run.notes == ("starts at round 1: what earlier rounds sent is not counted",)
+
+
+def test_a_history_that_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"`config` must be an instance of Mapping, got 0.2"):
+        ls.RoundHistory().save(tmp_path / "h.json", config=0.2)
+    assert not (tmp_path / "h.json").exists()
+    for text in ("{}", "no JSON", "[1]"):
+        (tmp_path / "h.json").write_text(text)
+        with pytest.raises(ValueError, match=r"h.json was not written by `RoundHistory.save`"):
+            ls.RoundHistory.load(tmp_path / "h.json")
 
 
 def test_a_saved_history_is_plain_json(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
@@ -15,7 +16,7 @@ from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.records import Curve, Histogram, Record, Table, of_model
 from lightning_spectral.plugin.dashboard.spectra import algorithm_records
-from lightning_spectral.plugin.dashboard.writers import Write, writers_of
+from lightning_spectral.plugin.dashboard.writers import Write, remove_stale, writers_of
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -77,6 +78,12 @@ class RoundDashboard(RoundCallback):
         """Find the loggers; one process writes."""
         self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remove what an earlier fit wrote about rounds that are trained again."""
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, CSVLogger):
+                remove_stale(logger, trainer.current_epoch)
 
     def on_round_start(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, opened: Any

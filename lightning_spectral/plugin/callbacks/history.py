@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.extras import from_extra
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
@@ -102,15 +103,27 @@ class RoundHistory(RoundCallback):
             path: The file; it is overwritten, and missing folders are created.
             config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. Values
                 that are not JSON are written as their ``repr``.
+
+        Raises:
+            TypeError: If ``config`` is not a mapping.
         """
+        if config is not None:
+            check_is("config", config, Mapping)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({**self.state_dict(), "config": dict(config or {})}, default=repr))
 
     @classmethod
     def load(cls, path: str | Path) -> RoundHistory:
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: If it is some other file.
+        """
         history = cls()
-        history.load_state_dict(json.loads(Path(path).read_text()))
+        try:
+            history.load_state_dict(json.loads(Path(path).read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} was not written by `RoundHistory.save`.") from error
         return history
 
     def state_dict(self) -> dict[str, Any]:

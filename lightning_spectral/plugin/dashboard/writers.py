@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -99,6 +100,21 @@ def write_csv(logger: CSVLogger, round_idx: int, records: Sequence[Record]) -> N
     for table in tables:
         file = f"{table.name.replace('tables/', '')}_{round_idx:06d}.csv"
         _write_file(os.path.join(logger.log_dir, "dashboard", file), table)
+
+
+def remove_stale(logger: CSVLogger, round_idx: int) -> None:
+    """Remove the files of a round and of later ones, which an earlier fit left in the logger's folder.
+
+    `CSVLogger` replaces the ``metrics.csv`` of another logger, and the files of two fits would be read as one run.
+    """
+    folder = os.path.join(logger.log_dir, "dashboard")
+    files = get_filesystem(folder)
+    if files.isfile(logger.experiment.metrics_file_path) or not files.isdir(folder):
+        return  # the logger of an earlier fit goes on, or there is none
+    for path in files.find(folder):
+        found = re.fullmatch(r".+_(\d{6,})\.csv", os.path.basename(path))
+        if found and int(found[1]) >= round_idx:
+            files.rm_file(path)
 
 
 def _as_table(histograms: Sequence[Histogram]) -> Table:

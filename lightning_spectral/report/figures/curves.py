@@ -59,8 +59,8 @@ def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
     """Draw the share of terms held by some client; dotted, the expected share."""
     (axes,) = panels(canvas, 1)
     for group in groups:
-        visited = band(group.each(lambda run: curve(run, VISITED)))
-        expected = band(group.each(lambda run: curve(run, EXPECTED_COVERAGE)))
+        visited = band(group.each(_named(VISITED)))
+        expected = band(group.each(_named(EXPECTED_COVERAGE)))
         if visited is not None:
             draw_band(axes, group, visited, visited.rounds + 1)
         if expected is not None:
@@ -90,7 +90,7 @@ def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
 
 
 def _named(name: str) -> Callable[[Run], Curve | None]:
-    return lambda run: curve(run, name)
+    return lambda run: curve(run, name, of_all=False)
 
 
 def _mean_megabytes(group: Group, rounds: Numbers) -> Numbers:

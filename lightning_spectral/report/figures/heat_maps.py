@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 import numpy as np
@@ -17,30 +18,43 @@ from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.style import HEAT
 
+TITLE = 32  # letters that fit above a panel
+FEW = 6  # rounds that are each marked on the axis
 SMALLEST = 1e-4  # as a share of the largest singular value of the layer in all rounds; smaller ones look the same
+LARGEST = 0.1  # at which the scale may begin
 
 
 class HeatMap(NamedTuple):
-    """The contents of one panel: singular values of a layer, by round."""
+    """The contents of one panel: singular values of a layer of a group's first run, by round."""
 
-    title: str
+    layer: str
+    group: str
     by_round: Spectrum
+
+    @property
+    def lines(self) -> list[str]:
+        """The title, in lines that are no wider than a panel."""
+        return [line for part in (self.layer, self.group) for line in wrap(part, TITLE)]
 
 
 def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:
     """Draw singular values over rounds, with a panel for each layer."""
     axes = panels(canvas, len(shown), columns=3)
-    scale = LogNorm(SMALLEST, 1.0)
-    for panel, (title, by_round) in zip(axes, shown, strict=True):
-        rounds, values = matrix(by_round)
-        shares = np.maximum(values / np.nanmax(values), SMALLEST)
+    found = [matrix(one.by_round) for one in shown]
+    smallest = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
+    smallest = min(max(smallest, SMALLEST), LARGEST)
+    scale = LogNorm(smallest, 1.0)
+    for panel, one, (rounds, values) in zip(axes, shown, found, strict=True):
+        shares = np.maximum(values / np.nanmax(values), smallest)
         terms = np.arange(values.shape[1] + 1) + 0.5
         panel.pcolormesh(edges(rounds + 1), terms, shares.T, norm=scale, cmap=HEAT, rasterized=True)
-        panel.set_title(title)
+        panel.set_title("\n".join(one.lines))
         panel.grid(visible=False)
         panel.invert_yaxis()
         panel.yaxis.set_major_locator(MaxNLocator(integer=True))
         round_axis(panel)
+        if len(rounds) <= FEW:
+            panel.set_xticks(rounds + 1)
     value_axis(canvas, axes, "term, the largest first")
     bar = canvas.figure.colorbar(ScalarMappable(scale, HEAT), ax=axes, location="bottom", shrink=0.6, aspect=40)
     bar.set_label("singular value / the layer's largest")

@@ -128,6 +128,26 @@ def test_csv_files_hold_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, t
     assert all(12 >= counts[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
 
 
+def test_another_fit_in_the_same_folder_leaves_no_files_of_the_one_before(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    folder, ckpt = tmp_path / "csv/dashboard", tmp_path / "first.ckpt"
+    first = fit(seeded(lit_mlp), data, max_epochs=3, callbacks=[ls.RoundDashboard(1)])
+    (folder / "mine.csv").write_text("kept")
+    assert len(list(folder.glob("clients_*.csv"))) == 3
+    first.trainer.save_checkpoint(ckpt)
+
+    def fit_again(**options: Any) -> set[str]:
+        logger = CSVLogger(tmp_path, name=None, version="csv")
+        with pytest.warns(UserWarning, match="Experiment logs directory .* exists and is not empty"):
+            fit(seeded(lit_mlp), data, callbacks=[ls.RoundDashboard(1)], trainer={"logger": logger}, **options)
+        return {path.name for path in folder.iterdir() if "clients" in path.name or "mine" in path.name}
+
+    assert fit_again(max_epochs=1) == {"clients_000000.csv", "mine.csv"}
+    resumed = fit_again(max_epochs=4, ckpt_path=ckpt)
+    assert resumed == {"clients_000000.csv", "clients_000003.csv", "mine.csv"}, "a resumed run keeps its past"
+
+
 def test_the_table_of_clients_shows_how_the_model_serves_them(lit: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=8), batch_size=4, client_val_fraction=0.4)
     evaluation = ls.ClientEvaluation(every_n_rounds=2, clients="participants")

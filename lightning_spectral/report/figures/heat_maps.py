@@ -18,7 +18,7 @@ from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.style import HEAT
 
-TITLE = 32  # letters that fit above a panel
+TITLE = 36  # letters that fit above a panel
 FEW = 6  # rounds that are each marked on the axis
 SMALLEST = 1e-4  # as a share of the largest singular value of the layer in all rounds; smaller ones look the same
 LARGEST = 0.1  # at which the scale may begin
@@ -34,7 +34,8 @@ class HeatMap(NamedTuple):
     @property
     def lines(self) -> list[str]:
         """The title, in lines that are no wider than a panel."""
-        return [line for part in (self.layer, self.group) for line in wrap(part, TITLE)]
+        of_layer = wrap(self.layer.replace(".", ". "), TITLE)  # broken between parts of the name
+        return [*(line.replace(". ", ".") for line in of_layer), *wrap(self.group, TITLE)]
 
 
 def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:

@@ -76,6 +76,7 @@ def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
     assert list(rounds.values()) == [1000, 2500, 1500, 1500, 1500]
     longer = {cell.column: cell.settings.num_rounds for cell in paper.run.read("table2", "gpu").cells}
     assert list(longer.values()) == [1500, 5000]
+    assert {run.num_rounds for run in paper.run.read("prism_figure5", "gpu").runs(seed=0)} == {100}
     assert {run.clients_per_round for run in paper.run.read("prism_table2", "gpu").runs(seed=0)} == {20}
 
 
@@ -253,17 +254,27 @@ def test_a_long_heading_is_wrapped_and_tasks_keep_their_own_scale(paper: Any) ->
     assert figure.axes[0].get_ylim() != figure.axes[3].get_ylim()
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "folder"),
+    [("table1", "tinyimagenet", "tiny-imagenet-200"), ("prism_figure5", "femnist", "femnist/train")],
+)
 def test_missing_data_are_skipped_with_a_reason(
-    paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    paper: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    data: str,
+    folder: str,
 ) -> None:
     monkeypatch.setenv("DATA", str(tmp_path / "nowhere"))
-    grid = paper.run.read("table1", "gpu")
-    runs = [cell.settings for cell in grid.cells if cell.settings.data == "tinyimagenet"]
+    grid = paper.run.read(name, "gpu")
+    runs = [cell.settings for cell in grid.cells if cell.settings.data == data]
     monkeypatch.setattr(paper.run, "todo", lambda *_: runs)
     paper.run.train([grid], paper.evidence.Store(tmp_path), [0], "cpu")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("skipped: tinyimagenet: there is no folder")
-    assert line.endswith("set DATA to the folder that holds tiny-imagenet-200")
+    assert line.startswith(f"skipped: {data}: there is no folder")
+    assert line.endswith(f"set DATA to the folder that holds {folder}")
 
 
 def test_cifar100_is_read_from_the_standard_file(paper: Any, tmp_path: Path) -> None:
@@ -293,6 +304,62 @@ def test_cifar100_is_dealt_by_superclass(
     drawn = [len({int(rows[i, 0]) for i in partition[client]}) for client in range(20)]
     assert partition.sizes.tolist() == 20 * [20]
     assert sum(drawn) / 20 < 10  # of 20 superclasses; a random split gives a client 13
+
+
+def write_femnist(folder: Path) -> dict[str, dict[str, Any]]:
+    """Write LEAF's files for 30 users with two images for training and one for testing; return users by part."""
+    names = [f"f{user:04}_{user % 7:02}" for user in torch.randperm(30, generator=torch.Generator().manual_seed(0))]
+    written: dict[str, dict[str, Any]] = {}
+    for part, num in (("train", 2), ("test", 1)):
+        written[part] = {
+            name: {"x": torch.rand(num, 784).tolist(), "y": torch.randint(62, (num,)).tolist()} for name in names
+        }
+        (folder / "femnist" / part).mkdir(parents=True)
+        for users in (names[:15], names[15:]):
+            data = {name: written[part][name] for name in users}
+            text = {"users": users, "num_samples": [num] * len(users), "user_data": data}
+            (folder / "femnist" / part / f"all_data_{users[0]}.json").write_text(json.dumps(text))
+    return written
+
+
+def test_femnist_is_read_from_leafs_files(paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = write_femnist(tmp_path)
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.setattr(paper.sources, "FEMNIST_USERS", 20)
+    found = paper.sources.femnist()
+    for part, data, num in (("train", found.train, 20), ("test", found.test, 30)):
+        users = [user for _, user in sorted(written[part].items())][:num]
+        images, labels = data.tensors
+        assert images.shape == (num * len(users[0]["y"]), 1, 28, 28)
+        assert images.flatten().tolist() == [pixel for user in users for image in user["x"] for pixel in image]
+        assert labels.tolist() == [label for user in users for label in user["y"]]
+    assert found.owners.tolist() == 20 * [0] + 20 * [1], "users 0 to 9 are client 0, and each has two images"
+    assert found.num_classes == 62
+
+
+def test_femnist_is_refused_with_too_few_users(paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_femnist(tmp_path)
+    monkeypatch.setenv("DATA", str(tmp_path))
+    message = r"femnist/train must hold at least 1000 users, got 30; have LEAF write all: --sf 1\.0"
+    with pytest.raises(paper.sources.MissingDataError, match=message):
+        paper.sources.femnist()
+
+
+def test_sub_models_of_prisms_net_run_on_femnist(
+    paper: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_femnist(tmp_path)
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.setattr(paper.sources, "FEMNIST_USERS", 30)
+    found = paper.sources.femnist()
+    monkeypatch.setattr(paper.build, "source", lambda name: found)
+    total_bytes = {}
+    for cell in paper.run.read("prism_figure5", "gpu").cells:
+        if cell.settings.keep_ratio in (None, 0.2):
+            run = replace(cell.settings, clients_per_round=2, total_local_epochs=2, evaluate_every=1)
+            total_bytes[cell.row] = store.train(run, "cpu")["total_bytes"]
+    assert len(total_bytes) == 5
+    assert total_bytes["PriSM, 0.2"] < total_bytes["PriSM with all outputs, 0.2"] < total_bytes["No sharding"]
 
 
 def test_sequences_follow_each_other(paper: Any) -> None:

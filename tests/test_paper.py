@@ -158,6 +158,16 @@ def test_what_is_done_is_not_done_again(
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["table3", "4"], ["figure1", "6"]]
 
 
+@pytest.mark.parametrize("seeds", ["0 0", "1 -1"])
+def test_seeds_that_are_repeated_or_negative_are_refused(
+    paper: Any, seeds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        paper.run.parsed(["table3", "--seeds", *seeds.split()])
+    message = f"--seeds must be different and not negative, got {seeds}; name each once, such as --seeds 0 1 2"
+    assert message in capsys.readouterr().err
+
+
 def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
     paper: Any, store: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

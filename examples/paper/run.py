@@ -106,6 +106,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unknown experiment {', '.join(unknown)}; choose from {', '.join(names())}")
     if not args.experiments and not args.list:
         parser.error(f"name one or more experiments: {', '.join(names())}")
+    if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
+        given = " ".join(map(str, args.seeds))
+        parser.error(f"--seeds must be different and not negative, got {given}; name each once, such as --seeds 0 1 2")
     return args
 
 

@@ -12,7 +12,6 @@ several processes at a time share the work.
 from __future__ import annotations
 
 import argparse
-import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from costs import Costs
 from evidence import Store
 from figures import draw, drawable
 from grid import SCALES, Grid, read_grid
+from quiet import silence_lightning
 from records import keep, restore
 from settings import Settings
 from sources import MissingDataError
@@ -85,7 +85,7 @@ def report(experiment: Experiment, store: Store, seeds: Sequence[int], folder: P
 
 def quiet_lightning() -> None:
     """Silence its messages about every run, and the warning that Lightning 2.6 triggers in torch 2.13."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    silence_lightning()
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +33,8 @@ def _rows(path: Path) -> tuple[list[dict[str, str]], bool]:
     """The rows of a file, and whether the last one ends; otherwise it is left out."""
     try:
         text = path.read_bytes().decode("utf-8")
-        is_whole = text.endswith("\n") or not text
-        lines = text.splitlines(keepends=True)
-        return list(csv.DictReader(lines if is_whole else lines[:-1])), is_whole
+        whole = text[: text.rfind("\n") + 1]
+        return list(csv.DictReader(io.StringIO(whole, newline=""))), whole == text
     except (UnicodeDecodeError, csv.Error) as error:
         raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
 

@@ -245,6 +245,14 @@ def test_other_files_beside_those_of_the_dashboard_are_not_read(tmp_path: Path) 
     assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, Table(("client",), ((7,),)))}
 
 
+def test_only_ends_of_lines_end_a_row(tmp_path: Path) -> None:
+    folder = write_csv(tmp_path / "run", rounds([0.5]))
+    (folder / "dashboard").mkdir()
+    (folder / "dashboard/clients_000000.csv").write_text('client,why\n7,a\u2028b\n8,"c\nd"\n', encoding="utf-8")
+    table = Table(("client", "why"), ((7, "a\u2028b"), (8, "c\nd")))
+    assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, table)}
+
+
 def test_names_are_the_same_with_a_prefix_of_the_logger(tmp_path: Path) -> None:
     rows = rounds([0.5, 0.625])
     plain = write_csv(tmp_path / "plain", rows) / "metrics.csv"

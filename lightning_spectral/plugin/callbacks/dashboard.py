@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
@@ -81,9 +80,8 @@ class RoundDashboard(RoundCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remove what an earlier fit wrote about rounds that are trained again."""
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            if isinstance(logger, CSVLogger):
-                remove_stale(logger, trainer.current_epoch)
+        if trainer.is_global_zero:
+            remove_stale(trainer.loggers, trainer.current_epoch)
 
     def on_round_start(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, opened: Any

@@ -102,11 +102,17 @@ def write_csv(logger: CSVLogger, round_idx: int, records: Sequence[Record]) -> N
         _write_file(os.path.join(logger.log_dir, "dashboard", file), table)
 
 
-def remove_stale(logger: CSVLogger, round_idx: int) -> None:
-    """Remove the files of a round and of later ones, which an earlier fit left in the logger's folder.
+def remove_stale(loggers: Iterable[Logger], round_idx: int) -> None:
+    """Remove the files of a round and of later ones, which an earlier fit left in the folder of a `CSVLogger`.
 
     `CSVLogger` replaces the ``metrics.csv`` of another logger, and the files of two fits would be read as one run.
     """
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            _remove_stale_files(logger, round_idx)
+
+
+def _remove_stale_files(logger: CSVLogger, round_idx: int) -> None:
     folder = os.path.join(logger.log_dir, "dashboard")
     files = get_filesystem(folder)
     if files.isfile(logger.experiment.metrics_file_path) or not files.isdir(folder):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.extras import from_extra
+from lightning_spectral.report.texts import printable
 
 DESCRIPTION = """\
 Write one HTML page on federated runs: an evaluation metric against megabytes and rounds, clients, coverage, spectra,
@@ -41,13 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         written = write_report(**arguments)
     except (ModuleNotFoundError, ReportError) as error:
         return _failed(str(error))
-    print("\n".join(f"wrote {path}" for path in written))
+    print("\n".join(printable(f"wrote {path}") for path in written))
     return 0
 
 
 def _failed(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
+    print("\n".join(map(printable, f"error: {reason}".split("\n"))), file=sys.stderr)
     return 1
+
+
+def _path(text: str) -> Path:
+    if not text:  # as from a variable of the shell that is not set; `Path` would take it for the current folder
+        raise ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def _parser() -> ArgumentParser:
@@ -55,11 +62,11 @@ def _parser() -> ArgumentParser:
         "python -m lightning_spectral report", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
-    add("-o", "--output", type=Path, default=Path("report.html"), help="the page to write (default: %(default)s)")
+    add("runs", nargs="+", type=_path, metavar="RUN", help="a run, or a folder of runs")
+    add("-o", "--output", type=_path, default=Path("report.html"), help="the page to write (default: %(default)s)")
     add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, otherwise a loss)")
     add("--mode", choices=("min", "max"), help="whether lower or higher is better (default: by its name)")
     add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that define the groups, e.g. keep_ratio")
-    add("--png", type=Path, metavar="FOLDER", help="also write each figure there as a PNG file")
+    add("--png", type=_path, metavar="FOLDER", help="also write each figure there as a PNG file")
     add("--title", help="title of the page")
     return parser

@@ -5,16 +5,32 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_spectral.errors import ReportError
+from lightning_spectral.report.files import TEXT_MEGABYTES, check_inside, files_below, read_bytes
 from lightning_spectral.report.hparams import read_hparams
+from lightning_spectral.report.media import Histogram, Table, as_histogram
 from lightning_spectral.report.names import HISTOGRAMS, ROUND, TABLES
-from lightning_spectral.report.runs import NOT_ENDED, Histogram, Run, Table, as_cell, build_run
+from lightning_spectral.report.runs import NOT_ENDED, Run, as_cell, build_run
 
 DASHBOARD = "dashboard"  # the folder next to the metrics
+
+
+class Cells(NamedTuple):
+    """A CSV file.
+
+    Attributes:
+        columns: Names of the columns.
+        rows: The rows, as long as ``columns``.
+        is_whole: Whether the last row ends; otherwise it is left out.
+    """
+
+    columns: list[str]
+    rows: list[list[str]]
+    is_whole: bool
 
 
 def read_csv(path: Path) -> Run:
@@ -23,48 +39,61 @@ def read_csv(path: Path) -> Run:
     Raises:
         ReportError: If a file is not what the logger or the dashboard writes.
     """
-    rows, is_whole = _rows(path)
+    cells = _cells(path)
+    rows = [dict(zip(cells.columns, row, strict=True)) for row in cells.rows]
     logged = [*rows, *_shown(path.with_name(DASHBOARD))]
     run = build_run("/".join(path.parent.parts[-2:]), path, read_hparams(path.parent), logged)
-    return run if is_whole else run.noting(NOT_ENDED)
+    return run if cells.is_whole else run.noting(NOT_ENDED)
 
 
-def _rows(path: Path) -> tuple[list[dict[str, str]], bool]:
-    """The rows of a file, and whether the last one ends; otherwise it is left out."""
+def _cells(path: Path, folder: Path | None = None) -> Cells:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = read_bytes(path, TEXT_MEGABYTES, folder).decode("utf-8")
         whole = text[: text.rfind("\n") + 1]
-        return list(csv.DictReader(io.StringIO(whole, newline=""))), whole == text
+        columns, *rows = [row for row in csv.reader(io.StringIO(whole, newline="")) if row] or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(columns):
+            raise ReportError(
+                f"{path} cannot be read: row {number} has {len(row)} cells, and the header has {len(columns)}. "
+                "Correct or remove it."
+            )
+    return Cells(columns, rows, whole == text)
 
 
 def _shown(folder: Path) -> Iterator[dict[str, Any]]:
     """The contents of each file, ``clients_000010.csv`` for round 10; several models have a folder each."""
-    for path in sorted(folder.rglob("*.csv")):
+    check_inside(folder, folder.parent)
+    for path in sorted(path for path in files_below(folder) if path.suffix == ".csv"):
         kind, _, round_idx = path.stem.rpartition("_")
         if not round_idx.isdecimal():
             continue  # not of the dashboard
-        rows, is_whole = _rows(path)
-        if not is_whole:
+        cells = _cells(path, folder.parent)
+        if not cells.is_whole:
             raise ReportError(f"{path} cannot be read: its last row has no end. Correct or remove it.")
-        if rows:
+        if cells.rows:
             model = path.parent.relative_to(folder).as_posix().removeprefix(".")
-            table = {f"{model}/{TABLES}{kind}".removeprefix("/"): _table(rows)}
-            yield {ROUND: int(round_idx), **(_histograms(rows) if kind == HISTOGRAMS else table)}
+            table = {f"{model}/{TABLES}{kind}".removeprefix("/"): _table(cells)}
+            yield {ROUND: int(round_idx), **(_histograms(path, cells) if kind == HISTOGRAMS else table)}
 
 
-def _table(rows: list[dict[str, str]]) -> Table:
-    return Table(tuple(rows[0]), tuple(tuple(map(as_cell, row.values())) for row in rows))
+def _table(cells: Cells) -> Table:
+    return Table(tuple(cells.columns), tuple(tuple(map(as_cell, row)) for row in cells.rows))
 
 
-def _histograms(rows: list[dict[str, str]]) -> dict[str, Histogram]:
-    bins: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
-        bins[row["histogram"]].append(row)
-    return {
-        name: Histogram(
-            (float(own[0]["left"]), *(float(row["right"]) for row in own)), tuple(float(row["count"]) for row in own)
-        )
-        for name, own in bins.items()
-    }
+def _histograms(path: Path, cells: Cells) -> dict[str, Histogram]:
+    bins: dict[str, list[Sequence[float]]] = defaultdict(list)
+    if missing := {"histogram", "left", "right", "count"} - set(cells.columns):
+        raise ReportError(f"{path} cannot be read: it has no column `{min(missing)}`. Correct or remove it.")
+    try:
+        for row in (dict(zip(cells.columns, row, strict=True)) for row in cells.rows):
+            bins[row["histogram"]].append([float(row[name]) for name in ("left", "right", "count")])
+        return {name: _histogram(own) for name, own in bins.items()}
+    except ValueError as error:
+        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+
+
+def _histogram(bins: Sequence[Sequence[float]]) -> Histogram:
+    left, right, counts = zip(*bins, strict=True)
+    return as_histogram([left[0], *right], counts)

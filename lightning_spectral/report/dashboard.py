@@ -9,9 +9,11 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_spectral.report.measures import Numbers
+from lightning_spectral.report.media import Histogram, Table
 from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
-from lightning_spectral.report.runs import Histogram, Run, Table
+from lightning_spectral.report.runs import Run
 
+MAX_TERMS = 1_000_000  # of a layer; no matrix has a dimension that large
 Spectrum: TypeAlias = Mapping[int, Numbers]  # singular values of a layer in descending order, by round
 
 
@@ -21,9 +23,9 @@ def spectra(run: Run) -> Mapping[str, Spectrum]:
     for name, by_round in run.media.items():
         model, is_spectrum, layer = name.rpartition(SPECTRUM)
         for round_idx, media in by_round.items():
-            if is_spectrum and isinstance(media, Histogram):
+            if is_spectrum and isinstance(media, Histogram) and 0 < sum(media.counts) <= MAX_TERMS:
                 found[model + layer][round_idx] = _descending(media)
-    return found
+    return {layer: own for layer, own in found.items() if any(values.max() > 0 for values in own.values())}
 
 
 def client_tables(run: Run) -> dict[str, tuple[int, Table]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -79,7 +81,7 @@ class Picture:
     def write_png(self, folder: Path) -> Path:
         """Write the wide version, in the theme for print, to ``<folder>/<name>.png``."""
         path = folder / f"{self.name}.png"
-        with matplotlib.rc_context(settings(PRINTED)):
+        with _drawing(PRINTED):
             self._drawn("wide", PRINTED).figure.savefig(path, dpi=200, metadata={"Software": None})
         return path
 
@@ -90,7 +92,7 @@ class Picture:
         return canvas
 
     def _svg(self, width: str) -> str:
-        with matplotlib.rc_context(settings(PAGE)):
+        with _drawing(PAGE):
             canvas, file = self._drawn(width, PAGE), io.StringIO()
             canvas.figure.savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
         text = file.getvalue()
@@ -103,13 +105,28 @@ class Picture:
         )
 
 
+@contextmanager
+def _drawing(theme: Theme) -> Iterator[None]:
+    """Matplotlib's settings for a theme, without its remarks on what runs may hold.
+
+    It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all the room.
+    """
+    with matplotlib.rc_context(settings(theme)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from|.*layout not applied", category=UserWarning)
+        yield
+
+
 def _as_part(text: str, prefix: str, attributes: str) -> str:
     """SVG with ids that are unique in the page, in a size and colours that the page decides."""
-    text = re.sub(r'\bid="', f'id="{prefix}-', text)
-    text = re.sub(r'(href="|url\()#', rf"\g<1>#{prefix}-", text)
+    text = re.sub(r"<[^<>]+>", lambda tag: _as_own_tag(tag[0], prefix), text)  # names between tags stay as they are
     text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
     text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
-    for colour, replacement in REPLACED.items():
-        text = text.replace(colour, replacement)
-    text = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", text)
     return text.replace("<svg", f"<svg {attributes}", 1)
+
+
+def _as_own_tag(tag: str, prefix: str) -> str:
+    tag = re.sub(r'\bid="', f'id="{prefix}-', tag)
+    tag = re.sub(r'(href="|url\()#', rf"\g<1>#{prefix}-", tag)
+    for colour, replacement in REPLACED.items():
+        tag = tag.replace(colour, replacement)
+    return re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", tag)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ from lightning_spectral.report.names import (
 )
 from lightning_spectral.report.runs import Run
 
+MAX_LISTED = 20  # metrics in a message
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -136,6 +138,26 @@ def clients_at_end(run: Run, metric: str) -> tuple[float, float, float] | None:
     return None if found is None else (found[0].last, found[1].last, found[2].last)
 
 
+def with_metric(
+    runs: Sequence[Run], wanted: str | None, kept: Collection[Path] = ()
+) -> tuple[Sequence[Run], list[str]]:
+    """Leave out runs that have no evaluation metric, such as those that were killed before the first evaluation.
+
+    Args:
+        runs: The runs.
+        wanted: The metric that they must have; by default any that was measured in an evaluation.
+        kept: Files of runs to keep in any case.
+
+    Returns:
+        The other runs, and the reason for each that is left out; all runs, if none has a metric.
+    """
+    measured = [run for run in runs if run.path in kept or _has_metric(run, wanted)]
+    if not measured:
+        return runs, []
+    lacking = [run for run in runs if not any(run is one for one in measured)]
+    return measured, [_no_metric(run, 1) if wanted is None else _lacks(run, wanted) for run in lacking]
+
+
 def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
     """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
 
@@ -149,10 +171,7 @@ def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
         raise ReportError(_no_metric(min(runs, key=lambda run: len(_evaluated(run))), len(runs)))
     for run in runs:
         if curve(run, wanted) is None:
-            raise ReportError(
-                f"{run.path} has no metric `{wanted}`; it has {_listed(_plain(run))}. Choose one that all runs have, "
-                "or leave this run out."
-            )
+            raise ReportError(f"{_lacks(run, wanted)} Choose one that all runs have, or leave this run out.")
     return wanted
 
 
@@ -164,8 +183,19 @@ def lower_is_better(metric: str) -> bool:
 def _plain(run: Run) -> set[str]:
     """The user's own metrics; those of several models are included without the model's name as well."""
     own = {name for name in run.names if "fl/" not in name and not name.startswith(OVER_BYTES) and not _is_rate(name)}
-    parts = [{name.removeprefix(f"{model}/") for name in own if name.startswith(f"{model}/")} for model in models(run)]
+    parts = _by_model(own, models(run)).values()
     return own | set.intersection(*parts) if parts else own
+
+
+def _by_model(names: Iterable[str], known: Collection[str]) -> dict[str, set[str]]:
+    """Names that begin with a model, without it, for each model."""
+    found: dict[str, set[str]] = {model: set() for model in known}
+    lengths = {len(model) for model in known}
+    for name in names:
+        for length in lengths:
+            if name[length : length + 1] == "/" and name[:length] in found:
+                found[name[:length]].add(name[length + 1 :])
+    return found
 
 
 def _is_rate(name: str) -> bool:
@@ -174,9 +204,17 @@ def _is_rate(name: str) -> bool:
 
 
 def _evaluated(run: Run) -> set[str]:
-    trained = {name for name in run.from_clients for model in models(run) if name.startswith(f"{model}/")}
-    during = run.from_clients | {name.partition("/")[2] for name in trained}
-    return {name for name in _plain(run) if name not in during and not name.startswith("train")}
+    during = run.from_clients.union(*_by_model(run.from_clients, models(run)).values())
+    own = (name for name in _plain(run) if name not in during and not name.startswith("train"))
+    return {name for name in own if name in run.names or curve(run, name) is not None}
+
+
+def _has_metric(run: Run, wanted: str | None) -> bool:
+    return bool(_evaluated(run)) if wanted is None else curve(run, wanted) is not None
+
+
+def _lacks(run: Run, metric: str) -> str:
+    return f"{run.path} has no metric `{metric}`; it has {_listed(_plain(run))}."
 
 
 def _preference(metric: str) -> tuple[bool, bool, bool, str]:
@@ -195,4 +233,5 @@ def _no_metric(run: Run, num_runs: int) -> str:
 
 
 def _listed(names: set[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names)) or "no metric of its own"
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return (", ".join(f"`{name}`" for name in sorted(names)[:MAX_LISTED]) or "no metric of its own") + more

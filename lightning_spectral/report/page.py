@@ -8,8 +8,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from lightning_spectral.report.runs import Table
+from lightning_spectral.report.media import Table
 from lightning_spectral.report.sections import Section
+from lightning_spectral.report.texts import printable
 
 # Even if a name in a run smuggled in something, a browser would neither load nor execute it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -33,7 +34,7 @@ def page(title: str, summary: Sequence[str], warnings: Sequence[str], sections: 
         "<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script; "
         "rest a pointer on a mark to see its numbers.</footer>",
     ]
-    return "\n".join(
+    lines = "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en">',
@@ -53,6 +54,7 @@ def page(title: str, summary: Sequence[str], warnings: Sequence[str], sections: 
             "",
         ]
     )
+    return "\n".join(map(printable, lines.split("\n")))
 
 
 def _section(section: Section) -> str:

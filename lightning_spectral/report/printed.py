@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -15,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from lightning_spectral.report.style import PRINTED, Look, settings
+from lightning_spectral.report.texts import in_lines
 
 MARKS = 10  # markers on a curve
 LABEL = 44  # letters in a line of a legend
@@ -89,5 +89,5 @@ def legend_above(figure: Figure, columns: int) -> None:
         handles, labels = axes.get_legend_handles_labels()
         found.update(zip(labels, handles, strict=True))
     if found:
-        labels = ["\n".join(wrap(label, LABEL)) for label in found]
+        labels = ["\n".join(in_lines(label, LABEL)) for label in found]
         figure.legend(found.values(), labels, loc="outside upper left", ncols=min(columns, len(found)))

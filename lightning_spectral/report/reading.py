@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.csv_files import read_csv
+from lightning_spectral.report.files import (
+    LOG_MEGABYTES,
+    MALFORMED,
+    TEXT_MEGABYTES,
+    check_file,
+    files_below,
+    read_bytes,
+    real_path,
+)
 from lightning_spectral.report.runs import Run, build_run
 from lightning_spectral.report.tensorboard_file import read_tensorboard
+from lightning_spectral.report.texts import printable, shortened
 from lightning_spectral.report.wandb_file import read_wandb
 
+MAX_REASON = 500  # letters
 METRICS_FILE = "metrics.csv"
 EVENTS_FILE = "events.out.tfevents."  # prefix of their names
 EXPECTED = (
@@ -37,28 +49,46 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     runs: dict[Path, Run] = {}
     left_out: list[str] = []
     for path in paths:
-        found = _runs_in(path) if path.is_dir() else [path]
+        is_folder = os.path.isdir(path)  # `Path.is_dir` raises for names that are too long
+        found = _runs_in(path) if is_folder else [path]
         for file in found:
-            if file.resolve() not in runs:
+            if real_path(file) not in runs:
                 try:
-                    runs[file.resolve()] = read_run(file)
+                    runs[real_path(file)] = read_run(file, within=path if is_folder else None)
                 except ReportError as error:
                     if len(found) == 1:
                         raise
                     left_out.append(str(error))
-        if not any(file.resolve() in runs for file in found):
+        if not any(real_path(file) in runs for file in found):
             raise ReportError("\n".join([f"None of the {len(found)} runs in {path} can be read:", *left_out]))
     if not runs:
         raise ReportError(f"No run was named; expected {EXPECTED}.")
     return list(runs.values()), left_out
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path, within: Path | None = None) -> Run:
     """Read one run from its file.
 
+    Args:
+        path: The file.
+        within: A folder that it must not lead out of.
+
     Raises:
-        ReportError: If it does not exist, is not a run, or has no round.
+        ReportError: If it does not exist, is not a run, has no round, or is not what its program writes; the message is
+            one line.
     """
+    try:
+        if within is not None:
+            check_file(path, LOG_MEGABYTES, within)
+        return _read(path)
+    except ReportError as error:
+        raise ReportError(shortened(printable(str(error)), len(str(path)) + MAX_REASON)) from error
+    except (OSError, *MALFORMED) as error:
+        reason = shortened(f"{type(error).__name__}: {error}", MAX_REASON)
+        raise ReportError(printable(f"{path} cannot be read: {reason}. Correct or remove it.")) from error
+
+
+def _read(path: Path) -> Run:
     if not path.exists():
         raise ReportError(f"{path} does not exist; expected {EXPECTED}.")
     if path.suffix == ".wandb":
@@ -74,10 +104,11 @@ def read_run(path: Path) -> Run:
 
 def read_history(path: Path) -> Run:
     """Read what `RoundHistory.save` wrote."""
+    content = read_bytes(path, TEXT_MEGABYTES)
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        config, logged = saved["config"], list(_parts(saved["rows"], set(saved["from_clients"])))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        saved = json.loads(content)
+        config, logged = dict(saved["config"]), list(_parts(saved["rows"], set(saved["from_clients"])))
+    except MALFORMED as error:
         raise ReportError(f"{path} is not a run: it was not written by `RoundHistory.save`.") from error
     return build_run(path.stem, path, config, logged)
 
@@ -90,7 +121,11 @@ def _parts(rows: Sequence[dict[str, Any]], from_clients: set[str]) -> Iterator[d
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    found = sorted(path for name in ("*.wandb", METRICS_FILE, f"{EVENTS_FILE}*") for path in folder.rglob(name))
+    found = sorted(path for path in files_below(folder) if _is_run(path.name))
     if not found:
         raise ReportError(f"{folder} has no run in it; expected {EXPECTED}. JSON files are named one by one.")
     return found
+
+
+def _is_run(name: str) -> bool:
+    return name == METRICS_FILE or name.endswith(".wandb") or name.startswith(EVENTS_FILE)

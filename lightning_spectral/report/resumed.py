@@ -10,8 +10,9 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_spectral.report.media import Media
 from lightning_spectral.report.names import BYTES, REPETITION, ROUND, SECONDS
-from lightning_spectral.report.runs import NOT_ENDED, Media, Run, gaps
+from lightning_spectral.report.runs import NOT_ENDED, Run, gaps
 from lightning_spectral.report.settings import flat_settings
 
 FLOAT32 = 1e-6  # relative tolerance: TensorBoard keeps no more digits

@@ -5,47 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_spectral.errors import ReportError
+from lightning_spectral.report.media import Histogram, Media, Table
 from lightning_spectral.report.names import BOOKKEEPING, BYTES, ROUND
+from lightning_spectral.report.settings import flat_settings
+from lightning_spectral.report.texts import printable, shortened
 
 NOT_ENDED = "the file ends before the run does: it was killed, or is still running"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A logged table.
-
-    Attributes:
-        columns: Names of the columns.
-        rows: One tuple per row, as long as ``columns``.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-    def column(self, name: str) -> list[Any]:
-        """All values of one column."""
-        index = self.columns.index(name)
-        return [row[index] for row in self.rows]
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """A logged histogram.
-
-    Attributes:
-        edges: Edges of the bins, ascending, one more than there are bins.
-        counts: Number of values in each bin.
-    """
-
-    edges: tuple[float, ...]
-    counts: tuple[float, ...]
-
-
-Media: TypeAlias = Table | Histogram
+LARGEST = 3.4028235e38  # of float32; a metric beyond it has diverged, and its square would not be a number
+MAX_ROUND = 10**9
+MAX_NUMBERS = 50_000_000  # metrics times rounds
+MAX_NAME = 200  # letters of a run's name
 
 
 @dataclass(frozen=True)
@@ -72,7 +46,7 @@ class Run:
     notes: tuple[str, ...] = ()
     identity: str = ""
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         """All metrics that the run has in some round."""
         return {name for row in self.rows for name in row}
@@ -98,18 +72,18 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
         logged: Entries that were written together: numbers, or `Table` and `Histogram`. Anything else is ignored.
 
     Raises:
-        ReportError: If there is no number at all.
+        ReportError: If there is no number at all, if a round is not one, or if there are too many numbers or settings.
     """
     rows: dict[int, dict[str, float]] = {}
     media: dict[str, dict[int, Media]] = {}
     from_clients: set[str] = set()
     round_idx = 0
-    for entry in without_prefix(list(logged)):
+    for entry in without_prefix([_with_printable_names(entry) for entry in logged]):
         numbers = {key: number for key, value in entry.items() if (number := as_number(value)) is not None}
-        round_idx = _round_of(numbers, round_idx)
+        round_idx = _round_of(path, numbers, round_idx)
         kept = {key: value for key, value in numbers.items() if key not in BOOKKEEPING and not key.startswith("_")}
         if kept:
-            rows.setdefault(round_idx, {ROUND: float(round_idx)}).update(kept)
+            rows.setdefault(round_idx, {}).update({**kept, ROUND: float(round_idx)})
         if any(key.endswith(BYTES[0]) for key in kept):
             from_clients |= kept.keys()
         for key, value in entry.items():
@@ -118,7 +92,27 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} holds no logged round. Train at least one, or leave this run out.")
     ordered = tuple(rows[index] for index in sorted(rows))
-    return Run(name, path, config, ordered, media, frozenset(from_clients), gaps(ordered))
+    run = Run(
+        shortened(printable(name), MAX_NAME), path, config, ordered, media, frozenset(from_clients), gaps(ordered)
+    )
+    _check_size(run)
+    return run
+
+
+def _with_printable_names(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return entry if all(map(str.isprintable, entry)) else {printable(name): value for name, value in entry.items()}
+
+
+def _check_size(run: Run) -> None:
+    if len(run.names) * len(run.rows) > MAX_NUMBERS:
+        raise ReportError(
+            f"{run.path} holds {len(run.names)} metrics of {len(run.rows)} rounds; a report reads up to {MAX_NUMBERS} "
+            "numbers. Leave this run out."
+        )
+    try:
+        flat_settings(run.config)
+    except ValueError as error:
+        raise ReportError(f"{run.path} has settings that cannot be read: {error}. Leave this run out.") from error
 
 
 def without_prefix(logged: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -145,9 +139,12 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
         return None
+    except OverflowError:  # an integer of more than 308 digits; texts and floats never overflow
+        number = math.inf if int(value) > 0 else -math.inf
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
 
 
 def as_cell(text: str) -> str | float:
@@ -158,9 +155,15 @@ def as_cell(text: str) -> str | float:
     return int(number) if number.is_integer() else number
 
 
-def _round_of(numbers: Mapping[str, float], before: int) -> int:
-    found = (numbers[name] for name in (ROUND, "epoch") if math.isfinite(numbers.get(name, math.nan)))
-    return int(next(found, before))
+def _round_of(path: Path, numbers: Mapping[str, float], before: int) -> int:
+    """The round of an entry: its own, or that of its epoch, or that of the entry before it."""
+    known = [name for name in (ROUND, "epoch") if math.isfinite(numbers.get(name, math.nan))]
+    if not known:
+        return before
+    found = numbers[known[0]]
+    if not 0 <= found <= MAX_ROUND or (known[0] == ROUND and not found.is_integer()):
+        raise ReportError(f"{path} holds a round {found:g}: rounds are counted 0, 1, 2, ... Leave this run out.")
+    return int(found)
 
 
 def gaps(rows: Sequence[Mapping[str, float]]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from lightning_spectral.report import figures
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.drawing import Picture, Size
 from lightning_spectral.report.figures.heat_maps import HeatMap
-from lightning_spectral.report.groups import Group
+from lightning_spectral.report.groups import Band, Group, band
 from lightning_spectral.report.measures import (
     client_statistics,
     clients_at_end,
@@ -23,8 +23,9 @@ from lightning_spectral.report.measures import (
     run_end,
     spread,
 )
+from lightning_spectral.report.media import Table
 from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, SAMPLING_GAP, SWITCH_ON, VISITED
-from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.runs import Run
 
 MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
@@ -136,13 +137,17 @@ def coverage_section(contents: Contents) -> Section:
 def bits_section(contents: Contents) -> Section:
     """How far the bits of Zampling are decided."""
     names = [*BITS, contents.metric + SAMPLING_GAP]
-    panels = sum(any(curve(run, name, of_all=False) for run in contents.runs) for name in names)
+    panels = sum(any(_band(group, name) for group in contents.groups) for name in names)
     if not panels:
         return Section("Bits", remark=SWITCH_ON["bits"])
     lead = "Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
     draw = partial(figures.bits, groups=contents.groups, metric=contents.metric)
     size = Size(0.4 + 2.4 * -(-panels // 3), 0.4 + 2.3 * panels)
     return Section("Bits", lead, _picture(contents, "bits", "How far bits are decided, over rounds.", draw, size))
+
+
+def _band(group: Group, name: str) -> Band | None:
+    return band(group.each(partial(curve, metric=name, of_all=False)))
 
 
 def seconds_section(contents: Contents) -> Section:

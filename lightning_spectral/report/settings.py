@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 from lightning_spectral.report.names import REPETITION
+from lightning_spectral.report.texts import printable, shortened
 
 Settings: TypeAlias = Mapping[str, str]
 ABSENT = "—"
 STRATEGY = ("strategy", "0")  # where a class has its strategy: by name, or first in a ``repr``
 LONGEST = 40  # letters of a value in a label
+# Far beyond the settings of ordinary runs.
+MAX_SETTINGS = 10_000
+MAX_DEPTH = 50
+LONGEST_NAME = 200  # letters
+LONGEST_CALL = 10_000  # letters
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
@@ -20,35 +28,54 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
     Objects that are written as their ``repr`` are taken apart too, so that runs can differ in one argument.
 
+    Raises:
+        ValueError: If there are too many, or if they are nested too deeply.
+
     Example:
         >>> flat_settings({"seed": 1, "federation": {"algorithm": "Sharding(TopN(), keep_ratio=0.2)"}})
         {'seed': '1', 'federation/algorithm': 'Sharding', 'federation/algorithm/0': 'TopN',
          'federation/algorithm/keep_ratio': '0.2'}
     """
-    return dict(_flat("", config))
+    found = dict(islice(_flat("", config), MAX_SETTINGS + 1))
+    if len(found) > MAX_SETTINGS:
+        raise ValueError(f"there are more than {MAX_SETTINGS}")
+    return {printable(name): printable(value) for name, value in found.items()}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
+        if name.count("/") > MAX_DEPTH:
+            raise ValueError("they are nested too deeply")
         if name and isinstance(value.get("name"), str):  # a choice: its class, and its arguments
             yield name, value["name"]
         for key, inner in value.items():
             if not (name and key == "name"):
-                yield from _flat(f"{name}/{key}" if name else str(key), inner)
-        return
-    call = _as_call(value) if isinstance(value, str) else None
-    if call is None:
-        yield name, str(value)
+                yield from _flat(_joined(name, key), inner)
     else:
-        yield from _flat_node(name, call)
+        yield from (_parts_of_call(name, value) if isinstance(value, str) else None) or [(name, _text(value))]
 
 
-def _as_call(text: str) -> ast.Call | None:
+def _joined(name: str, key: Any) -> str:
+    own = shortened(_text(key), LONGEST_NAME)
+    return f"{name}/{own}" if name else own
+
+
+def _text(value: Any) -> str:
     try:
-        node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError):
+        return str(value)
+    except RecursionError:
+        raise ValueError("they are nested too deeply") from None
+
+
+def _parts_of_call(name: str, text: str) -> list[tuple[str, str]] | None:
+    """A class and its arguments; ``None`` if the text is not a call, or is too long for one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python about what the text, as a program, would do
+            node = ast.parse(text, mode="eval").body if len(text) <= LONGEST_CALL else None
+        return [*_flat_node(name, node)] if isinstance(node, ast.Call) else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deeply
         return None
-    return node if isinstance(node, ast.Call) else None
 
 
 def _flat_node(name: str, node: ast.expr) -> Iterator[tuple[str, str]]:
@@ -109,7 +136,7 @@ def _part(name: str, value: str, shown: Sequence[str]) -> str:
     around, _, own = name.rpartition("/")
     if _is_class(value) and (own in STRATEGY or around not in shown):
         return value
-    return f"{own}={value if len(value) <= LONGEST else value[: LONGEST - 1] + '…'}"
+    return f"{own}={shortened(value, LONGEST)}"
 
 
 def _is_class(value: str) -> bool:

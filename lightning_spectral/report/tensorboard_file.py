@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import ReportError
+from lightning_spectral.report.files import LOG_MEGABYTES, check_file, real_path
 from lightning_spectral.report.hparams import read_hparams
-from lightning_spectral.report.names import OVER_BYTES, ROUND
-from lightning_spectral.report.runs import Histogram, Run, Table, as_cell, build_run
+from lightning_spectral.report.media import Histogram, Table, as_histogram, as_table
+from lightning_spectral.report.names import OVER_BYTES, ROUND, SPECTRUM, TABLES
+from lightning_spectral.report.runs import Run, as_cell, build_run
 
 TEXT = "/text_summary"  # which SummaryWriter appends to the name of a text
+MAX_ENTRIES = 1_000_000  # of a number, a histogram or a text
 LAST_OF_ROW = "epoch"  # Lightning writes the numbers of a row one by one, and this one at the end
 
 
@@ -23,20 +27,24 @@ def read_tensorboard(path: Path) -> Run:
     Raises:
         ReportError: If TensorBoard is not installed, or if the file has no round.
     """
+    check_file(path, LOG_MEGABYTES)
     name = "/".join(path.parent.parts[-2:])
     run = build_run(name, path, read_hparams(path.parent), _entries(_events(path)))
-    return run.identified(str(path.parent.resolve()))
+    return run.identified(str(real_path(path.parent)))
 
 
 def _events(path: Path) -> Iterable[Any]:
     try:
+        from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     except ModuleNotFoundError as missing:
         raise ReportError(
             f'{path} is a run of TensorBoard, which is not installed: pip install "lightning-spectral[report]".'
         ) from missing
-    events: Iterable[Any] = EventFileLoader(str(path)).Load()
-    return events
+    try:
+        yield from EventFileLoader(str(path)).Load()
+    except DecodeError as error:
+        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
 
 
 def _entries(events: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -59,15 +67,18 @@ def _entries(events: Iterable[Any]) -> Iterator[dict[str, Any]]:
 def _array(value: Any) -> Any:
     from tensorboard.util.tensor_util import make_ndarray
 
+    if math.prod(dim.size for dim in value.tensor.tensor_shape.dim) > MAX_ENTRIES:  # one number can fill any shape
+        raise ValueError(f"`{value.tag}` has more than {MAX_ENTRIES} entries")
     return make_ndarray(value.tensor)
 
 
 def _media(kind: str, value: Any) -> Histogram | Table | None:
-    """A histogram, or a text that is a table; anything else was not logged by this package."""
-    if kind == "histograms":
+    """A spectrum or a table of `RoundDashboard`; ``None`` for anything else."""
+    if kind == "histograms" and SPECTRUM in value.tag:
         left, right, counts = _array(value).T.tolist()
-        return Histogram((*left[:1], *right), tuple(counts))
-    return _table(_array(value).item(0).decode()) if kind == "text" and value.tag.endswith(TEXT) else None
+        return as_histogram([*left[:1], *right], counts)
+    is_table = kind == "text" and TABLES in value.tag and value.tag.endswith(TEXT)
+    return _table(_array(value).item(0).decode()) if is_table else None
 
 
 def _table(text: str) -> Table | None:
@@ -80,4 +91,4 @@ def _table(text: str) -> Table | None:
     lines = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines()]
     if len(lines) < 2 or set(lines[1]) != {"---"}:
         return None
-    return Table(lines[0], tuple(tuple(map(as_cell, line)) for line in lines[2:]))
+    return as_table(lines[0], [tuple(map(as_cell, line)) for line in lines[2:]])

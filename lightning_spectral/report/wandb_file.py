@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.runs import NOT_ENDED, Histogram, Run, Table, build_run
+from lightning_spectral.report.files import LOG_MEGABYTES, MALFORMED, TEXT_MEGABYTES, check_inside, read_bytes
+from lightning_spectral.report.media import LeftOut, Media, Table, as_histogram, as_table
+from lightning_spectral.report.runs import NOT_ENDED, Run, build_run
 
 FILE_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 BLOCK_BYTES = 32 * 1024
@@ -33,12 +35,13 @@ def read_wandb(path: Path) -> Run:
     Raises:
         ReportError: If wandb is not installed, if the file was not written by it, or if it has no round.
     """
-    content = path.read_bytes()
+    content = read_bytes(path, LOG_MEGABYTES)
     if content[: len(FILE_HEADER)] != FILE_HEADER:
         raise ReportError(f"{path} is not a run of wandb: it does not begin like one. Was it copied completely?")
     messages = _messages(path, content)
     config: dict[str, Any] = {}
     logged: list[dict[str, Any]] = []
+    left_out: list[str] = []
     name, identity, ended, missing = path.stem, "", False, 0
     for message in messages:
         for update in (*message.config.update, *message.run.config.update):
@@ -49,6 +52,7 @@ def read_wandb(path: Path) -> Run:
         if message.HasField("history"):
             entry = _entry(message.history, path.parent / "files")
             missing += sum(value is None for value in entry.values())
+            left_out += [value.reason for value in entry.values() if isinstance(value, LeftOut)]
             logged.append(entry)
         ended = ended or message.HasField("exit")
     config.pop("_wandb", None)
@@ -56,6 +60,7 @@ def read_wandb(path: Path) -> Run:
     return run.noting(
         *([NOT_ENDED] if not ended else []),
         *([f"{missing} tables are not in the folder `files` beside the run"] if missing else []),
+        *([f"{len(left_out)} tables or histograms are left out, the first because {left_out[0]}"] if left_out else []),
     )
 
 
@@ -65,7 +70,7 @@ def whole_records(content: bytes) -> Iterator[bytes]:
     Args:
         content: The file, including its header of 7 bytes.
     """
-    start, pieces = len(FILE_HEADER), b""
+    start, pieces = len(FILE_HEADER), bytearray()
     while start + PIECE.size <= len(content):
         left_in_block = BLOCK_BYTES - start % BLOCK_BYTES
         if left_in_block < PIECE.size:  # too short for a piece: padding
@@ -76,19 +81,25 @@ def whole_records(content: bytes) -> Iterator[bytes]:
         if len(data) < length or zlib.crc32(data, zlib.crc32(bytes([kind]))) != checksum:
             return
         start += PIECE.size + length
-        pieces = data if kind in (FULL, FIRST) else pieces + data
+        if kind in (FULL, FIRST):
+            pieces.clear()
+        pieces += data
         if kind in (FULL, LAST):
-            yield pieces
+            yield bytes(pieces)
 
 
 def _messages(path: Path, content: bytes) -> Iterator[Any]:
     try:
+        from google.protobuf.message import DecodeError
         from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
     except ModuleNotFoundError as missing:
         raise ReportError(
             f'{path} is a run of wandb, which is not installed: pip install "lightning-spectral[report]".'
         ) from missing
-    return map(Record.FromString, whole_records(content))
+    try:
+        yield from map(Record.FromString, whole_records(content))
+    except DecodeError as error:
+        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
 
 
 def _entry(history: Any, files: Path) -> dict[str, Any]:
@@ -107,20 +118,26 @@ def _flat(name: str, value: Any, files: Path) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
         yield name, value
     elif "_type" in value:
-        yield name, _media(value, files)
+        yield name, _media(name, value, files)
     else:
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}" if name else key, inner, files)  # as wandb itself shows nested values
 
 
-def _media(value: Mapping[str, Any], files: Path) -> Table | Histogram | str | None:
+def _media(name: str, value: Mapping[str, Any], files: Path) -> Media | LeftOut | str | None:
     """A table or histogram; for anything else, the name of its type; ``None`` for a table whose file is missing."""
-    if value["_type"] == "histogram" and "bins" in value:
-        return Histogram(tuple(value["bins"]), tuple(value["values"]))
-    if value["_type"] != "table-file":
-        return str(value["_type"])
     try:
-        table = json.loads((files / value["path"]).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        if value["_type"] == "histogram" and "bins" in value:
+            return as_histogram(value["bins"], value["values"])
+        return _table(files / value["path"], files) if value["_type"] == "table-file" else str(value["_type"])
+    except MALFORMED as error:
+        return LeftOut(f"`{name}` cannot be read: {error}")
+
+
+def _table(path: Path, files: Path) -> Table | None:
+    check_inside(files, files.parent)
+    check_inside(path, files)
+    if not path.exists():
         return None
-    return Table(tuple(table["columns"]), tuple(map(tuple, table["data"])))
+    table = json.loads(read_bytes(path, TEXT_MEGABYTES))
+    return as_table(table["columns"], table["data"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.groups import Group, group_runs
-from lightning_spectral.report.measures import choose_metric, lower_is_better
+from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
+from lightning_spectral.report.media import Table
 from lightning_spectral.report.page import page
 from lightning_spectral.report.reading import read_runs
 from lightning_spectral.report.resumed import join_resumed
-from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.runs import Run
 from lightning_spectral.report.sections import Contents, Section, all_sections
 from lightning_spectral.report.settings import flat_settings
 
@@ -45,25 +48,40 @@ def write_report(
             if ``mode`` is unknown.
     """
     output, png = Path(output), Path(png) if png else None
-    _check_destinations(output, png)
     if mode not in (None, "min", "max"):
         raise ReportError(f"`mode` must be 'min', 'max' or None, got {mode!r}.")
+    try:
+        _check_destinations(output, png)
+        with np.errstate(all="ignore"):  # differences of infinite values are NaN, which figures leave out
+            text, sections = _made(runs, metric, mode, group_by, title)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(text, encoding="utf-8")
+            return [output, *(_write_pictures(sections, png) if png else [])]
+    except OSError as error:
+        raise ReportError(f"{error.filename or output} cannot be written: {error.strerror}. Choose another.") from error
+
+
+def _made(
+    runs: Sequence[str | Path], metric: str | None, mode: str | None, group_by: Sequence[str], title: str | None
+) -> tuple[str, list[Section]]:
+    """The page, and its sections with the figures."""
     found, left_out = read_runs(map(Path, runs))
-    read = join_resumed(found)
+    read, without_metric = with_metric(join_resumed(found), metric, set(map(Path, runs)))
     chosen = choose_metric(read, metric)
     groups, names = group_runs(read, group_by)
     minimise = mode == "min" if mode else lower_is_better(chosen)
     sections = [*all_sections(Contents(groups, chosen, minimise)), _settings_section(read)]
     title = title or f"{chosen} of {_counted(len(read), 'federated run')}"
-    warnings = [f"Left out: {reason}" for reason in left_out] + [_noted(run) for run in read if run.notes]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(title, [_summary(groups, names)], warnings, sections), encoding="utf-8")
-    return [output, *(_write_pictures(sections, png) if png else [])]
+    reasons = [f"Left out: {reason}" for reason in (*left_out, *without_metric)]
+    notes = [_noted(run) for run in read if run.notes]
+    return page(title, [_summary(groups, names)], reasons + notes, sections), sections
 
 
 def _check_destinations(output: Path, png: Path | None) -> None:
     if output.is_dir():
         raise ReportError(f"{output} is a folder, but the page is one file: name it, as in {output / 'report.html'}.")
+    if output.exists() and not output.is_file():
+        raise ReportError(f"{output} is not an ordinary file, so no page can be written to it. Choose another.")
     if output.suffix not in (".html", ".htm"):
         raise ReportError(
             f"The page is written as HTML, so its name must end in .html; got {output}. Browsers print PDF."

@@ -15,9 +15,10 @@ from lightning_spectral.plugin.run_config import as_config
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import clients_at_end, curve, megabytes
+from lightning_spectral.report.media import Table
 from lightning_spectral.report.names import CLIENT_TABLE
 from lightning_spectral.report.reading import read_runs
-from lightning_spectral.report.runs import Run, Table
+from lightning_spectral.report.runs import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})

@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +13,11 @@ from made_up_runs import rounds, strategies, write_csv
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.command import main
 from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report.media import Histogram, Table
 from lightning_spectral.report.names import BITS, HIGH, LOW, MIDDLE, SWITCH_ON
 from lightning_spectral.report.page import POLICY
 from lightning_spectral.report.reading import read_run
-from lightning_spectral.report.runs import Histogram, Run, Table
+from lightning_spectral.report.runs import Run
 from lightning_spectral.report.sections import Contents, all_sections, pareto_section
 from lightning_spectral.report.style import PRINTED
 from lightning_spectral.report.write import write_report
@@ -229,6 +231,65 @@ def test_a_page_that_cannot_be_written_is_refused_before_runs_are_read(
     assert main([str(tmp_path / "gone"), *(option.format(**places) for option in options)]) == 1
     assert reason.format(**places) in capsys.readouterr().err
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_run_of_a_folder_without_the_metric_is_left_out_and_a_named_one_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_csv(tmp_path / "runs/whole", rounds([0.5]), {"seed": 0})
+    killed = write_csv(tmp_path / "runs/killed", rounds([0.5])[:1], {"seed": 1})
+    options = ["-o", str(tmp_path / "r.html")]
+    assert main([str(tmp_path / "runs"), *options]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert f"Left out: {killed / 'metrics.csv'} has no evaluation metric; it has <code>train_loss</code>." in page
+    assert main([str(tmp_path / "runs"), "--metric", "val_loss", *options]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert f"Left out: {killed / 'metrics.csv'} has no metric <code>val_loss</code>" in page
+    assert main([str(tmp_path / "runs/whole"), str(killed / "metrics.csv"), *options]) == 1
+    assert "has no evaluation metric in common with the other runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{gone}"], "{gone} does not exist; expected a `.wandb` file"),
+        (["{long}"], "{long} cannot be read: OSError: .*File name too long"),
+        (["{run}/hparams.yaml"], "{run}/hparams.yaml is not a run; expected"),
+        (["https://wandb.ai/a/b"], "does not exist; expected"),
+        (["/dev/null"], "/dev/null is not a run; expected"),
+        (["{run}", "{run}/../empty"], "{run}/../empty has no run in it; expected"),
+        (["{run}", "-o", "{pipe}"], "{pipe} is not an ordinary file, so no page can be written to it"),
+        (["{run}", "-o", "{long}.html"], "{long}.html cannot be written: File name too long. Choose another"),
+        (["{run}", "--png", "{long}"], "{long} cannot be written: File name too long. Choose another"),
+        (["{run}", "-o", "/dev/null/r.html"], "/dev/null cannot be a folder: /dev/null is a file"),
+        (["{run}", "--metric", "f1"], "has no metric `f1`; it has `train_loss`, `val_acc`, `val_loss`"),
+        (["{run}", "--metric", ""], "has no metric ``; it has"),
+        (["{run}", "--group-by", "nothing"], "No run has a setting `nothing`; there are lr"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line_on_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    places = {"gone": tmp_path / "gone", "run": write_csv(tmp_path / "run", rounds([0.5]), {"lr": 0.1})}
+    places |= {"long": tmp_path / ("x" * 300), "pipe": tmp_path / "pipe.html"}
+    os.mkfifo(places["pipe"])
+    (tmp_path / "empty").mkdir()
+    options = [] if "-o" in arguments else ["-o", str(tmp_path / "r.html")]
+    assert main([argument.format(**places) for argument in arguments] + options) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.fullmatch(rf"error: .*{says.format(**places)}.*\n", told.err)
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], [""], ["--group-by", "lr", "run"], ["run", "--mode", "most"], ["run", "-x"]])
+def test_arguments_that_cannot_be_parsed_end_with_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 # Shows a page in a frame, because a window has a minimum width, unfolds everything, and says how far it overflows.

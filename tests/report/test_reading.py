@@ -1,8 +1,6 @@
 import json
 import math
-import struct
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,15 @@ import numpy as np
 import pytest
 from federation import Fit
 from made_up_runs import rounds, write_csv
+from mutated_runs import as_log
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.dashboard import client_tables, spectra
+from lightning_spectral.report.media import Table
 from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
 from lightning_spectral.report.reading import read_run, read_runs
-from lightning_spectral.report.runs import NOT_ENDED, Run, Table
+from lightning_spectral.report.runs import NOT_ENDED, Run
 from lightning_spectral.report.wandb_file import BLOCK_BYTES, FILE_HEADER, whole_records
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
@@ -57,22 +57,6 @@ def test_an_offline_run_of_wandb_is_read_whole(wandb_file: Path) -> None:
     found = spectra(run)
     assert {layer: list(by_round) for layer, by_round in found.items()} == {"head": [0, 1, 2]}
     np.testing.assert_array_equal(found["head"][1], [1.5, 1.5, 0.5])
-
-
-def as_log(records: list[bytes]) -> bytes:
-    """The records in LevelDB's log format, after wandb's header."""
-    log = FILE_HEADER
-    for record in records:
-        kind, rest = "first", record
-        while kind != "done":
-            left = BLOCK_BYTES - len(log) % BLOCK_BYTES
-            if left < 7:
-                log, left = log + bytes(left), BLOCK_BYTES
-            data, rest = rest[: left - 7], rest[left - 7 :]
-            code = {("first", False): 1, ("first", True): 2, ("next", True): 3, ("next", False): 4}[kind, bool(rest)]
-            log += struct.pack("<IHB", zlib.crc32(bytes([code]) + data), len(data), code) + data
-            kind = "next" if rest else "done"
-    return log
 
 
 @pytest.mark.parametrize("left", range(10))
@@ -138,6 +122,7 @@ def test_all_loggers_and_the_history_tell_the_same(
 def test_of_a_killed_run_of_tensorboard_all_whole_records_are_read(
     lit: Any, data: Any, tmp_path: Path, fit: Fit
 ) -> None:
+    pytest.importorskip("tensorboard", reason="comes with the `report` extra")
     from lightning.pytorch.loggers import TensorBoardLogger
 
     fit(lit, data, max_epochs=3, trainer={"logger": TensorBoardLogger(tmp_path)})

@@ -22,6 +22,9 @@ from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, MOVED, SAMP
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.runs import Run
 from lightning_spectral.report.style import look
+from lightning_spectral.report.texts import in_lines
+
+TITLE = 60  # letters above a panel
 
 
 def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
@@ -82,7 +85,7 @@ def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
     for panel, (name, bands) in zip(axes, shown.items(), strict=True):
         for group, one in bands:
             draw_band(panel, group, one, one.rounds + 1)
-        panel.set_title(titles[name])
+        panel.set_title("\n".join(in_lines(titles[name], TITLE)))
         if name in BITS:
             panel.set_ylim(0, None if name == MOVED else 1.03)  # a client moves probabilities by a few hundredths
         round_axis(panel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +16,12 @@ from lightning_spectral.report.figures.panels import panels, value_axis
 from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.style import HEAT
+from lightning_spectral.report.texts import in_lines
 
 TITLE = 36  # letters that fit above a panel
 FEW = 6  # rounds that are each marked on the axis
 SMALLEST = 1e-4  # as a share of the largest singular value of the layer in all rounds; smaller ones look the same
+MAX_CELLS = 4_000_000  # of a panel, which has far fewer pixels; with more, rounds are skipped
 LARGEST = 0.1  # at which the scale may begin
 
 
@@ -34,8 +35,8 @@ class HeatMap(NamedTuple):
     @property
     def lines(self) -> list[str]:
         """The title, in lines that are no wider than a panel."""
-        of_layer = wrap(self.layer.replace(".", ". "), TITLE)  # broken between parts of the name
-        return [*(line.replace(". ", ".") for line in of_layer), *wrap(self.group, TITLE)]
+        of_layer = in_lines(self.layer.replace(".", ". "), TITLE)  # broken between parts of the name
+        return [*(line.replace(". ", ".") for line in of_layer), *in_lines(self.group, TITLE)]
 
 
 def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:
@@ -63,8 +64,9 @@ def heat_maps(canvas: Canvas, shown: Sequence[HeatMap]) -> None:
 
 def matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
     """Rounds, shape ``(R,)``, and their singular values, shape ``(R, N)``; NaN where a round has fewer."""
-    rounds = sorted(by_round)
-    values = np.full((len(rounds), max(map(len, by_round.values()))), np.nan)
+    rounds, terms = sorted(by_round), max(map(len, by_round.values()))
+    rounds = rounds[:: -(-len(rounds) * terms // MAX_CELLS)]
+    values = np.full((len(rounds), terms), np.nan)
     for row, round_idx in enumerate(rounds):
         values[row, : len(by_round[round_idx])] = by_round[round_idx]
     return np.array(rounds, dtype=np.float64), values

@@ -12,6 +12,7 @@ from lightning_spectral.report.groups import Band, Group
 from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.printed import draw_line, draw_spread, log_axis
 from lightning_spectral.report.style import look
+from lightning_spectral.report.texts import as_label
 
 MEGABYTES = "megabytes sent, both ways, all clients"
 LOG_FROM = 20  # costs that span more than this factor get a logarithmic axis
@@ -37,7 +38,7 @@ def draw_band(axes: Axes, group: Group, found: Band, x: Numbers) -> None:
 def value_axis(canvas: Canvas, axes: Sequence[Axes], label: str) -> None:
     """Label the axis that panels share, next to the first panel of each row."""
     for panel in axes if canvas.narrow else axes[:1]:
-        panel.set_ylabel(label)
+        panel.set_ylabel(as_label(label))
 
 
 def cost_axis(axes: Axes, costs: Sequence[float]) -> None:

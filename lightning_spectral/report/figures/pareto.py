@@ -13,6 +13,7 @@ from lightning_spectral.report.figures.panels import cost_axis, panels
 from lightning_spectral.report.groups import Group, pareto_front
 from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end, run_end
 from lightning_spectral.report.style import look
+from lightning_spectral.report.texts import as_label
 
 GAP = 8.0  # points between the bars of groups that sent the same
 SAME = 0.02  # costs are the same if they differ by less than this share of all that is shown
@@ -29,9 +30,9 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
     if with_clients:
         for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
             _clients(canvas, axes[1], group, metric, x, shift)
-        axes[1].set_ylabel(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients")
+        axes[1].set_ylabel(as_label(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients"))
     _front(canvas, axes[0], means, minimise)
-    axes[0].set_ylabel(f"{metric}, last evaluation")
+    axes[0].set_ylabel(as_label(f"{metric}, last evaluation"))
     cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
     canvas.legend()
 
@@ -72,7 +73,9 @@ def shifts(costs: Numbers) -> list[float]:
         >>> shifts(np.array([1.0, 2.0, 1.01]))
         [-4.0, 0.0, 4.0]
     """
-    near = [np.flatnonzero(abs(costs - cost) <= SAME * np.ptp(costs)) for cost in costs]
+    known = costs[np.isfinite(costs)]
+    far = SAME * np.ptp(known) if len(known) else 0.0
+    near = [np.flatnonzero((abs(costs - cost) <= far) | (np.arange(len(costs)) == i)) for i, cost in enumerate(costs)]
     return [GAP * (float(np.flatnonzero(group == i)[0]) - (len(group) - 1) / 2) for i, group in enumerate(near)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from lightning_spectral.report.figures.panels import panels
 from lightning_spectral.report.groups import Group
 from lightning_spectral.report.measures import mean_stage_seconds
 from lightning_spectral.report.style import COLOURS
+from lightning_spectral.report.texts import in_lines
 
 NARROW, WIDE = 16, 40  # letters in a line beside a bar
 HATCHES = ("", "///", "...")  # for when the colours repeat
@@ -30,7 +30,7 @@ def seconds(canvas: Canvas, groups: Sequence[Group]) -> None:
         for bar, group, width in zip(bars, groups, widths, strict=True):
             canvas.tip(bar, f"{group.label}: {stage} {width:.3g} s")
         left += widths
-    labels = ["\n".join(wrap(group.label, NARROW if canvas.narrow else WIDE)) for group in groups]
+    labels = ["\n".join(in_lines(group.label, NARROW if canvas.narrow else WIDE)) for group in groups]
     axes.set_yticks(range(len(groups)), labels)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

@@ -1,0 +1,122 @@
+"""Names in a report are texts: no formulas, no markup, nothing that a terminal or a browser would act on."""
+
+from __future__ import annotations
+
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_up_runs import rounds, write_csv
+from matplotlib.figure import Figure
+
+import lightning_spectral as ls
+from lightning_spectral.report.command import main
+from lightning_spectral.report.drawing import Canvas
+from lightning_spectral.report.figures.heat_maps import HeatMap
+from lightning_spectral.report.names import HIGH, LOW, MIDDLE
+from lightning_spectral.report.printed import draw_line, legend_above, printed
+from lightning_spectral.report.style import PRINTED, look
+
+FORMULAS = [r"$\frac{$", "x^$", "$a$ and $b$", r"\$5"]
+QUICK = [r"$\frac{$", "<script>alert(1)</script>", "\x1b[31mred\x07"]
+ODD = [
+    *FORMULAS[1:],
+    'id="x" href="#y" font: 9px z #010203',
+    "two\nlines\tand\rmore",
+    "\u202egpj.exe",
+    "名前 🙂 اسم",
+    "_hidden",
+    "long" * 60,
+]
+
+
+class Texts(HTMLParser):
+    """The tags and texts of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.texts: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.add(data)
+
+
+def write_odd_run(folder: Path, name: str, seed: int = 0) -> None:
+    """A run whose metric, statistics, stage, layer, client table and setting have a name."""
+    ends = {f"fl/clients/{name}/{end}": 0.5 for end in (LOW, MIDDLE, HIGH)}
+    extra = {f"fl/seconds_{name}": 0.3, "fl/bit_entropy": 0.5, f"{name}/sampling_gap": 0.1, **ends}
+    rows = [
+        {(name if key == "val_acc" else key): value for key, value in row.items()} for row in rounds([0.5], **extra)
+    ]
+    run = write_csv(folder, rows, {"seed": seed, "odd": name, name: seed})
+    (run / "dashboard").mkdir()
+    layer = f'"singular_values/{name.replace(chr(34), chr(34) * 2)}"'
+    with (run / "dashboard/histograms_000000.csv").open("w", newline="", encoding="utf-8") as file:
+        file.write(f"histogram,left,right,count\n{layer},0,0.5,1\n{layer},0.5,1,1\n")
+    (run / "dashboard/clients_000000.csv").write_text(f"client,{layer}\n3,{layer}\n", encoding="utf-8", newline="")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ODD)])
+def test_an_odd_name_is_text_wherever_it_is_shown(tmp_path: Path, name: str) -> None:
+    write_odd_run(tmp_path / "runs/a", name)
+    write_odd_run(tmp_path / "runs/b", name, seed=1)
+    output, figures = tmp_path / "r.html", tmp_path / "png"
+    assert main([str(tmp_path / "runs"), "-o", str(output), "--png", str(figures), "--title", name]) == 0
+    page = Texts(output.read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert len(list(figures.iterdir())) == 6
+    text = output.read_text(encoding="utf-8")
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", text) is None
+    if name in FORMULAS:
+        assert {name, f"{name}, last evaluation", f"{name}: expected minus sampled"} <= page.texts
+
+
+@pytest.mark.parametrize("folder", [b"\xff\xfe", b"a\nb \x1b[31m"])
+def test_the_name_of_a_folder_may_be_no_text(tmp_path: Path, folder: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        write_csv(tmp_path / os.fsdecode(folder) / "run", rounds([0.5]))
+        write_csv(tmp_path / os.fsdecode(folder) / "empty", [])
+    except OSError:
+        pytest.skip("this file system knows no such names")
+    output = tmp_path / os.fsdecode(folder) / "r.html"
+    assert main([str(tmp_path), "-o", str(output)]) == 0
+    assert output.read_text(encoding="utf-8").count("Left out: ") == 1
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1
+    assert "\x1b" not in told
+    assert main([str(tmp_path / os.fsdecode(folder) / "empty")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_names_are_text_in_separate_figures_too(tmp_path: Path, name: str) -> None:
+    with printed(tmp_path / "figure.svg", 4.0, 3.0) as figure:
+        draw_line(figure.subplots(), [1, 2], [1, 2], look(0), name)
+        legend_above(figure, columns=1)
+    assert f">{name}<" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    history = ls.RoundHistory()
+    history.load_state_dict({"rows": [{"fl/round": 0, name: 1.0}], "from_clients": []})
+    history.plot(name, tmp_path / "metric.svg")
+    assert f">{name}<" in (tmp_path / "metric.svg").read_text(encoding="utf-8")
+
+
+def test_a_formula_of_a_script_is_still_one(tmp_path: Path) -> None:
+    with printed(tmp_path / "figure.svg", 4.0, 3.0) as figure:
+        figure.supxlabel(r"$W^2$")
+    assert ">$W^2$<" not in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+
+
+def test_a_name_takes_no_more_than_a_few_lines() -> None:
+    heat_map = HeatMap("layer." * 1000, "group " * 1000, {})
+    assert len(heat_map.lines) <= 16
+    figure = Figure()
+    draw_line(figure.subplots(), [1], [1], look(0), "long " * 1000)
+    Canvas(figure, PRINTED, narrow=False).legend()
+    assert len(figure.legends[0].get_texts()[0].get_text().splitlines()) == 8

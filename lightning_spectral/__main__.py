@@ -1,4 +1,4 @@
-"""The command line: ``python -m lightning_spectral fit --config run.yaml``, or ``report RUN ...``."""
+"""The command line: ``python -m lightning_spectral fit --config run.yaml``, ``report RUN ...`` or ``doctor``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import os
 import sys
 from importlib.util import find_spec
 
+from lightning_spectral.plugin.doctor.command import main as doctor
 from lightning_spectral.report.command import main as report
 
-EPILOG = "A further command, `report RUN ...`, writes a page on runs; see `report --help`."
+COMMANDS = {"doctor": doctor, "report": report}
+EPILOG = """Two further commands: `report RUN ...` writes a page on runs, and `doctor` checks this installation; see
+`report --help` and `doctor --help`."""
 
 
 def main() -> None:
-    """Run a command: ``report``, or ``fit``, ``validate``, ``test`` or ``predict`` of LightningCLI.
+    """Run a command: ``doctor``, ``report``, or ``fit``, ``validate`` or ``test`` of LightningCLI.
 
     Raises:
-        SystemExit: With the status of a report, if jsonargparse is not installed, or if the command line is wrong.
+        SystemExit: With the status of ``doctor`` or ``report``, if jsonargparse is not installed, or if the command
+            line is wrong.
     """
-    if sys.argv[1:2] == ["report"]:
-        sys.exit(report(sys.argv[2:]))
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that a user's own modules are found, as with `python -m`
     if find_spec("jsonargparse") is None:
         sys.exit('The command line needs jsonargparse: pip install "lightning-spectral[cli]"')
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls methods by their old names
     from lightning_spectral.plugin.cli import FederatedCLI
+    from lightning_spectral.plugin.cli_errors import errors_in_one_line
 
-    FederatedCLI(parser_kwargs={"epilog": EPILOG})
+    with errors_in_one_line():
+        FederatedCLI(parser_kwargs={"epilog": EPILOG})
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ NumPy numbers become Python numbers, because the ``repr`` of a choice is its ide
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
 Rule = Callable[[str, Any], Any]
+MOST_NAMES = 20  # that a message lists
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,29 @@ def flag(argument: str, value: Any) -> bool:
     return value
 
 
+def each(argument: str, values: Any, rule: Rule) -> list[Any]:
+    """Check every entry of a list of values to try; return them in the order given, plain.
+
+    A mapping stands for its keys, since keep ratios are also given with shares of clients.
+
+    Raises:
+        TypeError: If it is a single value or a string, or an entry has the wrong type.
+        ValueError: If it is empty, or an entry is out of range.
+
+    Example:
+        >>> each("keep_ratios", 0.5, Number(above=0))
+        Traceback (most recent call last):
+        TypeError: `keep_ratios` is a sequence of numbers, got 0.5; write keep_ratios=[0.5].
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        remedy = f"; write {argument}=[{values!r}]" if isinstance(values, Real) else ""
+        raise TypeError(f"`{argument}` is a sequence of numbers, got {values!r}{remedy}.")
+    plain = [rule(argument, value) for value in values]
+    if not plain:
+        raise ValueError(f"`{argument}` must name at least one number, got none.")
+    return plain
+
+
 def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
     """Patterns as a tuple: a list of the same patterns is the same choice, and YAML has only lists.
 
@@ -180,6 +204,33 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
         True
     """
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
+    """Raise ``ValueError`` if a pattern matches no name: it would be ignored without a word.
+
+    Args:
+        argument: Name of the argument.
+        patterns: Its patterns.
+        names: What they could match.
+        what: What the names are of, in the singular, such as ``"buffer"``.
+
+    Example:
+        >>> check_matches("keep_buffers", ["*.mean"], ["norm.running_mean", "norm.running_var"], "buffer")
+        Traceback (most recent call last):
+        ValueError: `keep_buffers` pattern '*.mean' matches no buffer; there are: norm.running_mean, norm.running_var.
+    """
+    for problem in unmatched(argument, patterns, names, what):
+        raise ValueError(problem)
+
+
+def unmatched(argument: str, patterns: Iterable[str], names: Iterable[str], what: str) -> Iterator[str]:
+    """One sentence for each pattern that matches no name; the arguments are those of `check_matches`."""
+    names = list(names)
+    shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" * (len(names) > MOST_NAMES))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield f"`{argument}` pattern {pattern!r} matches no {what}; there are: {shown or 'none'}."
 
 
 def check_fields(choice: object, **rules: Rule) -> None:

@@ -21,6 +21,7 @@ from torch.multiprocessing import start_processes
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
+from lightning_versions import SAVE_ON_EXCEPTION
 from toy_models import LitMLP, Remembering
 
 import lightning_spectral as ls
@@ -430,7 +431,7 @@ def a_lost_process(rank: int, num_processes: int, port: int, folder: Path, name:
     """Do a run that one of its processes leaves, and write what the others save."""
     keep, mine = begin(rank, num_processes, port, folder), folder / name / str(num_processes)
     leaves, seconds, patience = LOST[name]
-    saver = ModelCheckpoint(mine, "saved", every_n_epochs=9, save_on_exception=True)
+    saver = ModelCheckpoint(mine, "saved", every_n_epochs=9, **SAVE_ON_EXCEPTION)
     trainer = {"callbacks": [Leaves(leaves % num_processes, seconds), saver]}
     options = {"clients_per_round": 7, "num_processes": num_processes, "patience": patience}
     keep(name, run(mine, trainer=trainer, **options))

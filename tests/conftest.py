@@ -21,8 +21,20 @@ from federation import Fit, seeded
 from toy_models import LitMLP, Remembering
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["pretended", "cuda"], help="run the tests in tests/devices, on this device")
+
+
 settings.register_profile("reproducible", derandomize=True)  # a failure here is a failure everywhere
 settings.load_profile("reproducible")
+
+
+@pytest.fixture(autouse=True)
+def _the_same_draws_in_every_run() -> None:
+    """A test that draws without a generator of its own draws the same numbers every time."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -125,9 +125,12 @@ def fit(
 
 def resume(trainer: pl.Trainer, model: Any, data: Any, ckpt_path: str | Path | None) -> None:
     """Fit without executing code from the checkpoint to resume from: ours hold only tensors and plain values."""
-    has_choice = "weights_only" in inspect.signature(trainer.fit).parameters  # since Lightning 2.6
-    safely = {"weights_only": True} if has_choice and ckpt_path is not None else {}
-    trainer.fit(model, data, ckpt_path=ckpt_path, **safely)
+    trainer.fit(model, data, ckpt_path=ckpt_path, **({} if ckpt_path is None else tensors_only(trainer)))
+
+
+def tensors_only(trainer: pl.Trainer) -> dict[str, bool]:
+    """The option of `Trainer.fit` that refuses code in a checkpoint; Lightning before 2.6 has none."""
+    return {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
 
 
 def seeded(make: Callable[..., ModuleT], *arguments: Any, **options: Any) -> ModuleT:

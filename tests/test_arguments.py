@@ -37,7 +37,8 @@ def net() -> nn.Module:
 def by_width() -> ls.FederatedModule:
     lit = LitLine()
     lit.forward, lit.example_input_array = lit.line.forward, torch.zeros(2, 3)
-    with warnings.catch_warnings(action="ignore", category=ls.SpectralWarning):  # it has no channel to cut
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ls.SpectralWarning)  # it has no channel to cut
         return ls.FederatedModule(lit, algorithm=ls.WidthSharding(), clients_per_round=1)
 
 

@@ -93,7 +93,10 @@ class TestConstructor:
 
     @pytest.mark.parametrize(
         "hook",
-        ["optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step", "train_dataloader"],
+        [
+            *("optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step", "train_dataloader"),
+            *("training_epoch_end", "validation_epoch_end", "test_epoch_end"),
+        ],
     )
     def test_a_hook_that_cannot_be_honoured(self, hook: str, lit_mlp: Any) -> None:
         kind = type("LitHooked", (lit_mlp,), {hook: lambda self, *args: None})
@@ -200,6 +203,54 @@ class TestSetup:
         with pytest.raises(ValueError, match=r"LitTwo.configure_optimizers must return one torch optimizer, got 2"):
             fit(LitTwo(), data)
 
+    @pytest.mark.parametrize(
+        ("configure", "message"),
+        [
+            (pl.LightningModule.configure_optimizers, r"^`Lit\.configure_optimizers` is missing; define it and return"),
+            (lambda self: None, r"^Lit\.configure_optimizers returned None; return the optimizer that clients use"),
+        ],
+        ids=["missing", "none"],
+    )
+    def test_no_optimizer(self, configure: Any, message: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+        with pytest.raises(ValueError, match=message):
+            fit(type("Lit", (lit_mlp,), {"configure_optimizers": configure})(), data)
+
+    def test_a_class_in_place_of_a_module(self, lit_mlp: Any) -> None:
+        with pytest.raises(TypeError, match=r"`module` must be a LightningModule, got the class LitMLP; write LitMLP"):
+            ls.FederatedModule(lit_mlp, clients_per_round=1)
+        with pytest.raises(TypeError, match=r"`module` must be .*, got the class LitMLP; write LitMLP"):
+            ls.validate(lit_mlp)
+
+    def test_swapped_and_wrong_arguments_of_load_user_module(self, lit_mlp: Any) -> None:
+        swapped: Any = (lit_mlp, "last.ckpt")
+        with pytest.raises(TypeError, match=r"write load_user_module\('last\.ckpt', LitMLP\)"):
+            ls.load_user_module(*swapped)
+        with pytest.raises(TypeError, match=r"`kind` must be the class of your LightningModule.*, got a LitMLP"):
+            ls.load_user_module("last.ckpt", lit_mlp())
+
+    @pytest.mark.parametrize(
+        "algorithm", [ls.SpectralSharding(), ls.FIARSE(), ls.LoRA(rank=2), ls.Zampling(2, degree=2)], ids=repr
+    )
+    def test_layers_made_in_setup_come_too_late_for_sub_models(self, algorithm: Any, lit_mlp: Any) -> None:
+        lit = lit_mlp()
+        del lit.net
+        with pytest.raises(ValueError, match=r"^LitMLP has no parameters yet, .* in `__init__`, rather than in `setu"):
+            ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=1)
+
+    def test_layers_made_in_setup_are_trained_densely(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
+        class Lit(lit_mlp):  # type: ignore[misc]
+            def setup(self, stage: str) -> None:
+                self.net.append(seeded(nn.Linear, 3, 3))
+
+        trained = fit(Lit(), data).module.net[6].weight
+        assert not torch.equal(trained, seeded(nn.Linear, 3, 3).weight)
+
+    @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding()], ids=["dense", "sharded"])
+    def test_sparse_buffers(self, algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
+        lit.register_buffer("adjacency", torch.eye(3).to_sparse())
+        with pytest.raises(ValueError, match=r"^Sparse buffers .*: `adjacency` is torch\.sparse_coo; register"):
+            fit(lit, data, algorithm=algorithm)
+
     def test_an_optimizer_with_a_closure(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitClosure(lit_mlp):  # type: ignore[misc]
             def configure_optimizers(self) -> Any:
@@ -234,7 +285,7 @@ class TestSetup:
 
     def test_a_weight_that_is_zero(self, lit: Any) -> None:
         nn.init.zeros_(lit.net[2].weight)
-        with pytest.raises(ValueError, match=r"weight is zero have no singular terms that could train: net\.2"):
+        with pytest.raises(ValueError, match=r"(?s)No layer .* can be sharded.*net\.2 .*its weight is zero"):
             ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
 
     def test_lazy_layers(self, lit: Any, data: Any, fit: Fit) -> None:

@@ -101,6 +101,14 @@ def test_compiling_in_place_is_lost_with_a_warning() -> None:
         ls.FederatedModule(module, clients_per_round=2)
 
 
+def test_a_lightning_module_compiled_in_place_trains_uncompiled_and_says_so(toy: TensorDataset, fit: Fit) -> None:
+    module = seeded(LitCompiled, compiled=False)
+    module.compile(backend="aot_eager")
+    with pytest.warns(ls.SpectralWarning, match=r"lose `compile\(\)` in place \(itself\)"):
+        compiled = fit(module, clients(toy, 5)).weights
+    assert torch.equal(compiled, fit(seeded(LitCompiled, compiled=False), clients(toy, 5)).weights)
+
+
 def test_a_compiled_lightning_module_is_refused_with_the_remedy() -> None:
     compiled: Any = torch.compile(LitCompiled(compiled=False), backend="aot_eager")
     with pytest.raises(TypeError, match=r"self\.net = torch\.compile\(net\)"):

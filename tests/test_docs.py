@@ -76,6 +76,8 @@ def test_the_readme_trains_as_it_says(
     assert "of the test images, 60 rounds" in capsys.readouterr().out
     # 92.9 % where the README was written; rounds near the end vary between 85 and 92 %
     assert namespace["trainer"].callback_metrics["accuracy"] > 0.8
+    plan = ls.validate(namespace["LitMLP"](), torch.zeros(2, 64))  # `ls.validate(module, example_input)`, as it says
+    assert plan.sharded_weights == ("net.2.weight",)
 
 
 def test_the_readme_has_two_set_up_commands_and_code_early() -> None:

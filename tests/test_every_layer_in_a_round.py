@@ -270,7 +270,7 @@ def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorD
     assert all(not torch.equal(before[name], lit.state_dict()[name]) for name in names)
 
 
-def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_that_of_a_trained_one_must_not_be_zero(
+def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_the_factor_that_is_zero(
     flat: TensorDataset, fit: Fit
 ) -> None:
     layers = {"base": nn.Linear(8, 8), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
@@ -280,8 +280,9 @@ def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_that_of_a_trained_o
 
     lit = LitNet(adapted, True, **layers)
     nn.init.zeros_(lit.up.weight)
-    with pytest.raises(ValueError, match=r"no singular terms that could train: up\. Keep them dense with `exclude=`"):
-        ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
+    plan = ls.SpectralSharding().plan(lit)
+    assert [*plan.missing_rank] == ["up"]
+    assert {"base", "down"} <= {*plan.sharded}
     lit.base.requires_grad_(False)
     with pytest.warns(ls.SpectralWarning, match="shards no layer of LitNet"):
         fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5))

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_versions import needs_2_5_3
 from torch.testing import assert_close
 
 HERE = Path(__file__).parent
 
 
+@needs_2_5_3
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 @pytest.mark.parametrize(
     ("num_processes", "signals"),

@@ -3,15 +3,28 @@
 import sys
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import lightning_spectral as ls
 from lightning_spectral.partition import Partition, report
+from lightning_spectral.plugin.doctor.versions import OPTIONAL, REQUIRED
 
+tomllib: Any = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
+
+
+def pinned(constraints: str) -> dict[str, Version]:
+    """The versions in a file of constraints."""
+    lines = [line.split("==") for line in (ROOT / constraints).read_text().splitlines() if not line.startswith("#")]
+    return {name: Version(version) for name, version in lines}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -34,3 +47,30 @@ def test_an_extra_that_errors_name_exists(monkeypatch: pytest.MonkeyPatch, tmp_p
         ls.cost_table(net, example_input=torch.zeros(1, 4)).plot()
     with pytest.raises(ModuleNotFoundError, match=needs):
         report(Partition.from_lists([[0]])).plot(tmp_path / "partition.png")
+
+
+def test_malicious_releases_of_lightning_are_excluded() -> None:
+    """https://github.com/Lightning-AI/pytorch-lightning/security/advisories/GHSA-w37p-236h-pfx3"""
+    allowed = REQUIREMENTS["lightning"].specifier
+    assert not {"2.6.2", "2.6.3"} & {*allowed.filter(["2.4.0", "2.6.1", "2.6.2", "2.6.3", "2.6.6"])}
+    for path in ROOT.glob("constraints*.txt"):
+        assert not {Version("2.6.2"), Version("2.6.3")} & {
+            pinned(path.name)[n] for n in ("lightning", "pytorch-lightning")
+        }
+
+
+def test_the_oldest_versions_that_are_tested_are_those_that_are_promised() -> None:
+    oldest = pinned("constraints-oldest.txt")
+    for name, requirement in REQUIREMENTS.items():
+        (promised,) = (spec.version for spec in requirement.specifier if spec.operator == ">=")
+        assert oldest[name] == Version(promised)
+    assert PROJECT["requires-python"] == ">=3.10"
+    assert "Programming Language :: Python :: 3.10" in PROJECT["classifiers"]
+
+
+def test_the_doctor_names_what_is_required_and_the_extra_of_what_is_not() -> None:
+    assert {*REQUIRED} == {PROJECT["name"], *REQUIREMENTS}
+    for name, (_, extra) in OPTIONAL.items():
+        assert name in {Requirement(line).name for line in PROJECT["optional-dependencies"][extra]}
+    users = {"cli", "dashboards", "examples", "peft", "report"}
+    assert {*OPTIONAL} == {Requirement(line).name for e in users for line in PROJECT["optional-dependencies"][e]}

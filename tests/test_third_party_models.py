@@ -108,3 +108,20 @@ def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, fit: Fi
     x = dataset().tensors[0][:4]
     with torch.no_grad():
         torch.testing.assert_close(logits(plain.eval(), x), lit.eval()(x))
+
+
+def test_a_model_with_autograd_functions_of_its_own_has_a_cost_table() -> None:
+    transformers = pytest.importorskip("transformers", reason="comes with the `test` extra")
+    config = transformers.ReformerConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_head_size=16,
+        axial_pos_shape=(4, 8),
+        axial_pos_embds_dim=(16, 16),
+        attn_layers=["local"],
+        feed_forward_size=64,
+        local_attn_chunk_length=8,
+    )
+    table = ls.cost_table(transformers.ReformerModel(config), [0.5], {"input_ids": torch.randint(50, (2, 32))})
+    assert "0.5" in str(table)

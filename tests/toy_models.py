@@ -57,12 +57,27 @@ class LitSmall(LitMLP):
 
     example_input_array = torch.zeros(2, 6)
 
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__(momentum=momentum, dropout=0.0)
         self.net.insert(1, nn.BatchNorm1d(12))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
+
+
+class Detour(nn.Module):
+    """Registers its layers in another order than it runs them, and one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.mid = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.unused = nn.Linear(4, 4)
+        self.stem = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        x = self.mid(self.stem(x))
+        return self.head(self.mid(x) if twice else x)
 
 
 class Remembering(ls.FedAvg):

@@ -3,7 +3,7 @@
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ class Algorithm(ABC, Generic[RoundT]):
     returns and other methods receive; state that lasts between rounds belongs to the module that `start` returns.
 
     Attributes:
-        updates_have_norms: Whether devices send back new values of the tensors that they were sent.
+        updates_have_norms: Whether devices send back new values of the tensors that they were sent. A class that
+            defines `add` or `client_side` says so itself, or samplers that go by norms of updates refuse it.
         acts_alone: Whether the server takes a step even in a round without clients, e.g. from what it has stored of
             them.
     """
@@ -66,6 +67,34 @@ class Algorithm(ABC, Generic[RoundT]):
         """
         return self
 
+    def decisions(self) -> Mapping[str, Any]:
+        """What `prepare` has decided from the initial weights, as plain values for checkpoints. By default nothing."""
+        return {}
+
+    def resume(self: AlgorithmT, server: nn.Module, decisions: Mapping[str, Any]) -> AlgorithmT:
+        """`prepare` for a resumed run: what the initial weights decided stays decided. By default just `prepare`.
+
+        Args:
+            server: The server's module, with the weights of a checkpoint.
+            decisions: What `decisions` returned when the run began; empty if the checkpoint has none.
+        """
+        return self.prepare(server)
+
+    def leave_untrained(self: AlgorithmT, server: nn.Module, names: Collection[str]) -> AlgorithmT:
+        """Leave parameters as they are that need a gradient, but that no optimizer of the user steps.
+
+        Called on the algorithm that `prepare` returned. By default it is returned unchanged: clients and server step
+        only the parameters in the user's optimizers.
+
+        Args:
+            server: The server's module.
+            names: Names of these parameters.
+
+        Raises:
+            ValueError: If the algorithm would change them without any training.
+        """
+        return self
+
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Check one of the user's optimizers, over ``server``'s parameters, before training. By default any will do."""
         return None
@@ -88,7 +117,7 @@ class Algorithm(ABC, Generic[RoundT]):
             workers: The processes of the run. All of them call this, and must end up with the same weights.
 
         Returns:
-            A message that tells the user what was done; empty if nothing was.
+            What the user should know of it, one sentence a line; empty if there is nothing to say.
         """
         return ""
 

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.nn.own_types import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.statistics import MeanChange
 
@@ -45,7 +46,7 @@ class ClientSum(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClientSum:
         """Move to another device, but stay in float64."""
-        self.values = self.values.to(fn(self.values).device)
+        super()._apply(keeping_type(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def pieces(self) -> dict[str, Tensor]:

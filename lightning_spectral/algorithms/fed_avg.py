@@ -90,6 +90,7 @@ class FedAvg(Algorithm[DenseRound]):
     """
 
     side: ClassVar[type[DenseSide]] = DenseSide
+    updates_have_norms: ClassVar[bool] = True
 
     keep_buffers: Sequence[str] = ()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.fiarse_side import HELD, FIARSESide
-from lightning_spectral.arguments import Number, as_patterns, check_fields, matches_any
+from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.zampling.bits import pack_bits
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.copying import normalised_weights
 from lightning_spectral.protocol.entry_mean import MeanEntryChange
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -85,6 +87,8 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         ('weight',)
     """
 
+    updates_have_norms: ClassVar[bool] = True
+
     keep_ratio: PerClient[float] = 0.25
     exclude: Sequence[str] = ()
     keep_buffers: Sequence[str] = ()
@@ -98,11 +102,20 @@ class FIARSE(ByKeepRatio[FIARSERound]):
         )
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
-        """Names of the parameters of which clients hold only the largest entries."""
+        """Names of the parameters of which clients hold only the largest entries.
+
+        Raises:
+            ValueError: If a pattern of ``exclude`` matches no parameter.
+        """
+        check_matches("exclude", self.exclude, (name for name, _ in server.named_parameters()), "parameter")
+        whole = set(normalised_weights(server))
         return tuple(
             name
             for name, parameter in server.named_parameters()
-            if parameter.requires_grad and parameter.dim() > 1 and not matches_any(name, self.exclude)
+            if parameter.requires_grad
+            and parameter.dim() > 1
+            and name not in whole
+            and not matches_any(name, self.exclude)
         )
 
     def check(self, server: nn.Module) -> None:
@@ -116,6 +129,11 @@ class FIARSE(ByKeepRatio[FIARSERound]):
     def prepare(self, server: nn.Module) -> FIARSE:
         """Decide which buffers keep the server's value, once for all rounds."""
         return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
+
+    def leave_untrained(self, server: nn.Module, names: Collection[str]) -> FIARSE:
+        """Let parameters that no optimizer steps travel whole, as the server keeps them."""
+        cut = [name for name in self.masked_weights(server) if name in names]
+        return replace(self, exclude=(*self.exclude, *cut)) if cut else self
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
         """The number m of weights, as a set of one: a client of keep ratio r holds ceil(r m) of them."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,8 @@ class LoRA(Algorithm[LoRARound]):
         >>> LoRA({8: 0.6, 16: 0.4}).scale
         2.0
     """
+
+    updates_have_norms: ClassVar[bool] = True
 
     rank: PerClient[int] = 8
     alpha: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.algorithms.lora import LoRA
 from lightning_spectral.algorithms.lora_costs import rank_costs
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
+from lightning_spectral.errors import check_is
 from lightning_spectral.nn.adapters import adapted_layers
 from lightning_spectral.nn.cost.budgets import NEEDS, Budget, only_budget
 from lightning_spectral.nn.cost.costs import required_example
@@ -60,15 +62,16 @@ def rank_for(
     """
     given = {"budget_bytes": budget_bytes, "budget_macs": budget_macs, "budget_params": budget_params}
     name, budget = only_budget(given)
+    check_is("module", module, nn.Module)
     example = required_example(module, example_input) if name == "budget_macs" else None
-    found = adapted_layers(module, layers, train)
+    plain = LoRA(1, None, SampledTerms() if aggregation is None else aggregation, layers, train, keep_buffers)
+    found = adapted_layers(module, plain.layers, plain.train)
     if any(layer.brings_factors for layer in found):
         raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give `rank_for` the plain module.")
     most = min(min(layer.in_features, layer.out_features) for layer in found)
 
     def measured(ranks: Sequence[int]) -> list[int]:
-        algorithm = LoRA(list(ranks), None, aggregation or SampledTerms(), layers, train, keep_buffers)
-        return [NEEDS[name](cost) for cost in rank_costs(algorithm, module, example).values()]
+        return [NEEDS[name](cost) for cost in rank_costs(replace(plain, rank=list(ranks)), module, example).values()]
 
     two = min(2, most)
     if isinstance(budget, Sequence):

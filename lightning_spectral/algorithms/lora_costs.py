@@ -10,6 +10,8 @@ from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.algorithms.lora import LoRA
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.turn_costs import turn_cost
+from lightning_spectral.arguments import Whole, each
+from lightning_spectral.errors import check_is
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import required_example, whole_cost
 from lightning_spectral.nn.cost.rows import CostRows
@@ -74,7 +76,9 @@ def lora_cost_table(
         2     86.7 k (102%)  2.76 M (102%)  16.5 k (101%)  64.5 KiB (101%)  16.6 KiB (5%)   16.5 KiB (5%)   322 KiB
         8     91.7 k (108%)  2.92 M (108%)  16.9 k (103%)  66.0 KiB (103%)  36.1 KiB (11%)  36.0 KiB (11%)  322 KiB
     """
-    algorithm = LoRA(list(ranks), None, aggregation or SampledTerms(), layers, train, keep_buffers)
+    check_is("module", module, nn.Module)
+    ranks = each("ranks", ranks, Whole(at_least=1))
+    algorithm = LoRA(ranks, None, SampledTerms() if aggregation is None else aggregation, layers, train, keep_buffers)
     example = required_example(module, example_input)
     return LoRACostTable(whole_cost(module, example, keep_buffers), dict(rank_costs(algorithm, module, example)))
 

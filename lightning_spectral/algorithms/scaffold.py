@@ -91,6 +91,7 @@ class Scaffold(FedAvg):
     """
 
     side: ClassVar[type[DenseSide]] = ScaffoldSide
+    updates_have_norms: ClassVar[bool] = True
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Check that clients step by the learning rate times the gradient.
@@ -107,7 +108,7 @@ class Scaffold(FedAvg):
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ScaffoldRound:
         """Collect the tensors that every client starts from."""
         dense, control = super().open(server, state, cohort), own_sum(state)
-        trained = [name for name in dense.mean.names if name in control.pieces()]
+        trained = [n for n, p in server.named_parameters() if p.requires_grad and n in dense.mean.names]
         return ScaffoldRound(cohort, dense.tensors, dense.mean, control, control.change(trained, cohort))
 
     def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,10 +29,10 @@ from lightning_spectral.algorithms.spectral_checks import (
 )
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound, open_layer
 from lightning_spectral.algorithms.spectral_side import SpectralSide
-from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
-from lightning_spectral.algorithms.sub_model_error import noisy_sub_models
+from lightning_spectral.algorithms.spectral_start import SpectralStart, StartReport, spectral_start
+from lightning_spectral.algorithms.sub_model_error import empty_terms, noisy_sub_models
 from lightning_spectral.algorithms.term_aggregation import TermAggregation, TermMeans
-from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
@@ -41,6 +41,7 @@ from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.untraced import untraced_ends
 from lightning_spectral.nn.plan.validate import check_layers, plan_of
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
@@ -108,6 +109,8 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         True
     """
 
+    updates_have_norms: ClassVar[bool] = True
+
     strategy: ShardingStrategy | Schedule[ShardingStrategy] = field(default_factory=Collective)
     keep_ratio: PerClient[float] = 0.2
     design: Design | Schedule[Design | None] | None = None
@@ -129,6 +132,7 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
             frobenius_decay=Number(at_least=0),
             weigh_clients=flag,
             clip_weight_lr=WEIGHT_LR,
+            exclude=as_patterns,
         )
         check_by_round(self.strategy, self.design)
         if self.spectral_start is not None:
@@ -183,15 +187,33 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
         """Make the plan of ``server`` the algorithm's ``layers``, once for all rounds."""
         return replace(self, layers=self.plan(server))
 
+    def decisions(self) -> Mapping[str, Any]:
+        """The layers that stay whole because their initial weights lack rank."""
+        assert isinstance(self.layers, ModulePlan), "known from `prepare` on"
+        return {"missing_rank": dict(found)} if (found := self.layers.missing_rank) else {}
+
+    def resume(self, server: nn.Module, decisions: Mapping[str, Any]) -> SpectralSharding:
+        """`prepare`, with the same layers whole even if their weights have gained rank."""
+        return replace(self, layers=plan_of(server, self.layers, missing_rank=decisions.get("missing_rank", {})))
+
+    def leave_untrained(self, server: nn.Module, names: Collection[str]) -> SpectralSharding:
+        """Keep layers dense, as frozen ones are, if no optimizer steps one of their weights."""
+        return replace(self, layers=self.plan(server).keeping_dense(names, "in no optimizer"))
+
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
-        """Apply the spectral start, if there is one."""
-        if (start := self.spectral_start) is None or not self.plan(server).sharded:
+        """Apply the spectral start, if there is one; and say what a plan without a forward pass assumes."""
+        if not (plan := self.plan(server)).sharded:
             return ""
+        said = [untraced_ends(server, plan)]
+        if (start := self.spectral_start) is not None:
+            said.append(str(self._started(server, start, workers)))
+        return "\n".join(filter(None, said))
+
+    def _started(self, server: nn.Module, start: SpectralStart, workers: SharesWork) -> StartReport:
         share = min(entries_of(self.keep_ratio)) if start.keep_ratio is None else start.keep_ratio
-        report = spectral_start(
+        return spectral_start(
             server, share, tail=start.tail, trained=start.trained, layers=self.layers, workers=workers
         )
-        return str(report)
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
@@ -266,8 +288,9 @@ class SpectralSharding(ByKeepRatio[SpectralRound]):
             weight.grad = -assemble(blocks, changes, weight)
 
     def concerns(self, opened: SpectralRound) -> Sequence[str]:
-        """A warning if the sub-models of a keep ratio retain little of the weights."""
-        return noisy_sub_models(opened.layers, starts_random=self.spectral_start is None)
+        """Warnings if the sub-models of a keep ratio retain little of the weights, or hold empty terms."""
+        noisy = noisy_sub_models(opened.layers, starts_random=self.spectral_start is None)
+        return [*noisy, *empty_terms(opened.layers)]
 
     def diagnostics(self, opened: SpectralRound) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier."""

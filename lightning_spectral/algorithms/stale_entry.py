@@ -59,13 +59,17 @@ def restore(entry: Tensors, like: Tensors) -> dict[str, Tensor]:
     """Restore the update that an entry stands for, in float64 and bit for bit the same every time.
 
     Args:
-        entry: What `compress` returned.
-        like: Tensors of the names and shapes to restore.
+        entry: What `compress` returned, on any device.
+        like: Tensors of the names, shapes and device to restore.
     """
+
+    def wide(name: str, tensor: Tensor) -> Tensor:
+        return entry[name].to(tensor.device).double()
+
     return {
-        name: entry[name].double()
+        name: wide(name, tensor)
         if name in entry
-        else (entry[f"{name}:u"].double() @ entry[f"{name}:v"].double()).view(tensor.shape)
+        else (wide(f"{name}:u", tensor) @ wide(f"{name}:v", tensor)).view(tensor.shape)
         for name, tensor in like.items()
     }
 

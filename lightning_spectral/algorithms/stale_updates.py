@@ -36,7 +36,7 @@ class StaleRound(DenseRound):
     Attributes:
         unseen: What a client that has never taken part contributes.
         total: The sum H of all clients' stale updates, as it was when the round opened.
-        entries: What the table held of the round's clients when it opened.
+        entries: What the table held of the round's clients when it opened, on the CPU.
         drawn: Running mean of their stale updates, with the weights of their new ones.
         table: Running sum of the changes of H.
     """
@@ -132,6 +132,7 @@ class StaleUpdates(FedAvg):
         StaleUpdates(keep_buffers=(), beta=1.0, coefficients='data', unseen='zero', num_terms=None)
     """
 
+    updates_have_norms: ClassVar[bool] = True
     acts_alone: ClassVar[bool] = True
 
     beta: float = 1.0
@@ -171,7 +172,7 @@ class StaleUpdates(FedAvg):
             mean,
             self.unseen,
             total,
-            {unit.key: cohort.store[unit] for unit in units if unit in cohort.store},
+            {unit.key: cohort.store.kept(unit) for unit in units if unit in cohort.store},
             sum_of(trained, weighted),
             total.change([*trained, SEEN], cohort),
         )

@@ -10,6 +10,8 @@ from torch import nn
 from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.turn_costs import turn_cost
 from lightning_spectral.algorithms.width import WidthSharding
+from lightning_spectral.arguments import each
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.factors import KEEP_RATIO
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.budgets import Budget, fractions_of, largest_ratios, only_budget
@@ -55,7 +57,7 @@ def sub_model_cost_table(
         0.25        8.97 k (11%)  283 k (10%)   4.10 k (25%)  16.0 KiB (25%)  35.0 KiB (11%)  35.0 KiB (11%)
         0.5         26.1 k (31%)  827 k (31%)   8.19 k (50%)  32.0 KiB (50%)  102 KiB (31%)   102 KiB (31%)
     """
-    ratios = [KEEP_RATIO("keep_ratios", keep_ratio) for keep_ratio in keep_ratios]
+    ratios = each("keep_ratios", keep_ratios, KEEP_RATIO)
     example = required_example(module, example_input)
     cost_at, prepared = _prepared(module, algorithm, example, example)
     full = whole_cost(module, example, prepared.keep_buffers)
@@ -114,6 +116,7 @@ def _prepared(
             f"`algorithm` must be a WidthSharding or a FIARSE, got {algorithm!r}. SpectralSharding, LoRA and Zampling "
             "have tables of their own: `cost_table`, `lora_cost_table`, `zampling_cost_table`."
         )
+    check_is("module", module, nn.Module)
     server: Any = copy_module(module)
     if example_of(server) is None:
         server.example_input_array = example

@@ -1,13 +1,16 @@
-"""How far single sub-models are from the weights, and a warning if they are too far."""
+"""How far single sub-models are from the weights, with warnings if they are too far or hold empty terms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+import torch
+
 from lightning_spectral.algorithms.spectral_round import LayerRound
 
 LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
+ROUNDING = torch.finfo(torch.float32).eps  # a term up to this share of the largest one is zero
 
 
 def noisy_sub_models(layers: Mapping[str, LayerRound], starts_random: bool) -> Sequence[str]:
@@ -42,3 +45,34 @@ def _remedies(least: float, starts_random: bool) -> str:
     start = ["`spectral_start=SpectralStart()`"] if starts_random else []
     strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
     return " or ".join([*start, "a larger keep ratio", *strategy])
+
+
+def empty_terms(layers: Mapping[str, LayerRound]) -> Sequence[str]:
+    """A warning if even the smallest clients hold more terms of a matrix than its rank.
+
+    Args:
+        layers: The sharded layers of an open round.
+
+    Returns:
+        The warning with its remedies, or nothing.
+    """
+    ranks = {name: _rank(layer) for name, layer in layers.items()}
+    fewest = {name: min(plan.num_terms for plan in layer.groups.values()) for name, layer in layers.items()}
+    lacking = [
+        f"{name} (rank {rank} of {len(layers[name].singular_values)}; clients hold at least {fewest[name]} terms)"
+        for name, rank in ranks.items()
+        if rank < fewest[name]
+    ]
+    if not lacking:
+        return []
+    return [
+        f"the weights of some sharded layers have fewer terms than every client holds: {', '.join(lacking)}. Their "
+        "rank never grows, because a term of size zero has no gradient. Keep them dense with `exclude=`, or initialise "
+        "them differently."
+    ]
+
+
+def _rank(layer: LayerRound) -> int:
+    """Rank of the weight up to rounding; the rounding of half precision is terms that can train."""
+    s = layer.singular_values
+    return int((s > min(ROUNDING, torch.finfo(layer.mean.u.dtype).eps) * s[0]).sum())

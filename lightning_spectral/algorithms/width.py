@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -111,6 +112,8 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         {0.5: 0.6, 1.0: 0.4}
     """
 
+    updates_have_norms: ClassVar[bool] = True
+
     channels: ChannelChoice = field(default_factory=PrefixChannels)
     keep_ratio: PerClient[float] = 0.5
     scaler: bool = False
@@ -131,6 +134,8 @@ class WidthSharding(ByKeepRatio[WidthRound]):
             averages_per_width=flag,
         )
         check_is("channels", self.channels, ChannelChoice)
+        if self.plan is not None:
+            check_is("plan", self.plan, WidthPlan)
         if self.step_widths:
             check_step_widths(self.step_widths, self.channels, entries_of(self.keep_ratio), self.scaler)
         elif self.averages_per_width:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,8 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.algorithms.zampling_checks import check_score_groups, hardly_moved
-from lightning_spectral.algorithms.zampling_round import ZamplingRound, ZamplingState, on_grid, own_state
+from lightning_spectral.algorithms.zampling_checks import check_none_untrained, check_score_groups, hardly_moved
+from lightning_spectral.algorithms.zampling_round import (
+    ZamplingRound,
+    ZamplingState,
+    check_weights,
+    on_grid,
+    own_state,
+)
 from lightning_spectral.algorithms.zampling_side import BITS, MOVED, PLACE, PROBS, MatrixCache, ZamplingSide, uploaded
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.client.side import ClientSide
@@ -168,6 +174,11 @@ class Zampling(Algorithm[ZamplingRound]):
         """Decide which buffers keep the server's value, once for all rounds."""
         return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
 
+    def leave_untrained(self, server: nn.Module, names: Collection[str]) -> Zampling:
+        """Raise ``ValueError`` if one is a compressed weight, which would be random and stay so."""
+        check_none_untrained([weight.name for weight in self.weights_of(server)], names)
+        return self
+
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Check that one optimizer steps all scores with the same options, and warn about weight decay.
 
@@ -190,7 +201,8 @@ class Zampling(Algorithm[ZamplingRound]):
 
     def start(self, server: nn.Module, seed: int) -> ZamplingState:
         """Draw the first probabilities, uniform in [0, 1]."""
-        return ZamplingState(self.how().first_probs(self.weights_of(server), seed), seed)
+        weights = self.weights_of(server)
+        return ZamplingState(self.how().first_probs(weights, seed), seed, weights)
 
     def initialize(self, server: nn.Module, workers: SharesWork) -> str:
         """Say what becomes of the module's own weights, which `settle` overwrites."""
@@ -203,6 +215,7 @@ class Zampling(Algorithm[ZamplingRound]):
 
     def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ZamplingRound:
         """Collect what every client starts from; quantise the probabilities, the same for all."""
+        check_weights(own_state(state), self.weights_of(server))
         probs = own_state(state).probs.detach()
         without = {weight.name for weight in self.weights_of(server)}
         sent, arrived = probs, probs
@@ -262,6 +275,7 @@ class Zampling(Algorithm[ZamplingRound]):
             generator: Draws bits z for the weights Qz of a sampled network; ``None`` for Qp, the expected one.
         """
         own, weights = own_state(state), self.weights_of(server)
+        check_weights(own, weights)
         probs = own.probs.detach()
         z = probs if generator is None else draw_bits(probs, generator).to(probs.dtype)
         matrix = self._matrices.get(self.how().matrix(weights, own.seed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -41,6 +41,21 @@ def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> 
             "Zampling, whose probabilities it would pull to 0; it acts on what is dense.",
             SpectralWarning,
             stacklevel=3,
+        )
+
+
+def check_none_untrained(compressed: Sequence[str], untrained: Collection[str]) -> None:
+    """Raise ``ValueError`` if no optimizer steps a weight that is compressed: it would lose its value for a random one.
+
+    Args:
+        compressed: Names of the compressed weights.
+        untrained: Names of the parameters that no optimizer steps.
+    """
+    if lost := [name for name in compressed if name in untrained]:
+        raise ValueError(
+            f"Zampling replaces {', '.join(lost)} with random numbers, and your optimizer, which lacks them, would not "
+            "train these; give it all parameters of the module, or name the layers in `exclude`, which leaves them as "
+            "they are."
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_spectral.nn.own_types import keeping_type
+from lightning_spectral.nn.zampling.compressed import CompressedWeight
 from lightning_spectral.protocol.bit_sum import MeanBits
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.statistics import MeanChange
@@ -20,17 +22,18 @@ class ZamplingState(nn.Module):
     Attributes:
         probs: Probabilities p, shape ``(n,)``, float32.
         seed: The seed from which Q is drawn.
+        weights: The weights that are compressed.
     """
 
-    def __init__(self, probs: Tensor, seed: int) -> None:
+    def __init__(self, probs: Tensor, seed: int, weights: Sequence[CompressedWeight]) -> None:
         super().__init__()
+        self.weights = tuple(weights)
         self.probs = nn.Parameter(on_grid(probs))
         self.seed = seed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:
         """Move to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
-        device = fn(self.probs.detach()).device
-        self.probs.data = self.probs.detach().to(device)
+        super()._apply(keeping_type(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -51,6 +54,16 @@ class ZamplingRound:
     probs: Tensor
     bits: MeanBits
     dense: MeanChange
+
+
+def check_weights(state: ZamplingState, weights: Sequence[CompressedWeight]) -> None:
+    """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now."""
+    if changed := sorted({weight.name for weight in set(state.weights) ^ set(weights)}):
+        raise ValueError(
+            f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed since: "
+            "parameters were frozen, unfrozen, added or removed. Do that first, build layers in `__init__` rather than "
+            "in `setup`, and wrap the module anew in a FederatedModule, which draws new probabilities."
+        )
 
 
 def own_state(state: nn.Module | None) -> ZamplingState:

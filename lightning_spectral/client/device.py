@@ -11,13 +11,17 @@ from typing import Any
 from torch import nn
 
 from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.discarded_changes import discarded_changes
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS, GradientWatch, check_untouched
+from lightning_spectral.client.kept_attributes import KeptAttributes
 from lightning_spectral.client.kept_tensors import KeptTensors
 from lightning_spectral.client.local_hooks import BeforeStep, start_hooks, untrained_rows, within_hooks
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings, LocalTask, LocalTrainer, Train
-from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.module_metrics import isolate_metrics
+from lightning_spectral.client.optimizer_checks import check_still_own
+from lightning_spectral.client.recorder import Recorder, log_to
 from lightning_spectral.client.side import ClientSide, StepActions
 from lightning_spectral.protocol.records import Download, Failure, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
@@ -33,6 +37,14 @@ REMEDIES = {
     "element 0 of tensors does not require grad": "The loss of `training_step` depends on nothing that is trained; "
     "compute it from the module's output, without `detach` or `no_grad`, or return None to skip the step.",
 }
+# Likewise, if the sub-model's parameters have other names or shapes than the module's
+OTHER_SHAPES = ("must match the size of tensor", "in loading state_dict for", "doesn't match the broadcast shape")
+SMALLER = (
+    "Clients of this algorithm hold some layers in a smaller form, whose parameters have other names or shapes. Where "
+    "one part is updated from another, as a teacher, a target network or an average of weights is, leave the layers "
+    "that it is updated from whole with `exclude`; sharded layers can be read as `layer.weight` instead. Or update it "
+    "at the server, in `RoundCallback.on_round_end`."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +56,14 @@ class SubModel:
         optimizers: The user's optimizers over it; exactly one unless the module uses manual optimisation.
         recorder: Records what the module logs.
         train: Runs a client's local epochs on it.
+        attributes: What the module keeps on itself, as it was before the first client.
     """
 
     module: Any
     optimizers: tuple[LocalOptimizer, ...]
     recorder: Recorder
     train: Train
+    attributes: KeptAttributes
 
 
 class Device:
@@ -65,7 +79,8 @@ class Device:
         data: Maps a download to the data of its client.
         settings: Settings shared by the local training of all clients.
         local_trainer: Runs a client's local epochs.
-        attach: Called with each new sub-model, e.g. to attach the Trainer.
+        attach: Called with the recorder of each new sub-model and the sub-model itself, to let it log there, and e.g.
+            to attach the Trainer.
         profile: Maps the name of a stage to a context manager that is entered around it.
     """
 
@@ -77,7 +92,7 @@ class Device:
         data: Callable[[Download], ClientData],
         settings: LocalSettings,
         local_trainer: LocalTrainer = LocalLoop,
-        attach: Callable[[Any], None] = lambda client: None,
+        attach: Callable[[Recorder, Any], None] = log_to,
         profile: Profile = nullcontext,
     ) -> None:
         self.module = module
@@ -104,6 +119,7 @@ class Device:
             with clock.measure("load"), _during("loading"):
                 download = self._kept.complete(download)
                 sub_model = self.sub_model(download.capacity)
+                sub_model.attributes.restore()
                 self.side.load(sub_model.module, download)
             upload = self._train(sub_model, download, clock)
         except _Failed as failed:
@@ -115,7 +131,8 @@ class Device:
     def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
         is_watched = download.round_idx < WATCHED_ROUNDS
         watched = self.side.watched(sub_model.module) if is_watched else {}
-        with GradientWatch(watched) as watch, clock.measure("train"), _during("local training"):
+        stage = _during("local training", lambda: _is_smaller(sub_model.module, self.module))
+        with GradientWatch(watched) as watch, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             task = self._start(sub_model, download)
             hooks = self.settings.local_hooks if download.local_epochs > 0 else ()
@@ -124,6 +141,9 @@ class Device:
         if result.num_steps > 0 and not self._server_is_checked:
             check_untouched(self.module)
             self._server_is_checked = not is_watched
+        with _during("local training"):
+            for local in sub_model.optimizers:
+                check_still_own(local.optimizer, sub_model.module)
         if result.num_steps == 0 and download.local_epochs > 0:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         with _during("collecting"):
@@ -132,6 +152,10 @@ class Device:
             rows = untrained_rows(self.settings.local_hooks, sub_model.module, task.data)
         unreached = watch.unreached if is_watched and result.num_steps > 0 else None
         upload = replace(upload, logged=logged, unreached=unreached, untrained_rows=rows)
+        if is_watched:
+            optimizers = [local.optimizer for local in sub_model.optimizers]
+            changed = discarded_changes(sub_model.module, optimizers, download.tensors, upload.tensors)
+            upload = replace(upload, discarded=changed)
         return replace(upload, num_steps=result.num_steps, loss=result.loss)
 
     def _start(self, sub_model: SubModel, download: Download) -> LocalTask:
@@ -165,12 +189,11 @@ class Device:
     def _build(self, capacity: float) -> SubModel:
         client: Any = self.side.build(self.module, capacity)
         recorder = Recorder(client)
-        client.log, client.log_dict = recorder.log, recorder.log_dict
         isolate_metrics(client)
-        self._attach(client)
+        self._attach(recorder, client)
         optimizers = tuple(self.side.local_optimizer(recipe, client) for recipe in self.recipes)
         train = self.local_trainer(client, [local.optimizer for local in optimizers], self.settings)
-        return SubModel(client, optimizers, recorder, train)
+        return SubModel(client, optimizers, recorder, train, KeptAttributes(client))
 
 
 class _Failed(Exception):
@@ -180,14 +203,29 @@ class _Failed(Exception):
 
 
 @contextmanager
-def _during(stage: str) -> Iterator[None]:
-    """Raise any failure within the block as a `_Failed` that names the stage."""
+def _during(stage: str, is_smaller: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Raise any failure within the block as a `_Failed` that names the stage.
+
+    Args:
+        stage: The stage.
+        is_smaller: Returns whether the sub-model's parameters have other names or shapes than the module's.
+    """
     try:
         yield
     except Exception as error:
-        raise _Failed(Failure(stage, f"{type(error).__name__}: {error}{_remedy(error)}", error)) from error
+        message = f"{type(error).__name__}: {error}"
+        if remedy := _remedy(error, is_smaller()):
+            message = f"{message.rstrip(' .')}. {remedy}"
+        raise _Failed(Failure(stage, message, error)) from error
 
 
-def _remedy(error: Exception) -> str:
+def _remedy(error: Exception, is_smaller: bool) -> str:
     """Advice for an error from torch that does not mention the user's code; empty for other errors."""
-    return next((f". {remedy}" for words, remedy in REMEDIES.items() if words in str(error)), "")
+    remedies = REMEDIES | dict.fromkeys(OTHER_SHAPES if is_smaller else (), SMALLER)
+    return next((remedy for words, remedy in remedies.items() if words in str(error)), "")
+
+
+def _is_smaller(client: nn.Module, module: nn.Module) -> bool:
+    """Whether the parameters of a sub-model have other names or shapes than those of the user's module."""
+    own, whole = ([(name, p.shape) for name, p in part.named_parameters()] for part in (client, module))
+    return own != whole

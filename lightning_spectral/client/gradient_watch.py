@@ -49,7 +49,7 @@ def check_untouched(server: nn.Module) -> None:
     """
     if leaked := [name for name, parameter in server.named_parameters() if parameter.grad is not None]:
         raise ValueError(
-            f"A client's `training_step` reaches the server's own weights ({', '.join(leaked)}): the module keeps "
-            "them in a closure or a lambda, which copies do not follow, or keeps a layer in a plain list as well, in "
-            "which it is not replaced; use `self...` in the step instead."
+            f"A client's `training_step` reaches the server's own weights ({', '.join(leaked)}) by a variable outside "
+            "of the module or a list of its parameters, which copies of the module do not follow; use `self...` in "
+            "the step instead."
         )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_spectral.client.optimizer_attributes import Attributes, attributes_of, reset_attributes
+from lightning_spectral.client.optimizer_checks import check_optimizer
 from lightning_spectral.protocol.records import Options
 
 Origin = Callable[[str], str]
+NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,12 @@ class OptimizerRecipe:
 
     Attributes:
         optimizer_class: Class of the user's optimizer.
-        defaults: Arguments of its constructor.
+        defaults: Default options of its groups.
+        attributes: What its class keeps besides groups and state.
         groups: For each parameter group, the names of the server's parameters in it.
         options: For each parameter group, its options when the recipe was written.
+        is_named: Whether the groups hold the names of their parameters.
+        makes_state: Whether its constructor makes the state of the first step, as that of Adagrad does.
 
     Example:
         >>> import torch
@@ -34,8 +41,11 @@ class OptimizerRecipe:
 
     optimizer_class: type[Optimizer]
     defaults: Options
+    attributes: Attributes
     groups: tuple[tuple[str, ...], ...]
     options: tuple[Options, ...]
+    is_named: bool = False
+    makes_state: bool = False
 
     @property
     def group_of(self) -> dict[str, int]:
@@ -51,22 +61,24 @@ def recipe_of(template: Optimizer, server: nn.Module) -> OptimizerRecipe:
         server: The user's module.
 
     Raises:
-        ValueError: If it needs a closure, or has step hooks.
+        ValueError: If it cannot be rebuilt for clients: see `check_optimizer`.
     """
     check_optimizer(template)
     names = {id(parameter): name for name, parameter in server.named_parameters()}
-    accepted = inspect.signature(type(template)).parameters
     return OptimizerRecipe(
         type(template),
-        {name: value for name, value in template.defaults.items() if name in accepted},
+        dict(template.defaults),
+        attributes_of(template),
         tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in template.param_groups),
         options_of(template),
+        is_named=any("param_names" in group for group in template.param_groups),
+        makes_state=bool(template.state),
     )
 
 
 def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
     """The options of each parameter group, without its parameters: part of every `Download`."""
-    return tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    return tuple({k: v for k, v in group.items() if k not in NO_OPTIONS} for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True)
@@ -78,19 +90,30 @@ class LocalOptimizer:
         followed: For each of its parameter groups, the index of the recipe's group whose options it takes.
         overrides: For each of its parameter groups, options that differ from these, e.g. ``{"weight_decay": 0}``.
         on_options: Called with the recipe's options of each round; ``None`` for nothing.
+        attributes: What its class keeps besides groups and state, as it is before the first step.
+        initial_state: State of each parameter before the first step, where the constructor makes one.
     """
 
     optimizer: Optimizer
     followed: tuple[int, ...]
     overrides: tuple[Options, ...]
     on_options: Callable[[Sequence[Options]], None] | None = None
+    attributes: Attributes = field(default_factory=dict)
+    initial_state: Mapping[Tensor, Any] = field(default_factory=dict)
 
     def start_client(self, options: Sequence[Options]) -> None:
-        """Clear the state of the previous client, such as momentum, and set the round's options."""
+        """Clear what the previous client left, such as momentum and counters, and set the round's options."""
         self.optimizer.state.clear()
+        reset_attributes(self.optimizer, self.attributes)
+        for parameter, state in self.initial_state.items():
+            self.optimizer.state[parameter] = copy.deepcopy(state)
         groups = zip(self.optimizer.param_groups, self.followed, self.overrides, strict=True)
         for group, index, override in groups:
-            group.update({**options[index], **override})
+            # copies, because optimizers write to their options, e.g. counters, or a learning rate that is a tensor
+            fresh = copy.deepcopy({**options[index], **override})
+            for name in group.keys() - fresh.keys() - NO_OPTIONS:
+                del group[name]
+            group.update(fresh)
         if self.on_options is not None:
             self.on_options(options)
 
@@ -109,11 +132,8 @@ def rebuild_optimizer(
         origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
         overrides: Maps the name of a client's parameter to the options that differ from its group's.
 
-    Raises:
-        ValueError: If the optimizer needs arguments that its parameter groups do not hold.
-
     Example:
-        >>> import copy, torch
+        >>> import torch
         >>> server = nn.Linear(2, 2)
         >>> recipe = recipe_of(torch.optim.SGD(server.parameters(), lr=0.5, momentum=0.9), server)
         >>> rebuild_optimizer(recipe, copy.deepcopy(server)).optimizer.param_groups[0]["momentum"]
@@ -129,40 +149,34 @@ def rebuild_optimizer(
         if key not in keys:
             keys.append(key)
             groups.append({**recipe.options[index], **overrides(name), "params": []})
-        groups[keys.index(key)]["params"].append(parameter)
+        groups[keys.index(key)]["params"].append((name, parameter) if recipe.is_named else parameter)
     order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # in the user's order
     optimizer = _construct(recipe, [groups[i] for i in order])
     followed, differing = zip(*(keys[i] for i in order), strict=True)
-    return LocalOptimizer(optimizer, followed, tuple(map(dict, differing)))
-
-
-def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """The trainable parameters of several optimizers, each once, in order."""
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return list({id(p): p for p in parameters if p.requires_grad}.values())
-
-
-def check_optimizer(template: Optimizer) -> None:
-    """Raise ``ValueError`` if the optimizer needs a closure to step, or has hooks, which clients would not run."""
-    hooks = [vars(template).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    if any(hooks):
-        raise ValueError(
-            f"{type(template).__name__} has step hooks, which are not copied to the optimizers of clients; use "
-            "`on_before_optimizer_step` instead."
-        )
-    closure = inspect.signature(type(template).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(template).__name__} needs a closure that evaluates the loss again, which local training does not "
-            "provide; use an optimizer whose `step()` works without one, such as SGD."
-        )
+    initial_state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+    overridden = tuple(map(dict, differing))
+    return LocalOptimizer(optimizer, followed, overridden, attributes=recipe.attributes, initial_state=initial_state)
 
 
 def _construct(recipe: OptimizerRecipe, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """A new optimizer of the user's class; its own constructor, whose arguments are not known, makes only its state."""
+    if recipe.makes_state:
+        optimizer = _constructed(recipe, groups)
+    else:
+        optimizer = object.__new__(recipe.optimizer_class)
+        reset_attributes(optimizer, recipe.attributes)  # first, because an `add_param_group` may read them
+        Optimizer.__init__(optimizer, list(groups), dict(recipe.defaults))
+    return optimizer
+
+
+def _constructed(recipe: OptimizerRecipe, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    kind = recipe.optimizer_class
+    accepted = inspect.signature(kind).parameters
     try:
-        return recipe.optimizer_class(list(groups), **recipe.defaults)
+        return kind(list(groups), **{name: value for name, value in recipe.defaults.items() if name in accepted})
     except TypeError as error:
         raise ValueError(
-            f"{recipe.optimizer_class.__name__} cannot be rebuilt over a client's parameters from its parameter groups "
-            f"({error}); give its constructor's arguments defaults, or use an optimizer of torch.optim."
+            f"{kind.__name__} makes its state in its constructor, which has to be called again for a client's "
+            f"parameters, but does not accept what the parameter groups hold ({error}). Give its arguments defaults, "
+            "or make the state in the first step."
         ) from error

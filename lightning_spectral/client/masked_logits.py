@@ -34,9 +34,10 @@ class MaskedLogits(LocalHook):
     infinity the loss is that of the present classes alone. ``training_step`` needs no change: its loss and metrics see
     the masked logits. Evaluation is not masked, and a client that has all classes trains as it would without the hook.
 
-    A client's classes are the ``FederatedDataModule.labels`` of the examples it trains on. They are indices into the
-    logits, counted from 0; negative labels, which losses ignore, are not classes. Class names are numbered in sorted
-    order. If your logits are in another order, the wrong ones are masked without a warning; give numbers in that case.
+    A client's classes are the ``FederatedDataModule.labels`` of the examples it trains on, after the data set's
+    ``target_transform`` if the labels are read from it. They are indices into the logits, counted from 0; negative
+    labels, which losses ignore, are not classes. Class names are numbered in sorted order. If your logits are in
+    another order, the wrong ones are masked without a warning; give numbers in that case.
 
     `WidthSharding` averages the layer's rows of absent classes over the clients that have the class, as it averages
     every entry over the clients that hold it. Other algorithms include the unchanged rows in the average.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_spectral.client.module_metrics import metrics_of
 from lightning_spectral.protocol.records import LoggedValue
 
 
@@ -33,7 +35,7 @@ class Recorder:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.num_examples = 1
-        self._own_metrics = [] if module is None else [m for m in module.modules() if isinstance(m, Metric)]
+        self._own_metrics = [] if module is None else metrics_of(module)
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
 
@@ -55,6 +57,11 @@ class Recorder:
         if isinstance(value, Metric):
             self._metrics[name] = (value, prog_bar, to_logger)
             return
+        if not isinstance(value, Tensor | Number):
+            raise TypeError(
+                f"`self.log({name!r}, ...)` takes a number, a tensor or a metric of torchmetrics, got {value!r}; log "
+                "several values with `self.log_dict`, and print what is not a number."
+            )
         weight = float(self.num_examples if batch_size is None else batch_size)
         _accumulate(self._client, name, value, weight, prog_bar, to_logger)
 
@@ -77,26 +84,9 @@ class Recorder:
         return {**means, **computed}
 
 
-def isolate_metrics(module: nn.Module) -> Callable[[], None]:
-    """Keep a module's ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
-
-    Returns:
-        A function that restores the metrics' own synchronisation.
-    """
-    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    own = [metric.distributed_available_fn for metric in metrics]
-
-    def restore() -> None:
-        for metric, is_available in zip(metrics, own, strict=True):
-            metric.distributed_available_fn = is_available
-
-    for metric in metrics:
-        metric.distributed_available_fn = _never
-    return restore
-
-
-def _never() -> bool:
-    return False
+def log_to(recorder: Recorder, module: Any) -> None:
+    """Let a module's ``self.log`` and ``self.log_dict`` lead to a recorder."""
+    module.log, module.log_dict = recorder.log, recorder.log_dict
 
 
 def _accumulate(

@@ -38,20 +38,40 @@ class WorkerBatches:
         self._loader: DataLoader[Any] | None = None
 
     def load(self, tasks: Sequence[Task]) -> Iterator[Any]:
-        """One batch for each task, in order. With workers, finish or drop one iterator before asking for another."""
+        """One batch for each task, in order. With workers, finish or drop one iterator before asking for another.
+
+        After an error, which may mean that a worker has died, other workers load what is asked for next.
+        """
         if self._num_workers == 0:
             return map(self._examples.__getitems__, tasks)
         self._tasks.current = tasks
-        if self._loader is None:
-            self._loader = DataLoader(
-                self._examples,
-                batch_sampler=self._tasks,  # type: ignore[arg-type]
-                collate_fn=_identity,
-                num_workers=self._num_workers,
-                persistent_workers=True,
-                generator=torch.Generator(),  # otherwise the loader draws an unused seed from the client's generator
-            )
-        return iter(self._loader)
+        return self._closing_after_errors(self._from_workers())
+
+    def _from_workers(self) -> Iterator[Any]:
+        """Set the workers to work; those of which one has died since the last task are replaced."""
+        self._loader = self._loader or self._new_loader()
+        try:
+            return iter(self._loader)
+        except RuntimeError:  # from torch, about the worker
+            self._loader = self._new_loader()
+            return iter(self._loader)
+
+    def _new_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._examples,
+            batch_sampler=self._tasks,  # type: ignore[arg-type]
+            collate_fn=_identity,
+            num_workers=self._num_workers,
+            persistent_workers=True,
+            generator=torch.Generator(),  # otherwise the loader draws an unused seed from the client's generator
+        )
+
+    def _closing_after_errors(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from batches
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop the workers; a later batch starts new ones."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs.base import FittedDesign, JointDesign
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.joint import successive_joint_probs
 from lightning_spectral.functional.sampling.successive_sampling import draw_successive, fit_log_sizes
@@ -21,6 +22,9 @@ class SuccessiveSampling(JointDesign):
             :func:`~lightning_spectral.functional.successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
             give the inclusion probabilities, in a few tenths of a second.
 
+    Raises:
+        TypeError: If ``log_sizes`` is not a tensor.
+
     Example:
         >>> design = SuccessiveSampling()
         >>> design.sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=3, generator=torch.Generator()).shape
@@ -28,6 +32,10 @@ class SuccessiveSampling(JointDesign):
     """
 
     log_sizes: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.log_sizes is not None:
+            check_is("log_sizes", self.log_sizes, Tensor)
 
     def fit(self, inclusion_probs: Tensor) -> "FittedSuccessiveSampling":
         """Find the sizes, or use the known ones.

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_spectral.arguments import Whole
+
 
 def as_magnitudes(values: Tensor, name: str) -> Tensor:
     """Check a vector of sizes or singular values and return it in float64.
@@ -39,8 +41,10 @@ def check_num_terms(num_terms: int, num_total: int) -> None:
     """Check that ``num_terms`` of ``num_total`` terms can be drawn.
 
     Raises:
-        ValueError: If ``num_terms`` is not in ``[1, num_total]``.
+        TypeError: If ``num_terms`` is not a whole number: no draw would ever have this size.
+        ValueError: If it is not in ``[1, num_total]``.
     """
+    Whole()("num_terms", num_terms)
     if not 1 <= num_terms <= num_total:
         raise ValueError(f"`num_terms` must be in [1, N={num_total}], got {num_terms}.")
 
@@ -59,10 +63,10 @@ def check_num_samples(num_samples: int) -> None:
     """Check the number of independent draws.
 
     Raises:
-        ValueError: If ``num_samples`` is below one.
+        TypeError: If ``num_samples`` is not a whole number.
+        ValueError: If it is below one.
     """
-    if num_samples < 1:
-        raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
+    Whole(at_least=1)("num_samples", num_samples)
 
 
 def as_probabilities(values: Tensor, name: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.local_training import TAU, effective_lr_factors, frobenius_decay_gradients
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 
@@ -94,7 +95,10 @@ class FrobeniusDecay:
 
     def __post_init__(self) -> None:
         check_fields(self, decoupled=flag)
+        check_is("coefficients", self.coefficients, Mapping)
         for name, coefficient in self.coefficients.items():
+            if not isinstance(name, str):
+                raise TypeError(f"`coefficients` maps names of layers to numbers, got the key {name!r}.")
             Number(at_least=0)(f"coefficients[{name!r}]", coefficient)
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:

@@ -40,7 +40,7 @@ class VarianceReduced(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.measure not in ("all", "last"):
+        if not (isinstance(self.measure, str) and self.measure in ("all", "last")):
             check_fields(self, measure=Whole(at_least=1, hint='it is "all", "last" or a number of clients'))
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:

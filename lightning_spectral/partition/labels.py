@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-__all__ = ["Labels", "class_indices", "dataset_labels"]
+from lightning_spectral.partition.per_example import check_one_per_example
+
+__all__ = ["Labels", "class_indices", "dataset_labels", "labels_in_examples"]
 
 Labels = Tensor | Sequence[int | str] | npt.NDArray[np.generic]
 
@@ -46,6 +48,39 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
     return _read(dataset) if stored is None else stored
 
 
+def labels_in_examples(dataset: Dataset[Any], labels: Tensor) -> Tensor:
+    """What `dataset_labels` found, after the ``target_transform`` that the data set applies to what it stores.
+
+    Args:
+        dataset: Data set with a length. The transform is called once for each class.
+        labels: Its labels from `dataset_labels`.
+
+    Returns:
+        Labels as a training step sees them, int64, shape ``(len(dataset),)``. Those that become anything but one
+        integer, such as a one-hot vector, are unchanged.
+
+    Example:
+        >>> class Letters(list):  # as torchvision has them
+        ...     targets, target_transform = [1, 26, 2], staticmethod(lambda letter: letter - 1)
+        >>> letters = Letters("aba")
+        >>> dataset_labels(letters), labels_in_examples(letters, dataset_labels(letters))
+        (tensor([ 1, 26,  2]), tensor([ 0, 25,  1]))
+    """
+    if isinstance(dataset, Subset):
+        return labels_in_examples(dataset.dataset, labels)
+    if isinstance(dataset, ConcatDataset):
+        parts = torch.split(labels, [len(part) for part in dataset.datasets])  # type: ignore[arg-type]
+        return torch.cat([labels_in_examples(*pair) for pair in zip(dataset.datasets, parts, strict=True)])
+    transform = getattr(dataset, "target_transform", None)
+    if transform is None or isinstance(dataset, TensorDataset) or _stored(dataset) is None:
+        return labels
+    classes, which = torch.unique(labels, return_inverse=True)
+    try:
+        return _as_classes([transform(label) for label in classes.tolist()], "a transformed label")[which]
+    except (TypeError, ValueError):
+        return labels
+
+
 def class_indices(labels: Labels, num_examples: int) -> Tensor:
     """Class index of each example, from labels that a user gives.
 
@@ -58,12 +93,14 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
         Class indices, int64, shape ``(num_examples,)``, on the CPU.
 
     Raises:
+        TypeError: If they are not a sequence.
         ValueError: If there is not one label per example, or labels are neither integers nor names.
 
     Example:
         >>> class_indices(["dog", "cat", "dog"], num_examples=3)
         tensor([1, 0, 1])
     """
+    check_one_per_example("labels", labels)
     if not isinstance(labels, Tensor):
         is_lazy = hasattr(labels, "__iter__") and not hasattr(labels, "__array__")  # a column: slow to index
         labels = np.asarray(list(labels) if is_lazy else labels)

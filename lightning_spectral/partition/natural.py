@@ -1,6 +1,6 @@
 """Clients that are given by the data set: authors, subjects, devices."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.partition import Partition
+from lightning_spectral.partition.per_example import check_one_per_example
 
 __all__ = ["NaturalPartitioner"]
 
@@ -36,7 +37,7 @@ class NaturalPartitioner(Partitioner):
     Raises:
         ValueError: If there are no keys, they are not one-dimensional, one of them is a tensor, NaN or not among the
             names, or a name occurs twice.
-        TypeError: If a key is not hashable.
+        TypeError: If a key is not hashable, or keys or names are not a sequence.
 
     Example:
         >>> partitioner = NaturalPartitioner(["romeo", "juliet", "romeo", "nurse"])
@@ -56,6 +57,8 @@ class NaturalPartitioner(Partitioner):
 
     def __post_init__(self, keys: Keys, names: Sequence[Hashable] | None) -> None:
         found = _as_objects(keys)
+        if isinstance(names, str | Mapping | set) or not isinstance(names, Iterable | None):
+            raise TypeError(f"`names` lists the keys of all clients, got {names!r}.")
         client_of_key = {key: client for client, key in enumerate(dict.fromkeys(found if names is None else names))}
         if names is not None:
             _check_names(names, found)
@@ -84,6 +87,7 @@ def _check_names(names: Sequence[Hashable], keys: Sequence[Hashable]) -> None:
 
 def _as_objects(keys: Keys) -> Sequence[Hashable]:
     """Keys as Python objects that are equal when their values are."""
+    check_one_per_example("keys", keys)
     if isinstance(keys, Tensor | np.ndarray):
         if keys.ndim != 1:
             raise ValueError(f"`keys` must be one-dimensional, got shape {tuple(keys.shape)}.")

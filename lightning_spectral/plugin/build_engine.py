@@ -19,15 +19,18 @@ from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
 from lightning_spectral.client.loss_loop import LossLoop
+from lightning_spectral.client.optimizer_checks import untrained_parameters
+from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.plugin.client_trainer import ClientTrainer
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.stages import stage_profile
-from lightning_spectral.plugin.user_hooks import defines, is_overridden
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, is_overridden
+from lightning_spectral.plugin.user_logging import redirect_logging
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.gradient_hooks import check_gradient_hooks
+from lightning_spectral.protocol.gradient_hooks import check_functions
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -78,6 +81,18 @@ class Owner(Trained, Protocol):
         """Create the executor that runs the device half of a run's rounds."""
 
 
+def prepared(owner: Trained, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """The algorithm with everything decided that depends on the module and on what the user's optimizers train.
+
+    Args:
+        owner: The module that a Trainer fits.
+        server: The module whose weights are the server's; the user's own, or a copy.
+        algorithm: The algorithm.
+    """
+    untrained = untrained_parameters(owner.templates(), owner.module)
+    return algorithm.prepare(server).leave_untrained(server, untrained)
+
+
 def build_engine(
     owner: Owner,
     server: pl.LightningModule,
@@ -98,8 +113,10 @@ def build_engine(
         store: State that the server keeps for single clients; ``None`` for a new, empty store.
         frozen_base: The frozen parameters that they have already; ``None`` if none.
     """
-    check_gradient_hooks(server)
-    algorithm = algorithm.prepare(server)
+    check_functions(server)
+    algorithm = prepared(owner, server, algorithm)
+    store = ClientStore() if store is None else store
+    store.to(owner.device)
     run = Run(
         server,
         algorithm,
@@ -116,7 +133,7 @@ def build_engine(
         faults=owner.faults,
         conditions=Conditions() if conditions is None else conditions,
         processes=owner.processes,
-        store=ClientStore() if store is None else store,
+        store=store,
         frozen_base=FrozenBase() if frozen_base is None else frozen_base,
         profile=partial(stage_profile, owner.trainer),
     )
@@ -144,19 +161,22 @@ def sequential_executor(owner: Owner, run: Run, local_trainer: LocalTrainer | No
         owner.data.client_data,
         LocalSettings(_placement(owner), owner.local_hooks, defines),
         local_trainer or _local_trainer(owner),
-        attach=partial(_attach, owner.trainer),
+        attach=partial(_attach, owner),
         profile=run.profile,
     )
     return SequentialExecutor(device)
 
 
-def _attach(trainer: pl.Trainer, client: Any) -> None:
-    client.trainer = trainer
+def _attach(owner: Owner, recorder: Recorder, client: Any) -> None:
+    client.trainer = owner.trainer
+    redirect_logging(client, recorder.log, recorder.log_dict)
+    adopt_batch_hooks(client, owner.data)
 
 
 def _placement(owner: Owner) -> Placement:
     precision = owner.trainer.precision_plugin
-    moves = owner.device.type != "cpu" or is_overridden(owner.module, "transfer_batch_to_device")
+    own = any(is_overridden(module, "transfer_batch_to_device") for module in (owner.module, owner.data))
+    moves = own or owner.device.type != "cpu"
     scaler = getattr(precision, "scaler", None)
     return Placement(owner.device, precision.convert_input, _forward_context(precision), moves, scaler)
 

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import pickle
-import warnings
-import zipfile
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
+from zipfile import ZipFile
 
-import torch
+from lightning_spectral.plugin.archive_layout import DamagedFile, check_layout
+from lightning_spectral.plugin.archive_pickle import read_structure
 
 NEEDED = ("epoch", "global_step", "loops", "optimizer_states")
 
 
-class DamagedFile(Exception):
-    """The file cannot be resumed from; the message says why."""
-
-
 def saved_progress(path: Path) -> tuple[int, int]:
-    """The server's steps and Lightning's epoch in a checkpoint; tensors are mapped, not read.
+    """The server's steps and Lightning's epoch in a checkpoint; tensors are not read.
 
     Raises:
         DamagedFile: If it is not a checkpoint of a Trainer, or its structure is damaged.
     """
-    try:
-        content = _structure(path)
-    except Exception as error:  # damage surfaces as nearly any exception: from zipfile, pickle, torch or Unicode
-        raise DamagedFile(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    with _naming_the_cause(), path.open("rb") as file, _archive(file) as archive:
+        content = read_structure(archive)
     missing = [name for name in NEEDED if not isinstance(content, dict) or name not in content]
     if missing:
         raise DamagedFile(f"it has no {', '.join(missing)}, and a run is resumed from them, not from weights alone")
-    return int(content["global_step"]), int(content["epoch"])
+    for name in ("global_step", "epoch"):
+        if not isinstance(content[name], int):
+            raise DamagedFile(f"its {name} must be a whole number, got {type(content[name]).__name__}")
+    return content["global_step"], content["epoch"]
 
 
 def check_contents(path: Path) -> None:
@@ -42,73 +38,64 @@ def check_contents(path: Path) -> None:
     Raises:
         DamagedFile: If a checksum differs.
     """
+    with _naming_the_cause(), ZipFile(path) as archive:
+        _check_checksums(archive)
+
+
+def check_loadable(source: Any) -> None:
+    """Check a checkpoint before anything loads it, because loading compares no checksums and can execute code.
+
+    Args:
+        source: A path or an opened file. Paths with a protocol (``s3://...``) are not checked.
+
+    Raises:
+        ValueError: If it is not an intact checkpoint; the message names the file and says why.
+    """
+    if not isinstance(source, str | os.PathLike):
+        _check(source, "the given file")
+    elif Path(source).is_dir():
+        raise ValueError(f"{source} is a folder; latest_checkpoint({str(source)!r}) finds a checkpoint in it.")
+    elif "://" not in str(source):
+        with Path(source).open("rb") as file:
+            _check(file, str(source))
+
+
+def _check(file: IO[bytes], name: str) -> None:
+    """Check an opened file, and leave it at the position where it was."""
+    position = file.tell()
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except Exception as error:
-        raise DamagedFile(f"{type(error).__name__}: {error}") from error
-    if damaged is not None:
+        with _naming_the_cause(), _archive(file) as archive:
+            read_structure(archive)
+            _check_checksums(archive)
+    except DamagedFile as error:
+        size = file.seek(0, os.SEEK_END)
+        raise ValueError(
+            f"{name} is empty or not a whole checkpoint ({size} bytes): {error}; "
+            "latest_checkpoint(folder) finds the last whole one of a folder."
+        ) from error
+    finally:
+        file.seek(position)
+
+
+@contextmanager
+def _archive(file: IO[bytes]) -> Iterator[ZipFile]:
+    """The archive in a file, if it is laid out as torch writes it."""
+    with ZipFile(file) as archive:
+        check_layout(file, archive)
+        yield archive
+
+
+def _check_checksums(archive: ZipFile) -> None:
+    if (damaged := archive.testzip()) is not None:
         raise DamagedFile(f"the checksum of {damaged} does not match")
 
 
 @contextmanager
-def naming_damage(path: Any) -> Iterator[None]:
-    """Turn torch's errors about a file that is not a whole checkpoint into a ``ValueError`` that names the file."""
+def _naming_the_cause() -> Iterator[None]:
+    """Turn whatever damage leads to into a `DamagedFile`: nearly any exception, of zipfile, pickle or Unicode."""
     try:
         yield
-    except OSError:
+    except DamagedFile:
         raise
-    except Exception as error:  # nearly any exception, as above
-        is_local = isinstance(path, str | Path) and "://" not in str(path)
-        if not is_local or zipfile.is_zipfile(path):
-            raise  # the file is whole, so the cause is something else
-        raise ValueError(
-            f"{path} is empty or not a whole checkpoint ({Path(path).stat().st_size} bytes); "
-            "latest_checkpoint(folder) finds the last whole one of a folder."
-        ) from error
-
-
-def _structure(path: Path) -> Any:
-    """The checkpoint with everything but plain values left empty."""
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("its directory names more bytes than there are")  # torch would allocate them
-        for entry in entries:
-            if entry.filename.endswith("data.pkl"):
-                archive.read(entry)  # compares its checksum before it is interpreted
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a pickle is old does not matter when looking for a file
-        # torch finds every tensor's entry itself: it reads fields of the archive that zipfile does not look at
-        return torch.load(path, map_location="cpu", pickle_module=_Nothing, weights_only=False, mmap=True)
-
-
-class _Empty(dict[Any, Any]):
-    """Stands in for an object of any class, and takes whatever state it is given."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __new__(cls, *args: Any, **options: Any) -> _Empty:
-        return dict.__new__(cls)
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__()
-
-    def __call__(self, *args: Any, **options: Any) -> _Empty:
-        return self
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def append(self, value: Any) -> None: ...
-
-    def extend(self, values: Any) -> None: ...
-
-
-class _EmptyUnpickler(pickle.Unpickler):
-    """Imports and calls nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _Empty
-
-
-_Nothing = SimpleNamespace(Unpickler=_EmptyUnpickler, load=None, __name__=__name__)
+    except Exception as error:
+        raise DamagedFile(f"{type(error).__name__}: {error}".splitlines()[0]) from error

@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.checkpoint_archive import DamagedFile, check_contents, naming_damage, saved_progress
+from lightning_spectral.plugin.archive_layout import DamagedFile
+from lightning_spectral.plugin.checkpoint_archive import check_contents, check_loadable, saved_progress
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -23,6 +24,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Even if the process is killed or the power fails, the file under the checkpoint's name is complete: either the new
     one or the one that was there before. Lightning's own plugin writes to the system's temporary folder and moves the
     file. If that folder is on another file system, moving means copying, which can be interrupted.
+
+    A file is checked before it is loaded, because loading alone compares no checksums: a damaged file could be loaded
+    as other weights. That happens before Lightning reads anything of the file.
 
     `FederatedModule` installs it if the Trainer has Lightning's own plugin; it reads and writes the same format. Paths
     with a protocol (``s3://...``) are left to Lightning.
@@ -54,14 +58,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint.
 
         Raises:
-            ValueError: If the file is empty or incomplete.
+            ValueError: If the file is empty, incomplete or damaged.
         """
-        with naming_damage(path):
-            return super().load_checkpoint(path, *args, **options)
+        check_loadable(path)
+        return super().load_checkpoint(path, *args, **options)
 
 
-def write_whole_files(trainer: pl.Trainer) -> None:
-    """Have a Trainer's checkpoints written by `AtomicCheckpointIO`, unless the user has chosen a plugin."""
+def handle_whole_files(trainer: pl.Trainer) -> None:
+    """Have a Trainer's checkpoints written and read by `AtomicCheckpointIO`, unless the user has chosen a plugin."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
@@ -70,18 +74,24 @@ def latest_checkpoint(folder: str | Path) -> str | None:
     """Find the checkpoint with the most rounds in a folder, for ``fit(..., ckpt_path=)``.
 
     The number of rounds is read from the file: neither its name nor its age matters, so a folder may be copied. A file
-    that cannot be resumed from, because it is damaged or holds only weights, is skipped with a warning.
+    that cannot be resumed from, because it is damaged or holds only weights, is skipped with a warning. Nothing in a
+    file is executed.
 
     Args:
         folder: Where a ``ModelCheckpoint`` of one run writes. Sub-folders are searched too, because a metric with a
-            slash in its name creates them. The folder need not exist yet.
+            slash in its name creates them. The folder need not exist yet. If it is a file, that file is returned.
 
     Returns:
         A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch.
 
+    Raises:
+        ValueError: If it is a file, and cannot be resumed from.
+
     Example:
         >>> latest_checkpoint("a folder that is not there")
     """
+    if Path(folder).is_file():
+        return _checked(Path(folder))
     progress: dict[Path, tuple[int, int]] = {}
     for path in sorted(filter(Path.is_file, Path(folder).rglob("*.ckpt"))):  # a dangling link is not a file
         with _skipping(path):
@@ -91,6 +101,16 @@ def latest_checkpoint(folder: str | Path) -> str | None:
             check_contents(path)  # for as few files as possible, because it reads them completely
             return str(path)
     return None
+
+
+def _checked(path: Path) -> str:
+    """A single file, which is not skipped: a run that starts from scratch in its place would be a surprise."""
+    try:
+        saved_progress(path)
+        check_contents(path)
+    except DamagedFile as error:
+        raise ValueError(f"{path} cannot be resumed from: {error}; give the folder to find an intact one.") from error
+    return str(path)
 
 
 @contextmanager

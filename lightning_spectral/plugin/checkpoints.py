@@ -38,24 +38,36 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
         )
 
 
-def settle_progress(checkpoint: dict[str, Any], *, round_is_open: bool) -> None:
-    """Make a checkpoint written within an epoch hold whole rounds, like one written at the end of an epoch.
+def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_has_stepped: bool) -> None:
+    """Make a checkpoint hold whole rounds, as if it had been written between two epochs.
 
     The server's weights change only when a round closes, and what clients have sent so far is not saved. An open round
-    therefore counts as not begun, and is repeated from its first client. A checkpoint from the end of the last client's
-    batch already has the round's result: that round is over, and resuming begins the next one.
+    therefore counts as not begun, and is repeated from its first client. A round in which the server has stepped, but
+    whose validation or epoch has not ended, counts as not begun either: `finish_epoch` then does the rest of it.
+
+    Args:
+        checkpoint: What Lightning has written so far.
+        round_is_over: Whether the last round that began has ended, and its epoch with it.
+        server_has_stepped: Whether the server has stepped in it.
     """
     progress = checkpoint["loops"]["fit_loop"]
-    batches = progress["epoch_loop.batch_progress"]["current"]
-    if not round_is_open and batches["completed"] == batches["ready"]:
-        return  # between batches, or after validation: Lightning resumes there itself
-    for counts in (progress["epoch_progress"]["total"], progress["epoch_progress"]["current"]):
-        finished = counts["processed"] + (0 if round_is_open else 1)
-        counts.update(ready=finished, started=finished, processed=finished, completed=max(finished - 1, 0))
+    epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
+    steps = progress["epoch_loop.manual_optimization.optim_step_progress"]["total"]
+    for counts in (epochs["total"], epochs["current"]):
+        finished = counts["processed"] if round_is_over else counts["completed"]
+        counts.update(ready=finished, started=finished, processed=finished, completed=finished)
+    if not round_is_over:
+        for name, count in batches["current"].items():
+            batches["total"][name] -= count
+        if server_has_stepped:
+            steps.update({name: count - 1 for name, count in steps.items()})
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    progress["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["completed"]
 
 
 def fit_slots(checkpoint: dict[str, Any], num_slots: int) -> None:
-    """Adapt the progress of a finished round to this run's number of slots, which depends on the processes."""
+    """Adapt an older checkpoint's last round to this run's number of slots, which depends on the processes."""
     if "loops" not in checkpoint:
         return  # weights only: Lightning reports what is missing
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]

@@ -14,6 +14,7 @@ from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
 from lightning_spectral.plugin.trainer_checks import check_rounds
 from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.protocol.averaged_parameters import check_averaged_parameters
 from lightning_spectral.protocol.copying import check_copyable
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
@@ -80,6 +81,7 @@ def check_member(
     """Check that a module can be trained on the clients of its data.
 
     Raises:
+        TypeError: If its ``averaged_parameters`` are not patterns.
         ValueError: If it has lazy layers, cannot be copied, has complex parameters, or has validation data without a
             ``validation_step``; if a client has no examples and `Faults` says `Raise` (a sampler never draws such a
             client); or if a local hook cannot act on it.
@@ -87,6 +89,7 @@ def check_member(
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_copyable(module)
+    check_averaged_parameters(module)
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:
         raise ValueError(
@@ -100,7 +103,7 @@ def check_member(
         if faults.ends_run("no_data"):
             check_no_client_is_empty(data.partition)
     for hook in local_hooks:
-        hook.check(module, lambda: data.labels)
+        hook.check(module, lambda: data.labels_in_examples)
 
 
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_spectral.plugin.checkpoint_archive import naming_damage
+from lightning_spectral.plugin.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.cli_checkpoint import check_path, report_differences
+from lightning_spectral.plugin.cli_errors import OneLineParser
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
@@ -27,7 +30,11 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, **options: Any) -> None:
-        defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False}
+        defaults = {
+            "seed_everything_default": 0,
+            "auto_configure_optimizers": False,
+            "parser_class": OneLineParser,
+        }
         super().__init__(
             SavedRounds,  # the common base, whose subclasses remember what they were built from, for checkpoints
             pl.LightningDataModule,
@@ -37,11 +44,22 @@ class FederatedCLI(LightningCLI):
             **{**defaults, **options},
         )
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, without ``predict``: a federation's data module has no data for it."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
     def _parse_ckpt_path(self) -> None:
-        """Read the federation's arguments from ``ckpt_path``; no public hook allows naming a damaged file."""
+        """Take the federation's arguments from ``ckpt_path``, unless those given differ; there is no public hook."""
         command = self.config.get("subcommand")
-        with naming_damage(self.config[command].get("ckpt_path") if command else None):
-            super()._parse_ckpt_path()
+        path = self.config[command].get("ckpt_path") if command else None
+        check_path(path)
+        if not path or not Path(path).is_file():
+            return
+        check_loadable(path)
+        given = self.config[command].model.clone()
+        super()._parse_ckpt_path()
+        report_differences(self.config[command].model, given, command)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the arguments of the Trainer, of either module and of either data module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_spectral.client.recorder import isolate_metrics
+from lightning_spectral.client.module_metrics import isolate_metrics
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.host import is_host
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -116,17 +117,26 @@ class ClientParallelStrategy(DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Wait for all processes, unless one is lost."""
-        if self._meetings is None or not self._meetings.is_broken:
+        """Wait for all processes, unless one is lost, or this one alone has failed."""
+        if not self._is_alone:
             with self._meeting():
                 super().barrier(*args, **options)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the value of one process in all of them; once a process is lost, return each process's own."""
-        if self._meetings is not None and self._meetings.is_broken:
+        """Return the value of one process in all of them, or this one's own if there will be no more meetings."""
+        if self._is_alone:
             return obj
         with self._meeting():
             return super().broadcast(obj, src)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nobody would come to a meeting, such as that in which a checkpoint is saved after an error."""
+        if self._meetings is None:
+            return False
+        module = self.lightning_module
+        has_failed = module is not None and module.trainer.interrupted
+        return self._meetings.is_broken or (has_failed and not _is_known_to_all(sys.exc_info()[1]))
 
     def _meeting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._meetings is None else self._meetings.meeting()
@@ -162,9 +172,7 @@ class ClientParallelStrategy(DDPStrategy):
         error too.
         """
         self._restore_metrics()
-        is_known_to_all = isinstance(exception, ClientError | RoundError | SIGTERMException)
-        is_known_to_all &= not isinstance(exception, LostProcessError)
-        if not is_known_to_all and dist.is_initialized() and dist.get_backend() == "gloo":
+        if not _is_known_to_all(exception) and dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
         super().on_exception(exception)
 
@@ -177,6 +185,13 @@ class ClientParallelStrategy(DDPStrategy):
         if self._isolated is not None:
             self._isolated()
         self._isolated = None
+
+
+def _is_known_to_all(exception: BaseException | None) -> bool:
+    """Whether all processes end with this error."""
+    if isinstance(exception, LostProcessError):
+        return False
+    return isinstance(exception, ClientError | RoundError | SIGTERMException)
 
 
 def processes_of(trainer: pl.Trainer) -> Processes:

@@ -167,6 +167,7 @@ class _StepsOncePerRound:
 
 def _rewind(trainer: pl.Trainer, first_epoch: int, max_epochs: int) -> None:
     """Reset the counters of a Trainer, which otherwise continue from one fit to the next."""
+    trainer.should_stop = False  # Lightning 2.4 keeps it from the last fit
     loop = trainer.fit_loop
     loop.max_epochs = max_epochs
     loop.epoch_progress.reset()

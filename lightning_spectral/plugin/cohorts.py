@@ -17,6 +17,7 @@ from lightning_spectral.plugin.sampler_checks import check_limit, check_measurab
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
 from lightning_spectral.server.measuring import measure_figures
@@ -84,6 +85,11 @@ class CohortHooks(pl.LightningModule):
             self._sampled = SampledCohorts(self.participation, self.population(), keys, self.seed)
         if limit and not self._most_units:
             raise ValueError(f"limit_train_batches={limit} of {self._usual_size} clients trains none; raise it.")
+        if self._most_units > (most := MOST_TERMS * len(self.members)):
+            raise ValueError(
+                f"A round's updates are summed exactly, which has room for {MOST_TERMS} clients per model; "
+                f"{self._most_units} turns a round are more than {most}. Lower the sampler's `active`."
+            )
 
     @property
     def _usual_size(self) -> int:

@@ -22,9 +22,18 @@ from lightning_spectral.partition import (
     class_indices,
     dataset_labels,
     hold_out,
+    labels_in_examples,
     report,
 )
-from lightning_spectral.plugin.data_checks import are_several, check_asked, check_dealt, check_evaluation, plain_sizes
+from lightning_spectral.plugin.data_checks import (
+    are_several,
+    check_asked,
+    check_collate,
+    check_dealt,
+    check_evaluation,
+    plain_sizes,
+)
+from lightning_spectral.plugin.fixed_arguments import FixedArguments
 from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
@@ -33,7 +42,7 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed, iso
 EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
 
 
-class FederatedDataModule(pl.LightningDataModule):
+class FederatedDataModule(FixedArguments, pl.LightningDataModule):
     """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
 
     Args:
@@ -91,6 +100,7 @@ class FederatedDataModule(pl.LightningDataModule):
         super().__init__()
         check_dealt(train, partitioner)
         check_evaluation(val=val, test=test)
+        check_collate(collate_fn)
         batch_size, eval_batch_size, num_workers, seed = plain_sizes(batch_size, eval_batch_size, num_workers, seed)
         client_val_fraction = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self.train = train
@@ -106,6 +116,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.client_val_fraction = client_val_fraction
         self._labels = None if labels is None else class_indices(labels, _length(train))
         self._source = BatchSource(train, collate_fn, num_workers)
+        self._fix(("train", "collate_fn", "num_workers"))
 
     @cached_property
     def labels(self) -> Tensor:
@@ -116,9 +127,15 @@ class FederatedDataModule(pl.LightningDataModule):
             return dataset_labels(self.train)
 
     @cached_property
+    def labels_in_examples(self) -> Tensor:
+        """The same as a training step sees them, after the data set's ``target_transform``."""
+        return self.labels if self._labels is not None else labels_in_examples(self.train, self.labels)
+
+    @cached_property
     def _parts(self) -> tuple[Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
         whole = self.partitioner(_length(self.train), labels, derived_generator(self.seed, "partition"))
+        self._fix(("partitioner", "seed", "client_val_fraction", "labels"))
         return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
 
     @cached_property
@@ -162,7 +179,7 @@ class FederatedDataModule(pl.LightningDataModule):
         """The data of a download's client, in an order that depends on the round."""
         indices = self.partition[download.unit.client_id]
         order = download.seed, download.ids, self.drop_last
-        return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels)
+        return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
 
     def examples_per_epoch(self, num_examples: int) -> int:
         """Number of a client's examples that it trains on in a local epoch."""

@@ -37,6 +37,11 @@ def check_dealt(train: Any, partitioner: Any) -> None:
             f"`train` must be a map-style data set, whose examples have numbers, got {type(train).__name__}, which "
             "cannot be dealt to clients; collect its examples first, for example in a list."
         )
+    if isinstance(train, str | bytes | type) or not hasattr(train, "__getitem__"):
+        raise TypeError(
+            f"`train` must be a map-style data set, with `__len__` and `__getitem__`, got {train!r}; pass the data "
+            "set itself, or a list of examples."
+        )
     check_is("partitioner", partitioner, Partitioner)
 
 
@@ -49,8 +54,15 @@ def check_evaluation(**data: Any) -> None:
                 f"{name}=list(data.values()), and Lightning numbers their metrics in this order."
             )
         _check_no_columns(name, value)
-        if value is not None and not hasattr(value, "__getitem__") and not hasattr(value, "__iter__"):
+        can_be_read = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+        if value is not None and (isinstance(value, str | bytes | type) or not can_be_read):
             raise TypeError(f"`{name}` must be a data set, a dataloader or a list of them, got {value!r}.")
+
+
+def check_collate(collate_fn: Any) -> None:
+    """Raise ``TypeError`` unless ``collate_fn`` is a function, or ``None``."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"`collate_fn` must be a function from a list of examples to a batch, got {collate_fn!r}.")
 
 
 def _check_no_columns(argument: str, data: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -14,8 +15,13 @@ from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_optimizer import check_optimizer, trainable_parameters
-from lightning_spectral.plugin.build_engine import build_engine, sequential_executor
+from lightning_spectral.client.optimizer_checks import (
+    check_optimizer,
+    check_own_parameters,
+    check_still_own,
+    trainable_parameters,
+)
+from lightning_spectral.plugin.build_engine import build_engine, prepared, sequential_executor
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
@@ -23,6 +29,7 @@ from lightning_spectral.plugin.host import Seat, Trained
 from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.schedules import RoundScheduler, name_group, read_optimizers
 from lightning_spectral.plugin.server_hooks import ServerHooks
+from lightning_spectral.plugin.user_hooks import check_configures
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary
@@ -57,6 +64,7 @@ class Member(ServerHooks, Trained):
     _engine: Engine | None
     _first_rounds: FirstRounds
     _unreached: list[str] | None
+    _decisions: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -126,15 +134,19 @@ class Member(ServerHooks, Trained):
     def make_optimizers(self) -> tuple[list[Optimizer], list[RoundScheduler]]:
         """Return the server optimizer with the user's own, on which clients' are modelled, and the user's schedules."""
         several = self.client_engine == "trainer" and not self.module.automatic_optimization
+        check_configures(self.module)
         configured = self.module.configure_optimizers()
         templates, schedulers = read_optimizers(configured, type(self.module).__name__, several=several)
         self.schedules = RoundSchedules(schedulers, self.name)
         for template in templates:
             check_optimizer(template)
+            check_own_parameters(template, self.module, self.module.configure_optimizers)
             self.algorithm.check_optimizer(template, self.module)
         self.seat.num_optimizers = 1 + len(templates)
         parameters = self._server_parameters(templates)
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
+        if not isinstance(server, Optimizer):
+            raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
         self.algorithm.check_server_optimizer(server)
         self._name_optimizers(server, templates)
         return [server, *templates], schedulers
@@ -159,16 +171,20 @@ class Member(ServerHooks, Trained):
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
         self.module.on_fit_start()
-        algorithm = self.algorithm.prepare(self.module)
+        algorithm = self._prepared(resumed)
+        self._decisions = algorithm.decisions()
         if not resumed:
             self._frozen_base = FrozenBase()
             self._initialize(algorithm)
         unreached = self._unreached if resumed else None
         self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._averages_may_rest(algorithm))
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
-        self._store.to(self.device)
         kept = self._store, self._frozen_base
         self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, *kept)
+
+    def _prepared(self, resumed: bool) -> Algorithm[Any]:
+        algorithm = self.algorithm.resume(self.module, self._decisions) if resumed else self.algorithm
+        return prepared(self, self.module, algorithm)
 
     def _averages_may_rest(self, algorithm: Algorithm[Any]) -> bool:
         """Whether running averages may stay unchanged in a round: the algorithm says so, or a callback sets them."""
@@ -180,8 +196,8 @@ class Member(ServerHooks, Trained):
         with suspecting_weights(self.module, 0):
             done = algorithm.initialize(self.module, self.processes)
         algorithm.settle(self.module, self.state)
-        if done:
-            rank_zero_info(f"{self.name}: {done}" if self.name else done)
+        for line in done.splitlines():
+            rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
     def num_examples(self, units: Sequence[WorkUnit]) -> list[int]:
         """Number of training examples of each unit's client."""
@@ -189,6 +205,8 @@ class Member(ServerHooks, Trained):
 
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""
+        for template in self.templates():  # again, because hooks can replace layers
+            check_still_own(template, self.module)
         sizes = self.num_examples(units)
         opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
         self._first_rounds.begin(self.engine.run.algorithm, opened.opened, round_idx)
@@ -210,9 +228,9 @@ class Member(ServerHooks, Trained):
         self.engine.settle()
 
     def with_learning_rate(self, summary: RoundSummary) -> RoundSummary:
-        """A round's summary with the learning rate that clients used in it."""
-        rate = float(self.templates()[0].param_groups[0]["lr"])
-        return replace(summary, diagnostics={**summary.diagnostics, "lr": rate})
+        """A round's summary with the learning rate that clients used in it; NaN if their optimizer chooses its own."""
+        rate = self.templates()[0].param_groups[0].get("lr")
+        return replace(summary, diagnostics={**summary.diagnostics, "lr": math.nan if rate is None else float(rate)})
 
     def stored(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
         """The state that the server keeps for single clients, for the checkpoint."""
@@ -227,15 +245,21 @@ class Member(ServerHooks, Trained):
         """Layers for which no client has had a gradient yet, for the checkpoint of one of the first rounds."""
         return self._first_rounds.unreached
 
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """What the algorithm has decided from the initial weights, for the checkpoint."""
+        return self._decisions
+
     def restore(
         self,
         clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]],
         frozen: Mapping[str, Any],
         unreached: list[str] | None,
+        decisions: Mapping[str, Any],
     ) -> None:
         """Restore this model's entries from a checkpoint."""
         self._frozen_base = FrozenBase.from_state_dict(frozen)
-        self._unreached = unreached
+        self._unreached, self._decisions = unreached, decisions
         self._store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == self.seat.key})
 
     def drop_round(self) -> None:

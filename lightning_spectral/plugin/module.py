@@ -12,7 +12,7 @@ from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checkpoint_files import write_whole_files
+from lightning_spectral.plugin.checkpoint_files import handle_whole_files
 from lightning_spectral.plugin.checkpoints import described
 from lightning_spectral.plugin.checks import (
     check_datamodule,
@@ -22,22 +22,25 @@ from lightning_spectral.plugin.checks import (
     check_trainer,
 )
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.fixed_arguments import arguments_of
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member, ServerOptimizer
 from lightning_spectral.plugin.module_checks import (
     check_algorithm,
     check_module,
     check_settings,
+    check_suits,
     plain_numbers,
     warn_of_compiled_in_place,
 )
 from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.plugin.round_hooks import RoundProgress
 from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.run_config import as_config, config_of
 from lightning_spectral.plugin.sampler_checks import check_over_selection
 from lightning_spectral.plugin.saved_rounds import SavedRounds
 from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
-from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, check_user_module, for_evaluation, is_overridden
+from lightning_spectral.plugin.user_hooks import check_user_module, spare_slots
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.server.fault_policy import Faults
@@ -120,7 +123,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self.module = module
         self.algorithm: Algorithm[Any] = FedAvg() if algorithm is None else algorithm
         check_algorithm(self.algorithm)
-        self.algorithm.check(module)
+        check_suits(self.algorithm, module)
         self.clients_per_round = clients_per_round
         self.participation = _participation(clients_per_round, participation)
         self.local_epochs = local_epochs
@@ -138,9 +141,11 @@ class FederatedModule(SavedRounds, Member, Host):
         self._store, self._engine, self._first_rounds = ClientStore(), None, FirstRounds()
         self._frozen_base = FrozenBase()
         self._turn = self._unreached = None
+        self._decisions: Mapping[str, Any] = {}
         self._default_dtype = torch.get_default_dtype()
-        self._finished_round, self._stop_after_round, self._resumed = -1, False, False
+        self._rounds, self._resumed = RoundProgress(), None
         self.save_hyperparameters({"federation": self.settings(), "user_module": dict(module.hparams)})
+        self._fix(arguments_of(FederatedModule.__init__))
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -198,16 +203,16 @@ class FederatedModule(SavedRounds, Member, Host):
         self.module.setup(stage)
         check_stage(stage, self.module)
         if stage == "fit":
-            self._finished_round, self._stop_after_round, self._resumed = -1, False, False
+            self._rounds, self._resumed = RoundProgress(), None
             check_trainer(self.trainer)
             check_own_optimizers(self)
             check_member(self.module, self.data, self.participation, self.faults, self.local_hooks)
             check_over_selection(self.conditions, absolute=self.absolute)
             self.conditions.check(self.data.num_clients, self._usual_size)
-            write_whole_files(self.trainer)
-        for hook in BATCH_HOOKS:
-            if is_overridden(self.module, hook):
-                setattr(self, hook, for_evaluation(getattr(self.module, hook)))
+        handle_whole_files(self.trainer)
+        spare_slots(self, of=self.module)
+        if (data := self._data_or_none("")) is not None:
+            spare_slots(data, of=data)
 
     def teardown(self, stage: str) -> None:
         """Drop the engine, and call the user's hook."""
@@ -223,7 +228,7 @@ class FederatedModule(SavedRounds, Member, Host):
         """Check that all processes are set up for the same run, and begin it."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self.full_configuration())
-        self.begin_fit(self._resumed)
+        self.begin_fit(self._resumed is not None)
 
 
 def _participation(clients_per_round: int | None, sampler: Sampler | None) -> UniformParticipation | Sampler | None:

@@ -33,6 +33,10 @@ def check_module(module: Any) -> None:
             "`module` is a compiled LightningModule, and clients train copies with other layers; compile what does the "
             "work inside it: self.net = torch.compile(net)."
         )
+    if isinstance(module, type):
+        raise TypeError(
+            f"`module` must be a LightningModule, got the class {module.__name__}; write {module.__name__}(...)."
+        )
     kind = type(module)
     other_package = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
     remedy = (
@@ -111,6 +115,20 @@ def check_algorithm(algorithm: Any) -> None:
             f"SpectralSharding(strategy={strategy})."
         )
     check_is("algorithm", algorithm, Algorithm)
+
+
+def check_suits(algorithm: Algorithm[Any], module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if an algorithm cannot train a module, with a hint if its layers are not there yet."""
+    try:
+        algorithm.check(module)
+    except ValueError as error:
+        if next(module.parameters(), None) is not None:
+            raise
+        name = type(module).__name__
+        raise ValueError(
+            f"{name} has no parameters yet, and {type(algorithm).__name__} needs to see them when {name} is wrapped; "
+            "make its layers in `__init__`, rather than in `setup`."
+        ) from error
 
 
 def warn_of_compiled_in_place(module: pl.LightningModule) -> None:

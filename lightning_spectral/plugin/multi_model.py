@@ -12,7 +12,7 @@ from torch import nn
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
-from lightning_spectral.plugin.checkpoint_files import write_whole_files
+from lightning_spectral.plugin.checkpoint_files import handle_whole_files
 from lightning_spectral.plugin.checks import (
     check_datamodule,
     check_member,
@@ -22,6 +22,7 @@ from lightning_spectral.plugin.checks import (
 )
 from lightning_spectral.plugin.client_parallel import log_options
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.fixed_arguments import arguments_of
 from lightning_spectral.plugin.host import Host, Seat
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.module import FederatedModule
@@ -29,6 +30,7 @@ from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_model
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
 from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.plugin.round_hooks import RoundProgress
 from lightning_spectral.plugin.run_config import config_of
 from lightning_spectral.plugin.sampler_checks import check_over_selection
 from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
@@ -102,10 +104,11 @@ class MultiModelModule(MultiModelHooks, Host):
         self.seed: int = Whole()("seed", seed)
         self._limit, self._sampled, self._turn = 1.0, None, None
         self._default_dtype = torch.get_default_dtype()
-        self._finished_round, self._stop_after_round, self._resumed = -1, False, False
+        self._rounds, self._resumed = RoundProgress(), None
         self._take_seats()
         hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
+        self._fix(arguments_of(MultiModelModule.__init__))
 
     def _take_seats(self) -> None:
         """Make the models part of this federation; they may have been fitted alone or in another one since."""
@@ -193,7 +196,7 @@ class MultiModelModule(MultiModelHooks, Host):
             member.module.setup(stage)
             check_stage(stage, member.module)
         if stage == "fit":
-            self._finished_round, self._stop_after_round, self._resumed = -1, False, False
+            self._rounds, self._resumed = RoundProgress(), None
             check_trainer(self.trainer)
             check_own_optimizers(self)
             for name, member in self.members.items():
@@ -201,7 +204,7 @@ class MultiModelModule(MultiModelHooks, Host):
                 check_member(member.module, data, self.participation, member.faults, member.local_hooks)
                 check_over_selection(member.conditions, absolute=member.absolute)
                 member.conditions.check(data.num_clients, self._usual_size)
-            write_whole_files(self.trainer)
+        handle_whole_files(self.trainer)
         self.move_batches()
 
     def teardown(self, stage: str) -> None:
@@ -226,7 +229,7 @@ class MultiModelModule(MultiModelHooks, Host):
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self.full_configuration())
         for member in self.members.values():
-            member.begin_fit(self._resumed)
+            member.begin_fit(self._resumed is not None)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value, without a warning that it is not synchronised: it is the same in all processes."""

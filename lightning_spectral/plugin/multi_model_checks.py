@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,10 +63,13 @@ def plain_unavailable(
     """
     check_is("unavailable", unavailable, Mapping)
     client_id = Whole(at_least=0, hint="its keys are clients' ids")
-    plain = {client_id("unavailable", client): tuple(names) for client, names in unavailable.items()}
+    plain: dict[int, tuple[str, ...]] = {}
     for client, names in unavailable.items():
-        if isinstance(names, str):
-            raise TypeError(f"`unavailable` lists models of a client, got {names!r}; write {{{client}: [{names!r}]}}.")
+        client = client_id("unavailable", client)
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            remedy = f"; write {{{client}: [{names!r}]}}" if isinstance(names, str) else ""
+            raise TypeError(f"`unavailable` lists models of a client, got {names!r}{remedy}.")
+        plain[client] = names = tuple(names)
         if unknown := [name for name in names if name not in models]:
             raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")
     return plain

@@ -12,7 +12,8 @@ from lightning_spectral.plugin.host import Slot
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.saved_rounds import SavedRounds
-from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, forwarded_logging, is_overridden
+from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, is_overridden
+from lightning_spectral.plugin.user_logging import forwarded_logging
 
 
 def _on_each(hook: str) -> Callable[..., None]:
@@ -65,7 +66,11 @@ class MultiModelHooks(SavedRounds):
     on_test_batch_end = _on_one("on_test_batch_end", 3)
 
     on_fit_end = _on_each("on_fit_end")
-    on_train_start = _on_each("on_train_start")
+
+    def on_train_start(self) -> None:
+        """Call the users' hooks, and go on with a resumed run."""
+        _on_each("on_train_start")(self)
+        super().on_train_start()
 
     def on_train_end(self) -> None:
         """Call the users' hooks."""
@@ -114,15 +119,29 @@ class MultiModelHooks(SavedRounds):
         for member in self.members.values():
             with forwarded_logging(member.module, member):
                 member.module.on_validation_epoch_end()
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            self.log("fl/round", float(self.current_epoch), batch_size=1)
+        super().on_validation_epoch_end()
 
     def move_batches(self) -> None:
-        """Let each model's own batch hooks act on its evaluation batches, where it has any."""
+        """Let each model's own batch hooks act on its evaluation batches, those of its data module first.
+
+        Raises:
+            ValueError: If the data module of all models has such a hook.
+        """
+        whole = self.trainer.datamodule  # type: ignore[attr-defined]
         for hook in BATCH_HOOKS:
-            own = {name: member.module for name, member in self.members.items() if is_overridden(member.module, hook)}
+            if isinstance(whole, MultiModelDataModule) and is_overridden(whole, hook):
+                raise ValueError(
+                    f"`{type(whole).__name__}.{hook}` would not be told which model a batch is for; define it in the "
+                    "FederatedDataModule of each model that needs it."
+                )
+            own = {name: owner for name in self.members for owner in self._moving(name) if is_overridden(owner, hook)}
             if own:
                 setattr(self, hook, partial(self._move, hook, own))
+
+    def _moving(self, name: str) -> list[Any]:
+        """What may have batch hooks for a model; the last that has them moves its batches."""
+        data = self._data_or_none(name)
+        return [self.members[name].module, *([] if data is None else [data])]
 
     def _move(self, hook: str, own: Mapping[str, Any], batch: Any, *args: Any) -> Any:
         """Call one model's batch hook, or Lightning's own if it has none; clients move batches while they train."""

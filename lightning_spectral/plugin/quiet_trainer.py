@@ -1,4 +1,4 @@
-"""A Trainer within another Trainer's run that writes and prints nothing."""
+"""Trainers that write and print nothing, alone or within another Trainer's run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
-    """Make a Trainer with the device and precision of another, without loggers, checkpoints, bars or summaries.
+    """Make a silent Trainer with the device and precision of another.
 
     Args:
         like: The other Trainer.
-        **settings: Arguments of ``pl.Trainer`` that override the quiet ones.
+        **settings: As for `silent_trainer`.
     """
-    strategy = _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin)
-    quietly = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+    own = {
+        "strategy": _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin),
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,
         "detect_anomaly": torch.is_anomaly_enabled(),
         "default_root_dir": like.default_root_dir,
     }
+    return silent_trainer(**{**own, **settings})
+
+
+def silent_trainer(**settings: Any) -> Trainer:
+    """Make a Trainer without loggers, checkpoints, bars or summaries, and without remarks on the machine.
+
+    Args:
+        **settings: Arguments of ``pl.Trainer``, which override these.
+    """
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with silence(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the machine: the other Trainer has already shown them
-        return Trainer(strategy=strategy, **{**quietly, **settings})
+        warnings.simplefilter("ignore")
+        return Trainer(**{**silent, **settings})
 
 
 @contextmanager

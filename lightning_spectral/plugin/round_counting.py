@@ -33,6 +33,8 @@ class RoundsAsSteps(pl.Callback):
     - Metrics come once per round, which Lightning should not mistake for logging too rarely.
     - Without validation data there is neither validation nor a warning that it is missing.
     - A `LearningRateMonitor` logs once per round, not once per client.
+    - A `ModelCheckpoint` with a ``train_time_interval`` looks at the clock after each round. Lightning ignores the
+      interval under manual optimisation, which is what a federation is to it.
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,15 @@ class RoundsAsSteps(pl.Callback):
         self._own.append((to, {name: getattr(to, name) for name in settings}))
         _set(to, settings)
 
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Host, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the last client, let the checkpoints that are due by the clock be written."""
+        as_automatic: Any = _Automatic(pl_module)
+        for callback in trainer.checkpoint_callbacks if trainer.is_last_batch else ():
+            if getattr(callback, "_train_time_interval", None) is not None:
+                callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the Trainer's own settings."""
         self._restore()
@@ -72,6 +83,18 @@ class RoundsAsSteps(pl.Callback):
         for owner, settings in self._own:
             _set(owner, settings)
         self._own = []
+
+
+class _Automatic:
+    """A module for a callback to look at, as if its optimisation were automatic."""
+
+    automatic_optimization = True
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _set(owner: object, settings: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +12,7 @@ import torch
 
 from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation
 from lightning_spectral.plugin.callbacks.boundaries import Aggregation
+from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.cohorts import CohortHooks
@@ -18,9 +21,31 @@ from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.precision import full_precision, scaled_by
 from lightning_spectral.plugin.round_log import log_round
 from lightning_spectral.plugin.stages import stage_profile
+from lightning_spectral.plugin.unfinished_rounds import BeforeValidation, call_all, postponing_interrupts
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.turn import Turn
+
+
+@dataclass
+class RoundProgress:
+    """How far a fit has come.
+
+    Attributes:
+        stepped: The last round in which the server has stepped.
+        validated: The last round after which it was validated.
+        ended: The last round whose epoch has ended, for all but callbacks that save.
+        stop_requested: Whether to stop after the current round.
+        before_validation: State before the validation of the last finished round.
+        logged: Tells a round's metrics from those of earlier rounds.
+    """
+
+    stepped: int = -1
+    validated: int = -1
+    ended: int = -1
+    stop_requested: bool = False
+    before_validation: BeforeValidation | None = None
+    logged: NewlyLogged = field(default_factory=NewlyLogged)
 
 
 class RoundHooks(CohortHooks):
@@ -28,12 +53,13 @@ class RoundHooks(CohortHooks):
 
     _turn: Turn | None
     _default_dtype: torch.dtype
-    _finished_round: int
-    _stop_after_round: bool
+    _rounds: RoundProgress
 
     def start_round(self, round_idx: int) -> None:
         """Open the round of every model that some client trains, and call the round callbacks."""
         self._note_turns(round_idx)
+        self._rounds.before_validation = None
+        self._rounds.logged.mark(self.trainer)
         units = self.cohort(round_idx)
         for key, member in self.by_key.items():
             own = [unit for unit in units if unit.model == key]
@@ -90,19 +116,18 @@ class RoundHooks(CohortHooks):
         members = self._open_members()
         for member in members:  # all of them, before anything at the server changes
             member.engine.gather_round()
-        closed = {member.name: member.apply_round() for member in members}
-        self._step_servers(members)
-        for member in members:
-            member.settle()
-        self.zero_grad()  # of every parameter, including those of no optimizer
-        self._finished_round = self.current_epoch
-        summaries = self._complete(closed)
-        for member, summary in zip(self.members.values(), summaries, strict=True):
-            member.schedules.note(summary)
-            member.schedules.step(self.current_epoch)
-        # last, so that a checkpoint written by one of them, or after one failed, holds the whole round
-        log_round(self.trainer, summaries)
-        self._announce(summaries)
+        with postponing_interrupts():
+            closed = {member.name: member.apply_round() for member in members}
+            self._step_servers(members)
+            for member in members:
+                member.settle()
+            self.zero_grad()  # of every parameter, including those of no optimizer
+            self._rounds.stepped = self.current_epoch
+            summaries = self._complete(closed)
+            for member, summary in zip(self.members.values(), summaries, strict=True):
+                member.schedules.note(summary)
+            # all of them, so that a checkpoint written after one has failed holds the whole round
+            call_all(self._announcements(summaries))
 
     def _step_servers(self, members: Sequence[Member]) -> None:
         """Step the server optimizers of some models; Lightning counts only the first optimizer's step, for the round.
@@ -124,10 +149,14 @@ class RoundHooks(CohortHooks):
             summaries.append(self.note_round(index, member.with_learning_rate(summary)))
         return summaries
 
-    def _announce(self, summaries: Sequence[RoundSummary]) -> None:
+    def _announcements(self, summaries: Sequence[RoundSummary]) -> Iterator[Callable[[], None]]:
+        """What follows the server's step: schedules, loggers and callbacks, in this order."""
+        for member in self.members.values():
+            yield partial(member.schedules.step, self.current_epoch)
+        yield partial(log_round, self.trainer, summaries)
         for callback in self._round_callbacks():
             for member, summary in zip(self.members.values(), summaries, strict=True):
-                callback.on_round_end(self.trainer, member, summary)
+                yield partial(callback.on_round_end, self.trainer, member, summary)
 
     def _round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that complete the server and that end the round."""
@@ -145,20 +174,25 @@ class RoundHooks(CohortHooks):
             self.trainer.strategy.end_if_told()
             self.trainer.strategy.note_turns(batch.round_idx)
         if self.trainer.is_last_batch:
-            stop = self.trainer.should_stop or self._stop_after_round
+            stop = self.trainer.should_stop or self._rounds.stop_requested
             self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)
+            self._rounds.before_validation = BeforeValidation.of(self.trainer, self._rounds.logged)
         elif self.trainer.should_stop:
-            self.trainer.should_stop, self._stop_after_round = False, True
+            self.trainer.should_stop, self._rounds.stop_requested = False, True
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedules that wait for a metric, which is available now.
-
-        After resuming from a checkpoint that was written during validation, they skip its round: metrics are not in
-        checkpoints, and Lightning's own plateau schedulers skip that round too.
-        """
-        if self._finished_round == self.current_epoch:
+        """Step the schedules that wait for a metric, which is available now."""
+        if self._rounds.stepped == self.current_epoch:
             for member in self.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
+        self._rounds.ended = self.current_epoch
+
+    def on_validation_epoch_end(self) -> None:
+        """Call the user's hook, and log the round, so that loggers can plot evaluation against it."""
+        super().on_validation_epoch_end()
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.log("fl/round", float(self.current_epoch), batch_size=1)
+            self._rounds.validated = self.current_epoch
 
 
 def _place(callback: RoundCallback) -> int:

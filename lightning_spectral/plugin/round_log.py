@@ -21,12 +21,20 @@ def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
     Args:
         trainer: The Trainer of the run.
         summaries: The round of each model.
+
+    Raises:
+        ValueError: If clients logged a value under the name of one of the round's own metrics.
     """
     own: dict[str, float] = {}
     clients: dict[str, LoggedValue] = {}
     for summary in summaries:
         own.update(round_metrics(summary))
         clients.update(logged_by_clients(summary))
+    if taken := sorted(own.keys() & clients.keys()):
+        raise ValueError(
+            f"`training_step` logs {', '.join(taken)}, under which the federation logs a metric of its own; choose "
+            "another name."
+        )
     values = {**own, **{name: entry.value for name, entry in clients.items()}}
     hidden = {name for name, entry in clients.items() if name not in own and not entry.logger}
     trainer.progress_bar_metrics.update({name: entry.value for name, entry in clients.items() if entry.prog_bar})

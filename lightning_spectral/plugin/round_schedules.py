@@ -34,6 +34,15 @@ class RoundSchedules:
         self._outdated = self._logged - logged
         self._rests = not summary.averaged
 
+    def state_dict(self) -> dict[str, Any]:
+        """Which training metrics there are, for the checkpoint; Lightning saves the schedulers themselves."""
+        return {"logged": sorted(self._logged), "outdated": sorted(self._outdated), "rests": self._rests}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what is known about training metrics."""
+        self._logged, self._outdated = set(state_dict["logged"]), set(state_dict["outdated"])
+        self._rests = state_dict["rests"]
+
     def step(self, round_idx: int) -> None:
         """Step at the end of a round, whether or not any client trained this model."""
         for scheduler in self.schedulers:

@@ -118,6 +118,7 @@ def estimate(trainer: pl.Trainer, model: Federation, data: FederationData) -> Ru
         >>> found.total_seconds == 100 * found.seconds_per_round
         True
     """
+    check_is("trainer", trainer, pl.Trainer)
     if isinstance(model, MultiModelModule):
         check_is("data", data, MultiModelDataModule)
     else:

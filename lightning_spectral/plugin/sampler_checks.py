@@ -11,6 +11,8 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Sampler
 from lightning_spectral.simulation import Conditions
 
+UPLOADING = ("add", "client_side", "side")  # what decides the meaning of an upload
+
 
 def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) -> None:
     """Check that the figures a sampler is based on are available.
@@ -20,11 +22,17 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
         algorithms: The algorithms of the models, by name.
 
     Raises:
-        ValueError: If it uses norms of updates, and an algorithm's uploads are not updates of tensors; or if it uses
-            what is new in updates, and an algorithm has no expectation of them.
+        ValueError: If it uses norms of updates, and an algorithm's uploads are not updates of tensors, or not known to
+            be; or if it uses what is new in updates, and an algorithm has no expectation of them.
     """
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
+        if "update" in sampler.figure and _norms_are_unknown(type(algorithm)):
+            raise ValueError(
+                f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} defines "
+                "what is uploaded or how it is added, but not whether these are new values of the tensors sent: set "
+                "`updates_have_norms` in the class, to False if it uploads changes or anything else."
+            )
         if "update" in sampler.figure and not algorithm.updates_have_norms:
             raise ValueError(
                 f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} uploads "
@@ -37,6 +45,17 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
                 f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
                 "UpdateVarianceReduced."
             )
+
+
+def _norms_are_unknown(kind: type[Algorithm[Any]]) -> bool:
+    """Whether a class inherits `updates_have_norms` from a class with other uploads, of which alone it is known."""
+    owners = {name: _place(kind, name) for name in ("updates_have_norms", *UPLOADING)}
+    return owners["updates_have_norms"] > min(owners[name] for name in UPLOADING)
+
+
+def _place(kind: type, name: str) -> int:
+    """The position of the class that defines an attribute, among a class and its bases."""
+    return next((place for place, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
 
 
 def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:

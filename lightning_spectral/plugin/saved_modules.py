@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.mixins import hparams_mixin
 
-from lightning_spectral.plugin.checkpoint_archive import naming_damage
+from lightning_spectral.plugin.checkpoint_archive import check_loadable
 
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -63,15 +63,16 @@ def load_user_module(
         path: The checkpoint.
         kind: Class of your module.
         name: Name of the model; needed if there are several.
-        map_location: Where to put tensors, as for `torch.load`.
+        map_location: Where to put tensors, as for `torch.load`; by default where they were when they were saved, or on
+            the CPU if this machine has no such device.
         weights_only: Whether to refuse to unpickle anything but tensors and plain values. Hyper-parameters of your
             module that are other objects need ``False``, which can execute code: use it only for files that you trust.
         **arguments: Arguments of your module that it has not saved with ``save_hyperparameters``, or that should
             differ; ``strict``, as for ``load_from_checkpoint``.
 
     Raises:
-        ValueError: If the file is empty, incomplete or not of a federation, or ``name`` is not among its models.
-        TypeError: If an argument is missing.
+        ValueError: If the file is empty, damaged or not of a federation, or ``name`` is not among its models.
+        TypeError: If an argument is missing, or ``kind`` is not a class of LightningModules.
 
     Example:
         >>> import tempfile
@@ -89,12 +90,31 @@ def load_user_module(
         >>> lit.lr, torch.equal(lit.model.head.weight, model.module.model.head.weight)
         (0.2, True)
     """
-    with naming_damage(path):
-        checkpoint = torch.load(path, map_location, weights_only=weights_only)
+    _check_kind(path, kind)
+    check_loadable(path)
+    map_location = map_location or _if_available
+    checkpoint = torch.load(path, map_location, weights_only=weights_only)
     buffer = io.BytesIO()
     torch.save(_without_federation(checkpoint, name), buffer)
     buffer.seek(0)
     return kind.load_from_checkpoint(buffer, map_location, weights_only=weights_only, **arguments)
+
+
+def _check_kind(path: Any, kind: Any) -> None:
+    if isinstance(path, type):
+        raise TypeError(
+            f"The checkpoint comes first, then the class, got the class {path.__name__} first; write "
+            f"load_user_module({kind!r}, {path.__name__})."
+        )
+    if not (isinstance(kind, type) and issubclass(kind, pl.LightningModule)):
+        what = f"a {type(kind).__name__}" if isinstance(kind, pl.LightningModule) else repr(kind)
+        raise TypeError(f"`kind` must be the class of your LightningModule, such as LitModel, got {what}.")
+
+
+def _if_available(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """The CPU for a tensor of a device that this machine lacks, otherwise torch's own choice."""
+    backend = getattr(torch, torch.device(location).type, None)
+    return None if backend is None or backend.is_available() else storage
 
 
 def _without_federation(checkpoint: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning.fabric.utilities.data import AttributeDict
 
-from lightning_spectral.plugin.checkpoint_archive import naming_damage
+from lightning_spectral.plugin.callbacks import RoundHistory
+from lightning_spectral.plugin.checkpoint_archive import check_loadable
 from lightning_spectral.plugin.checkpoints import (
     TRAINER_SETTINGS,
     check_checkpoint,
@@ -16,17 +17,21 @@ from lightning_spectral.plugin.checkpoints import (
     settle_progress,
 )
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.fixed_arguments import FixedArguments
+from lightning_spectral.plugin.precision import convert_now
 from lightning_spectral.plugin.round_hooks import RoundHooks
 from lightning_spectral.plugin.run_config import data_config
 from lightning_spectral.plugin.saved_modules import given_arguments, write_arguments
+from lightning_spectral.plugin.unfinished_rounds import BeforeValidation, begin_anew, finish_epoch
 
 Checkpoint = dict[str, Any]
+RESTORED_LATER = ("federation_metrics", "federation_schedules", "federation_validated")
 
 
-class SavedRounds(RoundHooks):
+class SavedRounds(FixedArguments, RoundHooks):
     """The checkpoints of a federation: whole rounds, of all of its models."""
 
-    _resumed: bool
+    _resumed: Checkpoint | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +51,12 @@ class SavedRounds(RoundHooks):
 
         Raises:
             TypeError: If an argument is missing.
-            ValueError: If the file is empty or incomplete.
+            ValueError: If the file is empty, incomplete or damaged.
             RuntimeError: If the weights do not fit, or belong to another algorithm.
         """
+        check_loadable(checkpoint_path)
         try:
-            with naming_damage(checkpoint_path):
-                return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         except RuntimeError as error:
             if ' key(s) in state_dict: "state.' not in str(error):
                 raise
@@ -129,13 +134,35 @@ class SavedRounds(RoundHooks):
             checkpoint["federation_frozen"] = frozen
         if unreached := {name: m.unreached for name, m in self.members.items() if m.unreached is not None}:
             checkpoint["federation_unreached"] = unreached
+        if decisions := {name: dict(m.decisions) for name, m in self.members.items() if m.decisions}:
+            checkpoint["federation_decisions"] = decisions
         if self._sampled is not None and (known := self._sampled.state_dict()):
             checkpoint["federation_sampler"] = known
-        if engines:
-            settle_progress(checkpoint, round_is_open=any(engine.round_is_open for engine in engines))
+        checkpoint["federation_schedules"] = {name: m.schedules.state_dict() for name, m in self.members.items()}
+        checkpoint["federation_metrics"] = self._rounds.logged.split(self.trainer)
+        self._settle(checkpoint, round_is_open=any(engine.round_is_open for engine in engines))
+
+    def _settle(self, checkpoint: Checkpoint, *, round_is_open: bool) -> None:
+        """Make the checkpoint hold whole rounds; it says if the last one still has to be validated.
+
+        After an error in validation, some callbacks may have counted it and others not: none has, in the checkpoint.
+        """
+        rounds, is_current = self._rounds, self._rounds.stepped == self.current_epoch
+        failed = self.trainer.interrupted
+        is_unfinished = not round_is_open and is_current and (failed or rounds.ended != self.current_epoch)
+        settle_progress(
+            checkpoint, round_is_over=not (round_is_open or is_unfinished), server_has_stepped=is_unfinished
+        )
+        if is_unfinished:
+            checkpoint["federation_validated"] = not failed and rounds.validated == self.current_epoch
+            if failed and rounds.before_validation is not None:
+                rounds.before_validation.write(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Check that the configuration is unchanged, restore clients' state, and call the user's hook.
+
+        Lightning restores weights before it converts the module to the Trainer's precision, which would round those of
+        ``"64-true"``.
 
         Raises:
             ValueError: If a fit is resumed from a checkpoint of another configuration.
@@ -143,16 +170,43 @@ class SavedRounds(RoundHooks):
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_checkpoint(checkpoint, self.full_configuration())
             fit_slots(checkpoint, self.num_slots)
-            self._resumed = True
+            self._resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
             clients = checkpoint.get("federation_clients", {})
             frozen, unreached = checkpoint.get("federation_frozen", {}), checkpoint.get("federation_unreached", {})
+            decisions = checkpoint.get("federation_decisions", {})
             for name, member in self.members.items():
-                member.restore(clients, frozen.get(name, {}), unreached.get(name))
+                member.restore(clients, frozen.get(name, {}), unreached.get(name), decisions.get(name, {}))
             if self._sampled is not None:
                 self._sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
         for name, member in self.members.items():
             with own_checkpoint(checkpoint, name) as own:
                 member.module.on_load_checkpoint(own)
+        if self._trainer is not None:
+            convert_now(self, self.trainer.precision_plugin)
+
+    def on_train_start(self) -> None:
+        """Call the user's hook, and go on with a resumed run."""
+        super().on_train_start()
+        if self._resumed is not None:
+            self._go_on(self._resumed)
+
+    def _go_on(self, saved: Checkpoint) -> None:
+        """Restore what Lightning does not save, and finish a round that still has to be validated."""
+        for name, state in saved.get("federation_schedules", {}).items():
+            self.members[name].schedules.load_state_dict(state)
+        before, in_the_round = saved.get("federation_metrics", ({}, {}))
+        metrics = self.trainer.callback_metrics
+        metrics.update(before)
+        self._rounds.logged.mark(self.trainer)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RoundHistory):
+                callback.on_train_epoch_start(self.trainer, self)
+        metrics.update(in_the_round)
+        begin_anew(self.trainer)
+        if "federation_validated" in saved:
+            self._rounds.stepped = self.current_epoch
+            self._rounds.before_validation = BeforeValidation.of(self.trainer, self._rounds.logged)
+            finish_epoch(self.trainer, is_validated=saved["federation_validated"])
 
 
 @contextmanager

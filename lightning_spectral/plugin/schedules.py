@@ -80,6 +80,8 @@ def read_optimizers(
         >>> schedules
         []
     """
+    if configured is None:
+        raise ValueError(f"{owner}.configure_optimizers returned None; return the optimizer that clients use.")
     optimizers, schedulers = _parts(configured)
     right_number = len(optimizers) >= 1 if several else len(optimizers) == 1
     if not right_number or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
@@ -115,7 +117,7 @@ def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
             raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {list(configured)}.")
         return [configured["optimizer"]], [(configured.get("lr_scheduler"), configured.get("monitor"))]
     if not isinstance(configured, Sequence):
-        return [] if configured is None else [configured], []
+        return [configured], []
     if configured and all(isinstance(one, Mapping) for one in configured):
         parts = [_parts(one) for one in configured]
         return [o for optimizers, _ in parts for o in optimizers], [s for _, schedulers in parts for s in schedulers]

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_spectral.client.user_step import call_with_accepted
 from lightning_spectral.plugin.client_parallel import log_options
-from lightning_spectral.plugin.user_hooks import forwarded_logging
+from lightning_spectral.plugin.user_logging import forwarded_logging
 
 
 def _on_server(hook: str) -> Callable[..., Any]:
@@ -33,6 +33,7 @@ class ServerHooks(pl.LightningModule):
     on_validation_start = _on_server("on_validation_start")
     on_validation_end = _on_server("on_validation_end")
     on_validation_epoch_start = _on_server("on_validation_epoch_start")
+    on_validation_epoch_end = _on_server("on_validation_epoch_end")
     on_validation_batch_start = _on_server("on_validation_batch_start")
     on_validation_batch_end = _on_server("on_validation_batch_end")
 
@@ -73,10 +74,3 @@ class ServerHooks(pl.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
         super().log(name, value, *args, **{**options, **log_options(self)})
-
-    def on_validation_epoch_end(self) -> None:
-        """Call the user's hook, and log the round, so that loggers can plot evaluation against it."""
-        with forwarded_logging(self.module, self):
-            self.module.on_validation_epoch_end()
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            self.log("fl/round", float(self.current_epoch), batch_size=1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +21,9 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
         "configure_gradient_clipping": "give `local_hooks=[GradientClip(...)]`, or clip in `on_before_optimizer_step`",
         "configure_model": "sub-models are made from the finished module; build its layers in `__init__`",
         "configure_sharded_model": "sub-models are made from the finished module; build its layers in `__init__`",
+        "training_epoch_end": "it is gone from Lightning 2; use `on_train_epoch_end`, and keep outputs yourself",
+        "validation_epoch_end": "it is gone from Lightning 2; use `on_validation_epoch_end`, and keep outputs yourself",
+        "test_epoch_end": "it is gone from Lightning 2; use `on_test_epoch_end`, and keep outputs yourself",
         "train_dataloader": "clients' data comes from FederatedDataModule(train, partitioner)",
         "val_dataloader": "pass the data to FederatedDataModule(val=...)",
         "test_dataloader": "pass the data to FederatedDataModule(test=...)",
@@ -46,8 +48,9 @@ RUN_HOOKS = (
     *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
 )
 
-# Hooks that move batches. Lightning asks the module that it trains, and warns if that overrides a hook while there is
-# a data module, so the wrapper has such a hook exactly when the user's module does.
+# Hooks that move batches. Lightning asks the data module if that overrides a hook, else the module that it trains. It
+# warns if the latter does while there is a data module, so the wrapper has such a hook exactly when the user's module
+# does.
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -79,29 +82,30 @@ def check_user_module(module: pl.LightningModule, client_engine: str = "loop") -
         raise ValueError(f"{name} cannot be trained federatedly as it is:\n  - " + "\n  - ".join(problems))
 
 
+def check_configures(module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if the user's module has no ``configure_optimizers``."""
+    if not defines(module, "configure_optimizers"):
+        raise ValueError(
+            f"`{type(module).__name__}.configure_optimizers` is missing; define it and return the optimizer that "
+            "clients are to use, e.g. torch.optim.SGD(self.parameters(), lr=0.1)."
+        )
+
+
 def _remedy(hook: str) -> str:
     return f"{REFUSED_HOOKS[hook]}, {OR_A_TRAINER}" if hook in TRAINER_HOOKS else REFUSED_HOOKS[hook]
 
 
-def is_overridden(module: pl.LightningModule, hook: str) -> bool:
-    """Whether the module's class defines a hook itself; hooks unknown to this version of Lightning do not count."""
+def is_overridden(module: pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
+    """Whether the class of a module, or of a data module for one of `BATCH_HOOKS`, defines a hook itself.
+
+    Hooks that are unknown to this version of Lightning do not count.
+    """
     return getattr(type(module), hook, None) is not getattr(pl.LightningModule, hook, None)
 
 
 def defines(module: Any, hook: str) -> bool:
     """Whether a module has a hook of its own, by its class or by an attribute of the instance."""
     return hook in vars(module) or is_overridden(module, hook)
-
-
-@contextmanager
-def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
-    """Forward ``module.log`` and ``module.log_dict`` within the block to the module that Lightning trains."""
-    target: Any = module
-    target.log, target.log_dict = to.log, to.log_dict
-    try:
-        yield
-    finally:
-        del target.log, target.log_dict
 
 
 def as_in_a_step(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
@@ -111,9 +115,26 @@ def as_in_a_step(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) ->
     return module.on_after_batch_transfer(batch, 0)
 
 
-def for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply a user's batch hook to evaluation batches only: a client's batches are moved while it trains."""
+def adopt_batch_hooks(client: pl.LightningModule, data: pl.LightningDataModule) -> None:
+    """Give a copy of the user's module the batch hooks of a data module, which come first in Lightning too."""
+    for hook in BATCH_HOOKS:
+        if is_overridden(data, hook):
+            setattr(client, hook, getattr(data, hook))
 
+
+def spare_slots(module: pl.LightningModule | pl.LightningDataModule, of: Any) -> None:
+    """Let batch hooks act on evaluation batches only: Lightning moves slots too, and clients' batches move elsewhere.
+
+    Args:
+        module: The module or data module whose hooks Lightning calls.
+        of: Where the hooks come from; those that it does not override are left alone.
+    """
+    for hook in BATCH_HOOKS:
+        if is_overridden(of, hook):
+            setattr(module, hook, _for_evaluation(getattr(type(of), hook).__get__(of)))
+
+
+def _for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
     def hook(batch: Any, *args: Any) -> Any:
         return batch if isinstance(batch, Slot) else batch_hook(batch, *args)
 

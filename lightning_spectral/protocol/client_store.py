@@ -16,7 +16,8 @@ Key = tuple[int, str]
 class ClientStore:
     """Named tensors for each client and model: control variates, stale updates, last losses.
 
-    It is empty until an algorithm writes to it. What is written during a round can be read immediately, but is
+    It is empty until an algorithm writes to it. Everything is kept on the CPU, since a thousand clients would fill a
+    GPU, and is read on the device that `to` names. What is written during a round can be read immediately, but is
     committed only when the round ends: a checkpoint within the round does not contain it, and a failed round discards
     it. Each of several processes writes for the clients that it trained; `written` and `merge` give all of them the
     same content at the end of a round.
@@ -35,13 +36,14 @@ class ClientStore:
     def __init__(self) -> None:
         self._entries: dict[Key, dict[str, Tensor]] = {}
         self._written: dict[Key, dict[str, Tensor]] = {}
+        self._device = torch.device("cpu")
 
     def __getitem__(self, unit: WorkUnit) -> Tensors:
-        return self._written[unit.key] if unit.key in self._written else self._entries[unit.key]
+        return {name: tensor.to(self._device) for name, tensor in self.kept(unit).items()}
 
     def __setitem__(self, unit: WorkUnit, tensors: Tensors) -> None:
         """Store copies of some tensors, in place of the previous ones."""
-        self._written[unit.key] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._written[unit.key] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def __contains__(self, unit: WorkUnit) -> bool:
         return unit.key in self._written or unit.key in self._entries
@@ -52,6 +54,10 @@ class ClientStore:
     def __iter__(self) -> Iterator[Key]:
         return iter(sorted(self._entries | self._written))
 
+    def kept(self, unit: WorkUnit) -> Tensors:
+        """A unit's tensors where they are kept, on the CPU."""
+        return self._written[unit.key] if unit.key in self._written else self._entries[unit.key]
+
     @property
     def num_bytes(self) -> int:
         """Memory of all tensors, in bytes."""
@@ -59,13 +65,12 @@ class ClientStore:
         return sum(tensor.numel() * tensor.element_size() for entry in entries for tensor in entry.values())
 
     def written(self) -> dict[Key, dict[str, Tensor]]:
-        """The entries written in this round so far, on the CPU, for other processes."""
-        return {key: {name: tensor.cpu() for name, tensor in entry.items()} for key, entry in self._written.items()}
+        """The entries written in this round so far, for other processes."""
+        return {key: dict(entry) for key, entry in self._written.items()}
 
-    def merge(self, written: Mapping[Key, Tensors], device: torch.device | str = "cpu") -> None:
+    def merge(self, written: Mapping[Key, Tensors]) -> None:
         """Add the entries that another process wrote in this round."""
-        for key, tensors in written.items():
-            self._written[key] = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._written.update({key: dict(tensors) for key, tensors in written.items()})
 
     def commit(self) -> None:
         """Keep the entries written in a round that has ended."""
@@ -77,9 +82,8 @@ class ClientStore:
         self._written = {}
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        for entry in self._entries.values():
-            entry.update({name: tensor.to(device) for name, tensor in entry.items()})
+        """Read everything on a device from now on."""
+        self._device = torch.device(device)
 
     def state_dict(self) -> dict[Key, dict[str, Tensor]]:
         """The entries of all finished rounds, for the checkpoint."""
@@ -87,5 +91,5 @@ class ClientStore:
 
     def load_state_dict(self, state_dict: Mapping[Key, Tensors]) -> None:
         """Restore all entries from a checkpoint."""
-        self._entries = {key: dict(tensors) for key, tensors in state_dict.items()}
+        self._entries = {key: {name: t.cpu() for name, t in tensors.items()} for key, tensors in state_dict.items()}
         self._written = {}

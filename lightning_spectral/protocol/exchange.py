@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_spectral.arguments import matches_any
+from lightning_spectral.arguments import check_matches, matches_any
+from lightning_spectral.protocol.averaged_parameters import averaged_parameters
 from lightning_spectral.protocol.copying import deep_copy
 from lightning_spectral.protocol.gradient_hooks import carry_gradient_hooks
+from lightning_spectral.protocol.rebinding import rebind_functions
 
 Tensors = Mapping[str, Tensor]
 AVERAGED = "averaged"
@@ -37,27 +39,32 @@ def averaged_tensors(
 ) -> dict[str, Tensor]:
     """The part of `travelling_tensors` that clients send back and that is averaged.
 
-    These are the trainable parameters, and floating-point buffers such as BatchNorm's running statistics. Integer
-    buffers (``num_batches_tracked``), buffers with infinite entries (attention masks) and non-persistent buffers, which
-    no checkpoint would hold, keep the server's value, as do those that match a pattern of ``keep_buffers``.
+    These are the trainable parameters, other `averaged_parameters`, and floating-point buffers such as BatchNorm's
+    running statistics. Integer buffers (``num_batches_tracked``), buffers with infinite entries (attention masks) and
+    non-persistent buffers, which no checkpoint would hold, keep the server's value, as do those that match a pattern of
+    ``keep_buffers``.
     """
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trainable |= averaged_parameters(module)
     moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy in RETURNED}
     return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
 
 
 def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
-    """Deep-copy a module with its gradient hooks, but without the Trainer that it may be attached to.
+    """Deep-copy a module with its hooks, but without the Trainer that it may be attached to.
+
+    Functions that the module keeps, such as hooks, refer to the copy where they referred to the original.
 
     Args:
         module: Any module; it is only read.
         shared: Tensors that are shared instead of copied, because the copy is about to replace them.
 
     Raises:
-        ValueError: If a part cannot be copied, or a shared tensor has a gradient hook.
+        ValueError: If a part cannot be copied, or a shared tensor has a gradient hook or is used in a function.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     copied = deep_copy(module, memo)
+    rebind_functions(memo)
     carry_gradient_hooks(module, memo)
     return copied
 
@@ -78,27 +85,30 @@ def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tenso
 
 @torch.no_grad()
 def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) -> None:
-    """Turn averaged changes into pseudo-gradients of parameters, and add those of buffers directly.
+    """Turn averaged changes into pseudo-gradients of trained parameters, and add all others directly.
 
     Args:
-        server: The server's module; each named parameter gets ``grad = -change``, so that plain SGD with learning
+        server: The server's module; each trained parameter gets ``grad = -change``, so that plain SGD with learning
             rate 1 lands on the clients' weighted mean.
         changes: Names of parameters and buffers with their mean changes, read one at a time.
     """
-    parameters = dict(server.named_parameters())
-    buffers, unit = dict(server.named_buffers()), set(_unit_vectors(server))
+    parameters = {name: p for name, p in server.named_parameters() if p.requires_grad}
+    others, unit = _state(server), set(_unit_vectors(server))
     for name, change in changes:
         if name in parameters:
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
         else:
-            buffers[name].add_(change.to(buffers[name].dtype))
+            others[name].add_(change.to(others[name].dtype))
         if name in unit:
-            buffers[name].copy_(F.normalize(buffers[name], dim=0))
+            others[name].copy_(F.normalize(others[name], dim=0))
         del change  # free it before the next one is computed
 
 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield each buffer's name, its shape and what a federated run does with it.
+
+    Raises:
+        ValueError: If one is sparse.
 
     Example:
         >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]
@@ -106,6 +116,11 @@ def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iter
     """
     persistent, unit = module.state_dict(keep_vars=True).keys(), set(_unit_vectors(module))
     for name, buffer in module.named_buffers():
+        if buffer.layout != torch.strided:
+            raise ValueError(
+                f"Sparse buffers cannot be sent to clients: `{name}` is {buffer.layout}; register `{name}` as "
+                f"`.to_dense()` and call `.to_sparse()` where it is used, or keep it in an attribute that is no buffer."
+            )
         kept = matches_any(name, keep_buffers)
         policy = "the server's: as asked" if kept else _policy(buffer, name in persistent)
         yield name, tuple(buffer.shape), NORMALISED if policy == AVERAGED and name in unit else policy
@@ -114,10 +129,14 @@ def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iter
 def kept_buffers(module: nn.Module, keep_buffers: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the buffers that keep the server's value.
 
+    Raises:
+        ValueError: If a pattern of ``keep_buffers`` matches no buffer.
+
     Example:
         >>> kept_buffers(nn.BatchNorm1d(2), ["running_mean"])
         ('running_mean', 'num_batches_tracked')
     """
+    check_matches("keep_buffers", keep_buffers, (name for name, _ in module.named_buffers()), "buffer")
     return tuple(name for name, _, policy in buffer_policies(module, keep_buffers) if policy not in RETURNED)
 
 

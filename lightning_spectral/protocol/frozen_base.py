@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.protocol.averaged_parameters import averaged_parameters
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Key = tuple[int, str]
@@ -113,13 +114,15 @@ class FrozenBase:
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a module that do not require a gradient, by name.
+    """The parameters of a module that do not require a gradient and are not averaged, by name.
 
     Example:
         >>> sorted(frozen_parameters(nn.Linear(2, 2).requires_grad_(False)))
         ['bias', 'weight']
     """
-    return {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    averaged = averaged_parameters(module)
+    named = module.named_parameters()
+    return {name: p.detach() for name, p in named if not p.requires_grad and name not in averaged}
 
 
 def digest(tensor: Tensor) -> str:

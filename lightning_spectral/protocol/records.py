@@ -129,6 +129,7 @@ class Upload:
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         untrained_rows: Rows of tensors, by name, that the client's loss does not reach: indices along the first
             dimension.
+        discarded: Names of parameters that the user's code changed and no optimizer steps, so that the change is lost.
     """
 
     unit: WorkUnit
@@ -141,6 +142,7 @@ class Upload:
     seconds: Mapping[str, float] = field(default_factory=dict)
     unreached: tuple[str, ...] | None = None
     untrained_rows: Tensors = field(default_factory=dict)
+    discarded: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -177,6 +179,7 @@ class ClientOutcome:
         frozen_bytes: Bytes of the frozen tensors among those sent to it, which it did not have yet.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
+        discarded: Names of parameters whose change on the device is lost; found only in the first rounds.
     """
 
     round_idx: int
@@ -194,6 +197,7 @@ class ClientOutcome:
     frozen_bytes: int = 0
     unreached: tuple[str, ...] | None = None
     seconds: float = field(default=math.nan, compare=False)
+    discarded: tuple[str, ...] = ()
 
     @property
     def client_id(self) -> int:

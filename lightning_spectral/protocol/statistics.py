@@ -114,9 +114,9 @@ class MeanChange:
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor's name and mean change, float64, one after another; zero if no client contributed."""
-        mean, sum_ = float(max(self.weights.sum, 1)), self.weights.one
+        mean = float(max(self.weights.sum, 1))
         for name, total in self._sums.items():
-            divisor = mean if name in self._divided else sum_
+            divisor = mean if name in self._divided else self.weights.one
             yield name, total.total().div_(total.factor(divisor)).view(self.before[name].shape)
 
 

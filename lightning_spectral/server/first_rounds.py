@@ -42,6 +42,7 @@ class FirstRounds:
     ) -> None:
         self._speaks = speaks
         self._averages_are_watched = speaks and not averages_may_rest
+        self._discards_are_watched = speaks
         self._first: tuple[int, float] | None = None
         self._update_is_watched = speaks
         self._loss_is_watched = speaks
@@ -80,6 +81,9 @@ class FirstRounds:
             self._averages_are_watched = False
             if summary.round_idx == 0 and (layers := untouched_averages(server)):
                 _warn(summary.round_idx, _no_averages(layers))
+        if self._discards_are_watched and (names := sorted({n for c in summary.clients for n in c.discarded})):
+            self._discards_are_watched = False
+            _warn(summary.round_idx, _lost_changes(names))
         if summary.round_idx < WATCHED_ROUNDS:
             self._unreached.note(summary.clients)
             self._last_watched = summary.round_idx
@@ -168,6 +172,16 @@ def _no_averages(layers: list[str]) -> str:
         f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
         "them. Let the callback BatchNormEstimation estimate them, or average those of the clients: take them out of "
         "`keep_buffers`, or with LoRA name their layers in `train`."
+    )
+
+
+def _lost_changes(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"clients change {shown} without an optimizer, as one does with a teacher, a target network or an average of "
+        "weights, and these changes are lost. To send them back and average them, call `requires_grad_(False)` on "
+        "that module, and name it in an attribute of your LightningModule: `averaged_parameters = ['teacher.*']`; or "
+        "update it at the server, in `RoundCallback.on_round_end`."
     )
 
 

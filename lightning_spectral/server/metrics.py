@@ -8,6 +8,11 @@ from dataclasses import replace
 
 from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary
 
+# What every round logs, whatever the algorithm; with several models, after the model's name.
+ALWAYS = frozenset(
+    f"fl/{name}" for name in ("round", "loss", "clients", "clients_left_out", "examples", "bytes_down", "bytes_up")
+)
+
 
 def round_metrics(summary: RoundSummary) -> dict[str, float]:
     """Collect the metrics to log for a finished round.

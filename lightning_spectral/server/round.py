@@ -151,7 +151,7 @@ class OpenRound:
         self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in gathered) for stage in STAGES}
         for rank, (*_, written) in enumerate(gathered):
             if rank != processes.rank:
-                store.merge(written, processes.device)
+                store.merge(written)
         outcomes = [outcome for _, outcomes, _, _ in gathered for outcome in outcomes]
         return self._in_order({outcome.unit.key: outcome for outcome in outcomes})
 

@@ -19,6 +19,7 @@ from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 
+MOST_PROCESSORS = 4096  # of a population for which joint probabilities are computed: their matrix takes 134 MB
 MARGIN = 4.0  # standard deviations of a Poisson variable by which a random cohort may be larger than its mean
 
 
@@ -109,7 +110,8 @@ class SampledCohorts:
         Unless the sampler normalizes, so that all steps have the same length:
 
         - ``step_size``: sum of the coefficients of the clients that reported, |H|_1, with expectation 1 if all do.
-        - ``step_size_variance``: E(|H|_1 - 1)^2, computed exactly, if the design knows its joint probabilities.
+        - ``step_size_variance``: E(|H|_1 - 1)^2, computed exactly, if the design knows its joint probabilities and
+          there are at most 4096 processors.
         - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: variance of the estimate of
           the mean loss or update, as far as figures are known.
         """
@@ -126,6 +128,8 @@ class SampledCohorts:
         if isinstance(self.sampler, FullParticipation) or not (design is None or isinstance(design, JointDesign)):
             return {}
         if design is not None:
+            if len(all_probs) > MOST_PROCESSORS:
+                return {}
             joint = self.sampler.joint_probs(all_probs, model)
         weights, probs = self.population.weights[:, model], all_probs[:, model]
         found = {"step_size_variance": step_size_variance(weights, probs, joint)}

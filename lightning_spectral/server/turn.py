@@ -131,6 +131,7 @@ class Turn:
             virtual_seconds=self.simulated.seconds,
             update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
             unreached=upload.unreached,
+            discarded=upload.discarded,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 

@@ -45,6 +45,17 @@ def _profile(argument: str, value: Any) -> DeviceProfile:
     return cast(DeviceProfile, value)
 
 
+def _macs(argument: str, value: Any) -> Mapping[float, float] | Callable[[float], float] | None:
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return cast("Callable[[float], float] | None", value)
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(
+            f"`{argument}` must be a function of the keep ratio, or a mapping such as {{0.5: 1e6}}, got {value!r}."
+        )
+    ratio, count = Number(above=0, hint="its keys are keep ratios"), Number(at_least=0)
+    return {ratio(argument, key): count(f"{argument}[{key!r}]", entry) for key, entry in value.items()}
+
+
 @dataclass(frozen=True)
 class SimulatedTask:
     """What a client is asked to do in a round, as far as it affects the duration.
@@ -115,6 +126,7 @@ class VirtualClock:
             profiles=partial(check_per_client, rule=_profile),
             deadline=Number(above=0, finite=False, hint="it is in seconds"),
             keep_first=Whole(at_least=1, optional=True),
+            macs=_macs,
         )
 
     def check(self, num_clients: int, clients_per_round: int) -> None:

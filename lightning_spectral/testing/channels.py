@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.sharding.channels import ChannelChoice
 
 CASES = ((1, 1), (2, 1), (7, 3), (8, 8), (64, 16), (64, 63))  # channels of a group, and how many of them are kept
@@ -20,12 +21,14 @@ def check_channel_choice(channels: ChannelChoice) -> None:
         channels: The choice.
 
     Raises:
+        TypeError: If it is something else, such as a class.
         AssertionError: With the rule, the case and the values, at the first broken rule.
 
     Example:
         >>> from lightning_spectral import RandomChannels
         >>> check_channel_choice(RandomChannels())
     """
+    check_is("channels", channels, ChannelChoice)
     for num_channels, num_kept in CASES:
         for round_idx in ROUNDS:
             where = f"{channels!r} on {num_kept} of {num_channels} channels in round {round_idx}"

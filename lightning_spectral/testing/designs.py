@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs.base import Design
+from lightning_spectral.errors import check_is
 
 
 def _cases() -> dict[str, Tensor]:
@@ -37,12 +38,14 @@ def check_design(design: Design, *, num_samples: int = 4000) -> None:
         num_samples: Number of draws in each case; more draws reveal smaller deviations.
 
     Raises:
+        TypeError: If it is something else, such as a class.
         AssertionError: With the rule, the case and the values, at the first broken rule.
 
     Example:
         >>> from lightning_spectral.designs import ConditionalPoisson
         >>> check_design(ConditionalPoisson())
     """
+    check_is("design", design, Design)
     for name, probs in _cases().items():
         where = f"{design!r} on '{name}'"
         draws = design.sample(probs, num_samples, torch.Generator().manual_seed(1))

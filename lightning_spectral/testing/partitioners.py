@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.partition import Partition
 
@@ -30,12 +31,14 @@ def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tenso
             needed.
 
     Raises:
+        TypeError: If it is something else, such as a class.
         AssertionError: If a rule is broken; the message names it, and the seed if it depends on one.
 
     Example:
         >>> from lightning_spectral.partition import IIDPartitioner
         >>> check_partitioner(IIDPartitioner(num_clients=3), num_examples=20)
     """
+    check_is("partitioner", partitioner, Partitioner)
     generator = torch.Generator().manual_seed(_SEEDS[0])
     start, global_states = generator.get_state(), _global_states()
     labels_before = None if labels is None else labels.clone()

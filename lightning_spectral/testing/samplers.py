@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
 
 TOLERANCE = 1e-9  # sums of a few probabilities are far more accurate than this
@@ -34,12 +35,14 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
             standard errors.
 
     Raises:
+        TypeError: If it is something else, such as a class.
         AssertionError: With the rule, the population and the values, at the first broken rule.
 
     Example:
         >>> from lightning_spectral.participation import Uniform
         >>> check_sampler(Uniform(active=2), num_samples=500)
     """
+    check_is("sampler", sampler, Sampler)
     for name, population in _populations():
         where = f"{sampler!r} on '{name}'"
         figures = _figures(population)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.testing.designs import check_frequencies, check_rows
 
@@ -41,12 +42,14 @@ def check_strategy(strategy: ShardingStrategy, *, num_samples: int = 4000) -> No
             than five standard deviations.
 
     Raises:
+        TypeError: If it is something else, such as a class.
         AssertionError: With the rule, the spectrum and the values, at the first broken rule.
 
     Example:
         >>> from lightning_spectral.sharding import Unbiased
         >>> check_strategy(Unbiased())
     """
+    check_is("strategy", strategy, ShardingStrategy)
     for name, values in _spectra().items():
         for num_terms in sorted({1, max(1, len(values) // 5), max(1, len(values) - 1), len(values)}):
             for cohort_size in (1, 4.5, 100):

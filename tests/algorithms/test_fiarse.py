@@ -124,3 +124,12 @@ def test_bytes_are_the_values_and_a_bit_for_each_weight(
 def test_a_module_without_weights_to_choose_from_is_refused(fit: Fit, data: Any) -> None:
     with pytest.raises(ValueError, match=r"FIARSE finds no weight to cut in LitMLP: .* Leave patterns out"):
         fit(seeded(LitMLP), data, algorithm=ls.FIARSE(exclude=["*"]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_the_parts_of_a_weight_norm_stay_whole(norm: Any, lit: Any, data: Any, fit: Any) -> None:
+    lit.net[2] = norm(lit.net[2])
+    algorithm = ls.FIARSE(keep_ratio=0.3)
+    assert algorithm.masked_weights(lit) == ("net.0.weight", "net.5.weight")
+    assert fit(lit, data, algorithm=algorithm).weights.isfinite().all()

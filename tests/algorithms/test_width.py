@@ -175,7 +175,7 @@ def test_a_plan_can_be_given_to_a_module_without_an_example(data: Any, fit: Fit)
     ("options", "module", "message"),
     [
         ({}, LitMLP, r"channels of LitMLP belong together, .* set its `example_input_array`"),
-        ({"exclude": ["head"]}, LitSmall, r"`exclude`: 'head' matches no layer of LitSmall; give .* 'net.0'"),
+        ({"exclude": ["head"]}, LitSmall, r"`exclude` pattern 'head' matches no layer; there are: net.0, "),
         ({"plan": ls.width_plan(LitSmall())}, LitMLP, r"`plan` is the plan of another module: there net.1.weight is"),
     ],
     ids=["no example", "exclude", "plan"],

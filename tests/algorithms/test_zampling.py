@@ -374,6 +374,25 @@ class TestWhatIsRefused:
         with pytest.raises(ValueError, match="no trainable weight of an affine layer to compress; unfreeze some"):
             ls.FederatedModule(module, algorithm=SMALL, clients_per_round=1)
 
+    def test_an_optimizer_that_trains_none_of_the_compressed_weights(self, data: Any, fit: Fit) -> None:
+        class HeadOnly(LitNet):
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+        before = (module := HeadOnly()).net[0].weight.detach().clone()
+        with pytest.raises(ValueError, match=r"^Zampling replaces net\.0\.weight, .* with random numbers, and your"):
+            fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["net.2.*"]))
+        assert torch.equal(module.net[0].weight, before)
+
+    def test_weights_unfrozen_since_the_module_was_wrapped(self, data: Any, fit: Fit, quiet: Any) -> None:
+        module = LitNet()
+        module.net[0].requires_grad_(False)
+        model = fit(module, data, algorithm=SMALL).model
+        module.net[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"net\.0\.weight changed since: .*wrap the module anew"):
+            fit(model, data)
+        fit(module, data, algorithm=SMALL)
+
     def test_groups_of_different_learning_rates(self, data: Any, fit: Fit) -> None:
         class TwoRates(LitNet):
             def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from federation import Fit, check_resumes, same_state, seeded
 from masked_heads import OWN, LitHead, LitPresent, LitZeros, clients, masked, present
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
@@ -221,3 +222,30 @@ def test_a_hook_of_a_users_own_may_have_start_client_alone(fit: Fit) -> None:
     lit = seeded(LitHead)
     with warnings.catch_warnings():
         assert same_state(fit(lit, clients(), local_hooks=[Zero()]).state, seeded(LitHead).state_dict())
+
+
+class Letters(Dataset[Any]):
+    """Stores labels from 1 on, as EMNIST does its letters, and its examples have them from 0 on."""
+
+    def __init__(self, examples: TensorDataset) -> None:
+        self.x, labels = examples.tensors
+        self.targets = labels + 1
+
+    def target_transform(self, label: int) -> int:
+        return label - 1
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], self.target_transform(int(self.targets[index]))
+
+
+def test_the_classes_are_those_after_the_target_transform(fit: Fit) -> None:
+    plain = clients()
+    stored_otherwise = ls.FederatedDataModule(
+        Letters(plain.train), plain.partitioner, val=plain.val, batch_size=plain.batch_size
+    )
+    fits = [fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()]) for data in (plain, stored_otherwise)]
+    assert same_state(fits[0].state, fits[1].state)
+    assert torch.equal(stored_otherwise.labels, plain.labels + 1)  # the partition is that of what is stored

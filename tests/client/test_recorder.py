@@ -1,9 +1,13 @@
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import torchmetrics
 from torch import nn
 
-from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.module_metrics import isolate_metrics
+from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.protocol.records import LoggedValue
 
 
@@ -52,3 +56,15 @@ def test_metrics_of_clients_never_sync() -> None:
     module = nn.ModuleList([torchmetrics.MeanMetric()])
     isolate_metrics(module)
     assert not module[0].distributed_available_fn()
+
+
+@pytest.mark.parametrize("value", ["text", [1.0, 2.0], None])
+def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^`self\.log\('x', \.\.\.\)` takes a number, a tensor or a metric.*, got "):
+        Recorder().log("x", value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    recorder = Recorder()
+    recorder.log("x", np.float32(0.5))  # type: ignore[arg-type]
+    assert recorder.finish_client()["x"].value == 0.5

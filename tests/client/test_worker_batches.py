@@ -1,6 +1,7 @@
 import itertools
 import os
 import random
+import signal
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,22 @@ def test_every_client_round_and_epoch_draws_its_own() -> None:
         for batch, _ in ClientData(source, torch.arange(4), 2, seed, tuple(ids)).epoch(epoch)
     ]
     assert len(set(drawn)) == len(drawn) == 32
+
+
+class Deadly(Noisy):
+    """One example kills the worker that loads it, as the system does when memory runs out."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_died_is_replaced_for_the_next_client() -> None:
+    batches = WorkerBatches(Deadly(), num_workers=1)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(batches.load([(0, [1]), (1, [3])]))
+    (batch,) = batches.load([(7, [2])])
+    (alone,) = WorkerBatches(Deadly()).load([(7, [2])])
+    assert torch.equal(batch[:, 2:], alone[:, 2:])
+    batches.close()

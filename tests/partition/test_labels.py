@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from lightning_spectral.partition import class_indices, dataset_labels
+from lightning_spectral.partition import class_indices, dataset_labels, labels_in_examples
 
 
 class Stored(Dataset[Any]):
@@ -129,7 +129,6 @@ def test_given_labels_become_class_indices(labels: Any, expected: list[int]) -> 
     [
         ([0, 1], r"one class per example, shape \(3,\), got shape \(2,\)"),
         (torch.zeros(3, 1, dtype=torch.long), r"one class per example, shape \(3,\), got shape \(3, 1\)"),
-        (2, r"one class per example, shape \(3,\), got shape \(\)"),
         ([0.0, 1.0, 1.0], "`labels` must be one integer per example, got torch.float64"),
         (["a", None, "b"], "`labels` must be integers, got ndarray"),
         (["a", 1.5, None], "`labels` must be integers, got ndarray"),
@@ -152,3 +151,26 @@ def test_stream_is_refused_with_the_remedy() -> None:
 
     with pytest.raises(ValueError, match="Stream has no length"):
         dataset_labels(Stream())
+
+
+def shifted(**attributes: Any) -> Stored:
+    return Stored(3, targets=[1, 26, 1], target_transform=lambda letter: letter - 1, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (shifted(), [0, 25, 0]),
+        (Subset(shifted(), [1, 0]), [25, 0]),
+        (ConcatDataset([TENSORS, shifted(), Subset(shifted(), [1])]), [4, 0, 4, 0, 25, 0, 25]),
+        (Stored(3, targets=[1, 26, 1], target_transform=None), [1, 26, 1]),
+        (Stored(2, targets=[1, 2], target_transform=lambda letter: torch.tensor([0.0, 1.0])), [1, 2]),  # one-hot
+        (Stored(2, targets=[1, 2], target_transform=str), [1, 2]),
+        (Examples([("x", 1), ("y", 0)], target_transform=lambda label: label + 5), [1, 0]),  # read: already applied
+        (TENSORS, [4, 0, 4]),
+    ],
+)
+def test_stored_labels_are_transformed_as_those_in_examples_are(dataset: Dataset[Any], expected: list[int]) -> None:
+    labels = labels_in_examples(dataset, dataset_labels(dataset))
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == expected

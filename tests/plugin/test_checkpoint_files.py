@@ -13,6 +13,7 @@ import torch
 from federation import Fit, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning_versions import needs_2_5_3
 
 import lightning_spectral as ls
 
@@ -143,6 +144,19 @@ class TestFinding:
         with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot .* the checksum of .*/data/0 does not match"):
             assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
 
+    @pytest.mark.parametrize("num_rounds", [None, 2.5, "3", [4]])
+    def test_a_file_without_a_number_of_rounds_does_not_hide_the_others(self, num_rounds: Any, saved: Path) -> None:
+        write(saved / "odd.ckpt", 3, global_step=num_rounds)
+        with pytest.warns(ls.SpectralWarning, match=r"odd.ckpt .*: its global_step must be a whole number, got \w+\."):
+            assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
+
+    def test_a_file_in_place_of_a_folder_is_returned_if_a_run_can_be_resumed_from_it(self, saved: Path) -> None:
+        assert ls.latest_checkpoint(saved / "one.ckpt") == str(saved / "one.ckpt")
+        torch.save({"state_dict": {}}, saved / "two.ckpt")
+        with pytest.raises(ValueError, match=r"two.ckpt cannot be resumed from: it has no .*; give the folder"):
+            ls.latest_checkpoint(saved / "two.ckpt")
+        assert ls.latest_checkpoint(saved / "not yet written.ckpt") is None
+
     def test_nothing_is_found_where_nothing_is(self, tmp_path: Path) -> None:
         assert ls.latest_checkpoint(tmp_path / "missing") is None
         (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
@@ -152,6 +166,7 @@ class TestFinding:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
 class TestWholeRounds:
+    @needs_2_5_3
     @pytest.mark.parametrize("when", ["on_client_end", "on_round_end"])
     def test_a_checkpoint_of_a_failed_run_holds_whole_rounds(
         self, when: str, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
@@ -205,7 +220,7 @@ def test_a_file_that_is_no_whole_checkpoint_is_refused_by_name(
         lambda: ls.FederatedModule.load_from_checkpoint(path, module=lit),
         lambda: ls.load_user_module(path, type(lit)),
     ]
-    message = rf"last\.ckpt is empty or not a whole checkpoint \({len(content)} bytes\); latest_checkpoint"
+    message = rf"last\.ckpt is empty or not a whole checkpoint \({len(content)} bytes\): .*; latest_checkpoint"
     for read in readers:
         with pytest.raises(ValueError, match=message):
             read()

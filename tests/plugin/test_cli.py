@@ -70,6 +70,7 @@ def part(kind: Any, **options: Any) -> dict[str, Any]:
 
 
 SHARDING = part("SpectralSharding", keep_ratio={0.2: 0.5, 0.4: 0.5}, spectral_start=None)
+SHARDED_MORE = part("SpectralSharding", keep_ratio=0.4, spectral_start=None)
 MODEL = {"module": part(LitToy, width=8), "algorithm": SHARDING}
 DATA = {
     "train": part(points, num_points=40),
@@ -151,6 +152,30 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
 
+@pytest.mark.parametrize(("setting", "value"), [("local_epochs", 3), ("algorithm", SHARDED_MORE), ("algorithm", None)])
+def test_a_fit_with_other_arguments_than_its_checkpoint_is_refused(command: Command, setting: str, value: Any) -> None:
+    if type(command.cli) is not FederatedCLI:
+        pytest.skip("Lightning's own takes the checkpoint's")
+    model = {"models": {**TWO["model"]["models"], "b": {**MODEL, setting: value}}}
+    changed = {**TWO["model"], **model}
+    differs = {
+        "local_epochs": r"models\.b\.local_epochs: 1 in the checkpoint, 3 now$",
+        "algorithm": r"models\.b\.algorithm.*: .* in the checkpoint, (0.4|None) now$",
+    }[setting]
+    ckpt = {"ckpt_path": str(command.checkpoint)}
+    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:\n  - model\.{differs}"):
+        command.run("fit", max_epochs=2, model=changed, **ckpt)
+    with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:\n  - model\.{differs}"):
+        assert command.run("validate", model=changed, **ckpt).model.configuration() == command.model.configuration()
+
+
+def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
+    if type(command.cli) is not FederatedCLI:
+        pytest.skip("Lightning's own looks for it when the fit begins")
+    with pytest.raises(ValueError, match=r"`ckpt_path`: there is no file gone\.ckpt\."):
+        command.run("fit", ckpt_path="gone.ckpt")
+
+
 def test_what_print_config_shows_loads_again(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +225,19 @@ def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -
         ls.FederatedModule.load_from_checkpoint(path)
     loaded = ls.FederatedModule.load_from_checkpoint(path, module=LitToy(8))
     assert same_state(loaded.state_dict(), fitted.model.state_dict())
+    assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors would be loaded onto the GPU, as they should")
+def test_a_users_module_comes_back_on_a_machine_without_the_device(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted = fit(LitToy(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")  # as if it was on a GPU
+    fitted.trainer.save_checkpoint(path := tmp_path / "gpu.ckpt")
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
+        torch.load(path, weights_only=True)
     assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
 
 
@@ -282,3 +320,7 @@ def test_the_package_itself_does_not_need_jsonargparse(tmp_path: Path) -> None:
     code = "import sys; sys.modules['jsonargparse'] = None; import lightning_spectral"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
+
+
+def test_predict_is_no_command_of_a_federation() -> None:
+    assert set(FederatedCLI.subcommands()) == {"fit", "validate", "test"}

@@ -18,6 +18,7 @@ import pytest
 import torch
 from federation import seeded
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning_versions import HAS_2_5_3
 from ports import free_port
 
 import lightning_spectral as ls
@@ -214,7 +215,7 @@ def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, 
         assert re.match(rf"LostProcessError: .*\b{lost} \(round 1, client \d+\)", one["error"]), one["error"]
         assert "latest_checkpoint" in one["error"]
         assert one["global_step"] == 1
-    if lost != 0:  # the first process saves
+    if lost != 0 and HAS_2_5_3:  # the first process saves
         saved = results.folder / name / str(num_processes) / "saved.ckpt"
         assert torch.load(saved, weights_only=True)["global_step"] == 1
 

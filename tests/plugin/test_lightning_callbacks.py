@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ WORKS: dict[str, Callable[[Path], pl.Callback]] = {
 @pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")  # OnExceptionCheckpoint looks for a checkpoint to resume
 @pytest.mark.parametrize("name", WORKS)
 def test_these_callbacks_change_nothing(name: str, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    if name == "DeviceStatsMonitor":
+        pytest.importorskip("psutil", reason="DeviceStatsMonitor reads the CPU's figures with it")
     options = {"logger": CSVLogger(tmp_path), "enable_checkpointing": name == "OnExceptionCheckpoint"}
     watched = fit(seeded(lit_mlp), data, max_epochs=2, callbacks=[WORKS[name](tmp_path)], trainer=options)
     assert same_state(watched.state, fit(seeded(lit_mlp), data, max_epochs=2).state)
@@ -140,3 +143,21 @@ def test_the_wrapping_page_names_every_callback() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wrapping.md").read_text()
     kinds = [*WORKS, "WeightAveraging", *(kind.__name__ for kind in refused())]
     assert [kind for kind in kinds if f"`{kind}`" not in page] == []
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("monitor", [None, "fl/loss"])
+def test_checkpoints_by_the_clock_are_written_after_whole_rounds(
+    monitor: Any, lit: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    save = theirs.ModelCheckpoint(
+        tmp_path / "often", filename="{epoch}", train_time_interval=timedelta(0), save_top_k=-1, monitor=monitor
+    )
+    rarely = theirs.ModelCheckpoint(tmp_path / "rarely", train_time_interval=timedelta(hours=1))
+    options = {"enable_checkpointing": True}
+    whole = fit(copy.deepcopy(lit), data, max_epochs=3, callbacks=[save, rarely], trainer=options)
+    written = sorted(path.name for path in (tmp_path / "often").iterdir())
+    assert written == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]
+    assert not (tmp_path / "rarely").exists()
+    resumed = fit(copy.deepcopy(lit), data, max_epochs=3, ckpt_path=tmp_path / "often" / "epoch=1.ckpt")
+    assert same_state(resumed.state, whole.state)

@@ -51,7 +51,7 @@ def test_a_narrow_model_can_be_saved_and_is_the_same_from_a_checkpoint(data: Any
     fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6)
     fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
     again = ls.FederatedModule(LitNorms(), algorithm=ours(), clients_per_round=6)
-    again.load_state_dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
+    again.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
     small, loaded = (ls.narrow_model(model, 0.5) for model in (fitted.model, again))
     assert same_state(small.state_dict(), loaded.state_dict())
     buffer = io.BytesIO()

@@ -34,6 +34,18 @@ class WithoutAutocast(MixedPrecision):
         return torch.autocast("cpu", enabled=False)
 
 
+class Autocast(MixedPrecision):
+    """Mixed precision that keeps converted weights until the outermost context ends, or does not."""
+
+    def __init__(self, cache: bool) -> None:
+        super().__init__("bf16-mixed", "cpu")
+        self.cache = cache
+
+    def autocast_context_manager(self) -> torch.autocast:
+        own = None if self.cache else False
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=own)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 class TestEveryAlgorithm:
     def test_gradient_scaling_alone_changes_no_bit(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -44,6 +56,17 @@ class TestEveryAlgorithm:
         assert torch.equal(plain.weights, scaled.weights)
         assert scaled.trainer.precision_plugin.scaler is plugin.scaler  # restored after the fit
         assert plugin.scaler.get_scale() == 2.0**8
+
+    @pytest.mark.parametrize("client_engine", ["loop", "trainer"])
+    def test_every_step_converts_the_weights_of_the_step_before(
+        self, client_engine: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
+    ) -> None:
+        """Also where the plugin lets autocast keep converted weights, as that of Lightning 2.4 does."""
+        runs = [
+            fit(seeded(lit_mlp), data, algorithm=algorithm, client_engine=client_engine, trainer={"plugins": [plugin]})
+            for plugin in (Autocast(cache=True), Autocast(cache=False))
+        ]
+        assert torch.equal(runs[0].weights, runs[1].weights)
 
     @pytest.mark.parametrize("device", DEVICES)
     def test_clients_train_in_half_precision_with_scaled_gradients(

@@ -1,9 +1,10 @@
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
-from federation import Fit
-from lightning.pytorch.profilers import SimpleProfiler
+from federation import Fit, same_state
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.stages import PROFILED, action_name
@@ -52,3 +53,13 @@ def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: An
         fit(Failing(), data, trainer={"profiler": profiler})
     fit(lit_mlp(), data, trainer={"profiler": profiler})
     assert len(profiler.recorded_durations[action_name("validate")]) == 1 + ROUNDS
+
+
+@pytest.mark.filterwarnings("ignore:.*[pP]rofiler")
+def test_torchs_profiler_records_a_federation_that_is_validated_first(
+    lit: Any, data: Any, fit: Fit, capfd: Any, tmp_path: Any
+) -> None:
+    profiler = PyTorchProfiler(tmp_path, export_to_chrome=False, record_module_names=True)
+    options = {"profiler": profiler, "num_sanity_val_steps": 1}
+    profiled = fit(copy.deepcopy(lit), data, max_epochs=2, trainer=options)
+    assert same_state(profiled.state, fit(lit, data, max_epochs=2).state)

@@ -1,6 +1,8 @@
 """Clients train copies of a user's module: what cannot be copied is named before the first round."""
 
 import threading
+from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,16 @@ def keep_a_lock(layer: nn.Module) -> None:
     layer.lock = threading.Lock()
 
 
+def keep_a_lock_deep_inside(layer: nn.Module) -> None:
+    layer.cache = {"locks": [1, SimpleNamespace(own=threading.Lock())]}
+
+
+def keep_a_lock_in_an_object_that_refers_to_itself(layer: nn.Module) -> None:
+    holder = SimpleNamespace(lock=threading.Lock(), layer=layer)
+    holder.me = holder
+    layer.holder = holder
+
+
 def keep_a_computed_tensor(layer: nn.Module) -> None:
     layer.doubled = 2 * layer.weight  # type: ignore[operator]
 
@@ -25,6 +37,8 @@ def keep_a_computed_tensor(layer: nn.Module) -> None:
     ("add", "message"),
     [
         (keep_a_lock, r"`net\.2\.lock` cannot be copied: cannot pickle"),
+        (keep_a_lock_deep_inside, r"`net\.2\.cache\['locks'\]\[1\]\.own` cannot be copied: cannot pickle"),
+        (keep_a_lock_in_an_object_that_refers_to_itself, r"`net\.2\.holder\.lock` cannot be copied: cannot pickle"),
         (
             keep_a_computed_tensor,
             r"`net\.2\.doubled` cannot be copied: it is a tensor with a gradient function\. Write",
@@ -40,7 +54,7 @@ def test_an_attribute_that_cannot_be_copied_is_named(
         fit(lit, data, algorithm=algorithm)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of another category in newer versions
 def test_a_traced_part_is_named(lit: Any, data: Any, fit: Fit) -> None:
     lit.net[2] = torch.jit.trace(lit.net[2], torch.zeros(1, 12))
     with pytest.raises(
@@ -70,3 +84,15 @@ def test_a_copy_shares_no_gradient_function_with_the_original() -> None:
     copied(torch.ones(1, 4)).sum().backward()
     assert copied.weight_orig.grad is not None
     assert layer.weight_orig.grad is None
+
+
+def test_what_is_added_to_a_copy_where_the_original_has_nothing_is_not_added_to_it() -> None:
+    layer: Any = nn.Linear(2, 2)
+    layer.cache, layer.alias = {}, OrderedDict()
+    layer.same = layer.cache
+    copied = copy_module(layer)
+    copied.register_forward_hook(print)
+    copied.cache["seen"] = copied.alias["seen"] = True
+    assert copied.same is copied.cache
+    assert type(copied.alias) is OrderedDict
+    assert not any((layer._forward_hooks, layer.cache, layer.alias))

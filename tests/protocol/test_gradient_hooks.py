@@ -86,5 +86,5 @@ def test_a_hook_that_knows_the_server_by_a_global_name_is_refused(lit_mlp: Any, 
     names = {"model": module}
     exec("hook = lambda gradient: gradient * (model.net[2].weight > 0)", names)
     module.net[2].weight.register_hook(names["hook"])
-    with pytest.raises(ValueError, match=r"'net.2.weight' uses the global variable 'model'.*on_after_backward"):
+    with pytest.raises(ValueError, match=r"'net.2.weight' uses the global variable 'model'.*use `self`"):
         fit(module, data)

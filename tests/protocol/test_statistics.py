@@ -147,6 +147,13 @@ def test_bits_depend_neither_on_order_nor_on_grouping(
     assert bits(left) == expected
 
 
+def test_a_mean_exists_where_a_weight_of_one_would_be_too_many_steps() -> None:
+    before = {"w": torch.zeros(2)}
+    clients = [({"w": torch.ones(2)}, 2.0**-980), ({"w": -torch.ones(2)}, 3 * 2.0**-980)]
+    ((_, mean),) = mean_of(before, clients, 2.0**-978).finish()
+    assert mean.tolist() == [-0.5, -0.5]
+
+
 def spread_out(count: int) -> tuple[dict[str, Tensor], list[Client]]:
     """Changes of very different sizes, so that plain sums lose different digits in different orders."""
     generator = torch.Generator().manual_seed(0)

@@ -233,6 +233,7 @@ def test_monitors_of_the_loss_wait_for_a_round_with_survivors(
     losses = fitted.history.column("fl/loss")
     assert losses == sorted(losses, reverse=True)
     assert fitted.history.column("fl/lr") == [0.1] * 4  # the loss falls: no plateau
+    pytest.importorskip("matplotlib", reason="comes with the `examples` extra")
     fitted.history.plot("fl/loss", tmp_path / "loss.png")
 
 

@@ -125,6 +125,7 @@ class WritesFrozenWeight(pl.Callback):
             pl_module.module.net[0].weight.data.mul_(0.5)
 
 
+@pytest.mark.filterwarnings("ignore:.*without an optimizer")  # what clients write is meant to be lost
 def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) -> None:
     ours, theirs = (
         fit_as(federated, ALGORITHMS["spectral"], LitFrozen, [WritesFrozenWeight()])

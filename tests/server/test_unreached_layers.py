@@ -106,18 +106,3 @@ def test_a_resumed_run_still_names_a_layer_that_nobody_trains(lit_mlp: Any, fit:
     said_during(lambda: fit(lit(), max_epochs=3, callbacks=[KeepOf(path, 2)]))
     (said,) = said_during(lambda: fit(lit(), max_epochs=WATCHED_ROUNDS, ckpt_path=path))
     assert "layers: experts.2." in said
-
-
-def test_a_layer_beside_the_modules_own_is_refused_at_once(lit_mlp: Any, fit: Any) -> None:
-    """The copy in the list would stay what it was, and every client would train from it."""
-
-    class LitBeside(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.beside = [self.net[2]]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net[3:](self.beside[0](self.net[:2](x)))
-
-    with pytest.raises(ValueError, match=r"own weights \(net\.2\.weight\).*keeps a layer in a plain list as well"):
-        fit(LitBeside())

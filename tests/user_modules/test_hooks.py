@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit
+from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
@@ -95,6 +95,40 @@ def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any
     assert [history.column(name) for name in ("own", "one", "two")] == [[3.0, 3.0], [1.0, 1.0], [2.0, 2.0]]
 
 
+@pytest.mark.parametrize("log", ["log", "log_dict"])
+def test_a_name_of_the_rounds_own_metrics_is_refused_in_evaluation(log: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def on_validation_epoch_end(self) -> None:
+            self.log("fl/mine", 1.0)  # is nobody else's
+            getattr(self, log)(*(("fl/loss", 3.0) if log == "log" else ({"fl/loss": 3.0},)))
+
+    with pytest.raises(ValueError, match="An evaluation hook logs fl/loss, under which the federation logs a metric"):
+        fit(Lit(), data)
+
+
+@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
+def test_a_modules_own_log_acts_on_clients_and_in_evaluation(
+    client_engine: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def log(self, name: str, value: Any, **options: Any) -> None:
+            super().log(f"own/{name}", value, **options)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"one": 1.0, "two": 2.0})
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("after", 3.0)
+
+    module = Lit()
+    history = fit(module, data, client_engine=client_engine).history
+    assert [history.column(name) for name in ("own/one", "own/two", "own/after")] == [[1.0] * 2, [2.0] * 2, [3.0] * 2]
+    assert not {"one", "two", "after"} & history.rows[0].keys()
+    assert type(module) is Lit
+    assert not {"log", "log_dict"} & vars(module).keys()
+
+
 def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, fit: Fit) -> None:
     trained: list[int] = []
 
@@ -169,3 +203,86 @@ def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, fit: Fit, tmp_p
     fit(Lit(), data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
     resumed = fit(Lit(), data, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
     assert resumed.module.note == "old"
+
+
+class MovesBatches:
+    """Batch hooks of a module or of a data module, which see no slot."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return [x + 1.0, y]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        x, y = batch
+        return [3.0 * x.to(device), y.to(device)]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return [x - 2.0 if self.trainer.training else x, y]  # type: ignore[attr-defined]
+
+
+class DataMovesBatches(MovesBatches, ls.FederatedDataModule):
+    """Has all batch hooks."""
+
+
+@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
+@pytest.mark.filterwarnings("ignore:You have overridden `")
+def test_batch_hooks_of_the_data_module_do_what_those_of_the_module_do(
+    client_engine: Any, lit_mlp: Any, toy: Any, fit: Fit
+) -> None:
+    def run(make: Any, kind: Any) -> Any:
+        data = kind(toy, ls.IIDPartitioner(12), val=toy, batch_size=4, client_val_fraction=0.2)
+        return fit(seeded(make), data, client_engine=client_engine, callbacks=[ls.ClientEvaluation()])
+
+    plain = run(lit_mlp, ls.FederatedDataModule)
+    in_module = run(type("Lit", (MovesBatches, lit_mlp), {}), ls.FederatedDataModule)
+    in_data = run(lit_mlp, DataMovesBatches)
+    in_both = run(type("Lit", (lit_mlp,), {"on_after_batch_transfer": lambda *args: args[1]}), DataMovesBatches)
+    assert in_module.rows == in_data.rows == in_both.rows
+    assert same_state(in_module.state, in_data.state)
+    assert not same_state(plain.state, in_data.state)
+
+
+def test_a_data_module_with_batch_hooks_serves_several_fits(lit_mlp: Any, toy: Any, fit: Fit) -> None:
+    data = DataMovesBatches(toy, ls.IIDPartitioner(12), val=toy, batch_size=4)
+    assert fit(seeded(lit_mlp), data).rows == fit(seeded(lit_mlp), data).rows
+
+
+def test_batch_norm_is_estimated_on_batches_that_the_data_module_moved(lit_mlp: Any, toy: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(0, nn.BatchNorm1d(6))
+
+    data = DataMovesBatches(toy, ls.IIDPartitioner(12), batch_size=4)
+    mean = fit(Lit(), data, callbacks=[ls.BatchNormEstimation()]).state["net.0.running_mean"]
+    assert mean == pytest.approx((3.0 * (toy.tensors[0] + 1.0) - 2.0).mean(0), abs=1e-5)
+
+
+REPLACING = {
+    "on_fit_start": ValueError,
+    "on_validation_epoch_end": ValueError,
+    "on_train_epoch_start": ls.ClientError,
+    "on_before_optimizer_step": ls.ClientError,
+}
+
+
+@pytest.mark.parametrize("hook", REPLACING)
+def test_a_layer_replaced_in_a_hook_is_an_error(hook: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    def replace_layer(self: Any, *args: Any) -> None:
+        self.net[2] = nn.Linear(12, 12)
+
+    lit = type("Lit", (lit_mlp,), {hook: replace_layer})()
+    with pytest.raises(REPLACING[hook], match=r"Lit no longer has what its SGD trains \(parameter 2 of group 0"):
+        fit(lit, data, algorithm=ls.FedAvg())
+
+
+def test_a_layer_may_be_replaced_in_setup_and_its_values_at_any_time(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            self.net[2] = nn.Linear(12, 12)
+
+        def on_train_start(self) -> None:
+            nn.init.zeros_(self.net[2].bias)
+
+    fit(Lit(), data)

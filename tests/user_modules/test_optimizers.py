@@ -1,5 +1,7 @@
 """Optimizers, schedules and trainable parameters of users' modules."""
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from federation import Fit
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from toy_models import LitSmall
 
 import lightning_spectral as ls
 
@@ -133,6 +136,91 @@ def test_hooks_on_the_users_optimizer_are_refused(lit_mlp: Any, data: Any, fit: 
         fit(Lit(), data)
 
 
+class ClippedSGD(torch.optim.SGD):
+    """Clips by a constructor's argument that is no option of torch."""
+
+    def __init__(self, params: Any, largest: float) -> None:
+        super().__init__(params, lr=1.0)
+        self.largest = largest
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], self.largest)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
+@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
+def test_an_optimizers_own_arguments_act_on_clients(
+    client_engine: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return ClippedSGD(self.parameters(), largest=1e-5)
+
+    bias = (module := Lit()).net[2].bias.detach().clone()
+    fit(module, data, algorithm=algorithm, client_engine=client_engine)
+    moved = float((module.net[2].bias.detach() - bias).abs().max())
+    assert 0 < moved <= 2 * 3 * 1e-5 * 1.01  # two rounds of three steps each
+
+
+@pytest.mark.parametrize(
+    ("keep", "place"),
+    [
+        (
+            lambda lit, layer: setattr(lit, "layers", [nn.ReLU(), layer]),
+            r"of shape \(4, 3\), in `self\.layers\[1\]\.weight`;",
+        ),
+        (
+            lambda lit, layer: setattr(lit.net[2], "of", {"a": (layer,)}),
+            r"of shape \(4, 3\), in `self\.net\.2\.of\['a'\]\[0\]\.weight`;",
+        ),
+        (lambda lit, layer: FOREIGN.append(layer), r"of shape \(4, 3\), in `FOREIGN\[0\]\.weight`;"),
+        (lambda lit, layer: None, r"of shape \(4, 3\); parameter 1 of"),
+    ],
+    ids=["list", "inside", "global", "unknown"],
+)
+def test_an_optimizer_with_foreign_parameters_is_refused_with_their_place(
+    keep: Any, place: str, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            layer = nn.Linear(3, 4)
+            keep(self, layer)
+            FOREIGN[1:] = []  # a variable that this function uses
+            return torch.optim.SGD([{"params": self.parameters()}, {"params": layer.parameters()}], lr=0.1)
+
+    FOREIGN.clear()
+    with pytest.raises(ValueError, match=rf"^Parameters of SGD are not Lit's, .*: parameter 0 of group 1, {place}"):
+        fit(Lit(), data)
+
+
+FOREIGN: list[nn.Module] = []
+
+
+def test_tied_weights_a_loss_of_the_modules_and_frozen_foreign_parameters_are_no_foreign_ones(
+    lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = nn.Linear(3, 3)
+            self.alias = self.net[2]  # the same parameters under another name
+            self.teacher = [nn.Linear(3, 3).requires_grad_(False)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.loss(self(batch[0])), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            tied = [*self.net.parameters(), self.alias.weight, *self.loss.parameters(), *self.teacher[0].parameters()]
+            return torch.optim.SGD(list(dict.fromkeys(tied)), lr=0.1)
+
+    before = (module := Lit()).loss.weight.detach().clone()
+    fit(module, data, algorithm=ls.FedAvg())
+    assert not torch.equal(module.loss.weight, before)
+
+
 def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
@@ -142,6 +230,50 @@ def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data
     before = module.net[0].weight.detach().clone()
     fit(module, data, server_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5))
     assert torch.equal(module.net[0].weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*no client has given a gradient")
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ls.FedAvg(),
+        ls.SpectralSharding(),
+        ls.SpectralSharding.published(),
+        ls.FIARSE(),
+        ls.WidthSharding(),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_layers_left_out_of_the_optimizer_keep_the_servers_value_bit_for_bit(
+    algorithm: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(LitSmall):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[6].parameters(), lr=0.1)
+
+    before = copy.deepcopy((module := Lit()).net)
+    fit(module, data, algorithm=algorithm)
+    for name, value in module.net.named_parameters():
+        assert torch.equal(value, before.get_parameter(name)) != name.startswith("6."), name
+
+
+def test_a_layer_left_out_is_dense_on_clients_and_the_spectral_start_says_nothing_of_it(
+    lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.net[4].parameters(), self.net[2].bias], lr=0.1)
+
+    lit = Lit()
+    lit.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Linear(6, 3))
+    before = copy.deepcopy(lit.net)
+    fitted = fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    assert list(fitted.model.algorithm.plan(lit).sharded) == [f"net.{i}" for i in range(1, 5)]  # as far as it knows
+    whole, shard = 4 * 6 * 6, 4 * 3 * 13  # bytes of a matrix, and of three terms with multipliers
+    biases, ends = 4 * (5 * 6 + 3), 4 * (36 + 18)
+    assert fitted.ledger.rows[0].downlink_bytes == 3 * whole + shard + biases + ends
+    assert not torch.equal(lit.net[4].weight, before[4].weight)
+    assert not torch.equal(lit.net[2].bias, before[2].bias)
 
 
 def test_gradients_from_before_the_fit_are_not_mistaken_for_a_leak(lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -171,3 +303,34 @@ def test_clipping_the_weight_of_a_sharded_layer_is_an_error_that_names_it(lit_ml
         fit(Critic(), data, algorithm=excluded)
     clipped = fit(Critic(), data, algorithm=ls.FedAvg()).module.net[2].weight
     assert float(clipped.detach().abs().max()) <= 0.0101
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Chooses its learning rate itself, as Adafactor can; its option is then ``None``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(parameter.grad.sign(), alpha=1e-3)
+        return loss
+
+
+@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
+def test_an_optimizer_that_chooses_its_own_rate_trains_and_logs_nan(
+    client_engine: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return OwnRate(self.parameters())
+
+    before = (module := Lit()).net[5].weight.detach().clone()
+    rates = fit(module, data, algorithm=ls.FedAvg(), client_engine=client_engine).history.column("fl/lr")
+    assert all(math.isnan(rate) for rate in rates)
+    assert not torch.equal(module.net[5].weight, before)

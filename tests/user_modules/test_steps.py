@@ -1,6 +1,7 @@
 """What a user's steps may take, return and log."""
 
 from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +9,7 @@ import pytest
 import torch
 from federation import Fit, seeded
 from torch import nn
+from torchmetrics import MeanMetric
 
 import lightning_spectral as ls
 
@@ -74,15 +76,12 @@ def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp:
 
 def test_a_step_that_reaches_the_servers_weights_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.apply_net = lambda x: self.net(x)  # copies keep calling the module it was made in
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(self.apply_net(batch[0]), batch[1])
+            return nn.functional.cross_entropy(outside(batch[0]), batch[1])
 
+    outside = Lit()
     with pytest.raises(ValueError, match=r"reaches the server's own weights \(net.0.weight"):
-        fit(Lit(), data, algorithm=ls.FedAvg())
+        fit(outside, data, algorithm=ls.FedAvg())
 
 
 @pytest.mark.parametrize("form", ["args", "keyword only", "keywords"])
@@ -144,3 +143,36 @@ def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data:
 
     fit(Lit(), data, max_epochs=1)
     assert seen == [False] * 3
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+def test_a_metric_that_is_no_part_of_the_module_starts_empty_for_each_client(
+    engine: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    counts: list[list[int]] = []
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.listed, self.named, self.pair = [MeanMetric()], {"a": [MeanMetric()]}, (0, MeanMetric())
+            self.beside = SimpleNamespace(mean=MeanMetric())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            metrics = [self.listed[0], self.named["a"][0], self.pair[1], self.beside.mean]
+            for metric in metrics:
+                metric.update(1.0)
+            counts.append([metric.update_count for metric in metrics])
+            return super().training_step(batch, batch_idx)
+
+    fit(Lit(), data, client_engine=engine, max_epochs=1)
+    assert counts == [[step] * 4 for _ in range(3) for step in (1, 2, 3)]  # three clients of three batches
+
+
+def test_a_value_under_the_name_of_the_federations_own_metric_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("fl/loss", 7.0)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="`training_step` logs fl/loss, under which the federation logs"):
+        fit(Lit(), data)

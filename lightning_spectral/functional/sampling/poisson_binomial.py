@@ -84,21 +84,26 @@ def count_probability(probs: Tensor, first: int, last: int) -> float:
         >>> round(count_probability(torch.tensor([0.5, 0.5, 0.25], dtype=torch.float64), 1, 2), 12)
         0.75
     """
+    return float(count_probabilities(probs, first, last))
+
+
+def count_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
+    """`count_probability` for each row of probabilities, shape ``(..., N)``; the result has shape ``(...)``."""
     grid = _fourier_grid(probs)
-    whole = _kernel(grid, first, last) * _factors(probs, grid).prod(1)
-    return float(whole.sum().real.clamp(0, 1))
+    whole = _kernel(grid, first, last) * _factors(probs, grid).prod(-1)
+    return whole.sum(-1).real.clamp(0, 1)
 
 
 def leave_one_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
     """P(first <= N - (outcome of i) <= last) for every i: the count without trial i.
 
     Args:
-        probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
+        probs: Success probabilities, shape ``(..., N)``, float64 on the CPU, each in ``[0, 1]``; rows are separate.
         first: Smallest count of the event.
         last: Largest count of the event, inclusive.
 
     Returns:
-        Probabilities, shape ``(N,)``, with an absolute error of about 1e-15.
+        Probabilities, shape ``(..., N)``, with an absolute error of about 1e-15.
 
     Example:
         >>> leave_one_out_probabilities(torch.tensor([0.5, 0.25], dtype=torch.float64), 0, 0)
@@ -106,8 +111,8 @@ def leave_one_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
     """
     grid = _fourier_grid(probs)
     factors = _factors(probs, grid)
-    whole = _kernel(grid, first, last) * factors.prod(1)
-    return (whole @ factors.reciprocal()).real.clamp(0, 1)
+    whole = _kernel(grid, first, last) * factors.prod(-1)
+    return (whole[..., None, :] @ factors.reciprocal()).squeeze(-2).real.clamp(0, 1)
 
 
 def leave_one_out_neighbours(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:

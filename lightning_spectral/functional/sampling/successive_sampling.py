@@ -20,7 +20,7 @@ from lightning_spectral.functional.checks import as_inclusion_probs, check_num_s
 from lightning_spectral.functional.sampling.fixed_point import solve_fixed_point
 from lightning_spectral.functional.sampling.poisson_binomial import (
     centred_logits,
-    count_probability,
+    count_probabilities,
     leave_one_out_probabilities,
 )
 
@@ -30,6 +30,12 @@ TAIL = 1e-14
 SNAP = 1e-11
 # Largest number of exponential variables held at once: 8 MiB of float64.
 CHUNK = 2**20
+# Numbers in a table of N by N times all times that are evaluated together.
+TOGETHER = 2**18
+# The window is wider than necessary by at most this many halvings of the interval that bounds it.
+BISECTIONS = 16
+# Points of an interval that are tried at once.
+MOST_INSIDE = 15
 
 
 def certain_and_competing(log_sizes: Tensor, num_terms: int) -> tuple[Tensor, Tensor]:
@@ -94,8 +100,8 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     return probs
 
 
-def arrived(log_rates: Tensor, log_time: float) -> Tensor:
-    """Probabilities (N,) that exponential clocks with these log rates have rung by a log time."""
+def arrived(log_rates: Tensor, log_time: float | Tensor) -> Tensor:
+    """Probabilities (N,) that exponential clocks with these log rates have rung by a log time; times may be rows."""
     return -torch.expm1(-torch.exp((log_rates + log_time).clamp_max(50.0)))
 
 
@@ -110,36 +116,56 @@ def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[flo
 
 def _competing_probs(log_rates: Tensor, num_terms: int) -> Tensor:
     start, nodes = quadrature(log_rates, num_terms)
-    probs = arrived(log_rates, start)  # a term that arrives before the window is among the first n
-    for log_time, weight in nodes:
-        expected = torch.exp((log_rates + log_time).clamp_max(50.0))
-        in_time = leave_one_out_probabilities(arrived(log_rates, log_time), 0, num_terms - 1)
-        probs += weight * expected * torch.exp(-expected) * in_time
+    log_times, weights = torch.tensor(nodes, dtype=torch.float64).T
+    expected = torch.exp((log_rates + log_times[:, None]).clamp_max(50.0))
+    in_time = _at_times(lambda probs: leave_one_out_probabilities(probs, 0, num_terms - 1), log_rates, log_times)
+    # a term that arrives before the window is among the first n
+    probs: Tensor = arrived(log_rates, start) + weights @ (expected * torch.exp(-expected) * in_time)
     return probs.clamp_max(1.0)
+
+
+def _at_times(evaluate: Callable[[Tensor], Tensor], log_rates: Tensor, log_times: Tensor) -> Tensor:
+    """A function of the probabilities of having arrived, at several times: together, as far as memory allows."""
+    parts = torch.split(log_times[:, None], _num_together(log_rates))
+    return torch.cat([evaluate(arrived(log_rates, part)) for part in parts])
+
+
+def _num_together(log_rates: Tensor) -> int:
+    """Number of times that are evaluated together, which is faster for few terms: calls take longer than sums."""
+    return max(1, TOGETHER // len(log_rates) ** 2)
 
 
 def _window(log_rates: Tensor, num_terms: int) -> tuple[float, float]:
     """Log times before and after which the n-th arrival comes with probability at most TAIL."""
 
-    def too_early(log_time: float) -> bool:
-        return count_probability(arrived(log_rates, log_time), num_terms, len(log_rates)) < TAIL
+    def too_early(log_times: Tensor) -> Tensor:
+        return _at_times(lambda p: count_probabilities(p, num_terms, len(log_rates)), log_rates, log_times) < TAIL
 
-    def too_late(log_time: float) -> bool:
-        return count_probability(arrived(log_rates, log_time), 0, num_terms - 1) < TAIL
+    def not_too_late(log_times: Tensor) -> Tensor:
+        return _at_times(lambda p: count_probabilities(p, 0, num_terms - 1), log_rates, log_times) >= TAIL
 
     # Before `low` no term has arrived, after `high` the n largest have.
     low = math.log(TAIL) - float(torch.logsumexp(log_rates, 0))
     high = math.log(math.log(num_terms / TAIL)) - float(log_rates.topk(num_terms).values[-1])
-    start, _ = _switch(too_early, low, high)
-    _, end = _switch(lambda log_time: not too_late(log_time), start, high)
+    num_inside = min(_num_together(log_rates), MOST_INSIDE)
+    start, _ = _switch(too_early, low, high, num_inside)
+    _, end = _switch(not_too_late, start, high, num_inside)
     return start, end
 
 
-def _switch(before: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
-    """Bracket of the point where ``before`` turns from true to false, by bisection."""
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if before(middle) else (low, middle)
+def _switch(before: Callable[[Tensor], Tensor], low: float, high: float, num_inside: int) -> tuple[float, float]:
+    """Bracket of the point where ``before`` turns from true to false, narrowed as by bisections.
+
+    Args:
+        before: Tells for several points whether they are before it.
+        low: A point before it.
+        high: A point after it.
+        num_inside: Number of points between these that are tried at once; 1 for bisection.
+    """
+    for _ in range(math.ceil(BISECTIONS / math.log2(num_inside + 1))):
+        points = torch.linspace(low, high, num_inside + 2, dtype=torch.float64)
+        last = int(before(points[1:-1]).cumprod(0).sum())  # of the points that are before it
+        low, high = float(points[last]), float(points[last + 1])
     return low, high
 
 

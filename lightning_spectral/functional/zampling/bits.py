@@ -23,7 +23,7 @@ def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
         tensor([False,  True])
     """
     uniforms = torch.rand(len(probs), dtype=torch.float32, generator=generator)
-    return uniforms.to(probs.device) < probs
+    return _sent(uniforms, probs.device) < probs
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -83,9 +83,10 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
         >>> pack_levels(torch.tensor([0.0, 1.0]), num_bits=2).tolist()
         [[64], [64]]
     """
-    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator).to(probs.device)
+    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator)
     top = 2**num_bits - 1
-    levels = (probs.double() * top + uniforms).floor().clamp(max=top).long()  # the sum may round up to the next whole
+    scaled = probs.double() * top + _sent(uniforms, probs.device)
+    levels = scaled.floor().clamp(max=top).long()  # the sum may round up to the next whole
     return torch.stack([pack_bits((levels >> k) & 1) for k in reversed(range(num_bits))])
 
 
@@ -123,6 +124,11 @@ def bit_entropy(probs: Tensor) -> Tensor:
     p = probs.double()
     nats: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
     return nats / math.log(2)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the CPU on a device, without waiting until it has finished its work: local steps draw bits, too."""
+    return values.to(device, non_blocking=device.type != "mps")  # which would not wait for the values either
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -103,7 +103,8 @@ class InfluenceMatrix:
         """
         z = z if z.is_floating_point() else z.float()
         if z.device.type != "cpu":
-            return torch.mv(self._on_device(z.device)[0], z.float()).to(z.dtype)
+            wide = _wide(z)
+            return torch.mv(self._on_device(wide)[0], wide).to(z.dtype)
         x = _as_array(z)
         pieces = [self._kept @ x, *(rows @ x for _, rows in self._drawn_again())]
         return torch.from_numpy(np.concatenate(pieces)).to(z.dtype)
@@ -118,7 +119,8 @@ class InfluenceMatrix:
             Shape ``(n,)``, with the dtype of ``gradient``.
         """
         if gradient.device.type != "cpu":
-            return torch.mv(self._on_device(gradient.device)[1], gradient.float()).to(gradient.dtype)
+            wide = _wide(gradient)
+            return torch.mv(self._on_device(wide)[1], wide).to(gradient.dtype)
         g = _as_array(gradient)
         total = self._kept.T @ g[: self._kept.shape[0]]
         for first_row, rows in self._drawn_again():
@@ -172,27 +174,33 @@ class InfluenceMatrix:
             if i >= self._num_kept:
                 yield block.first_row, self._rows(block)
 
-    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Q and its transpose as sparse torch matrices, which are kept for one device."""
-        kept = self.__dict__.get("_device_pair")
-        if kept is None or kept[0].device != device:
+    def _on_device(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Q and its transpose as sparse torch matrices of a vector's type, which are kept for one device."""
+        kept: dict[torch.dtype, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_device_pairs", {})
+        if any(pair[0].device != like.device for pair in kept.values()):
+            kept.clear()
+        if like.dtype not in kept:
             whole = csr_array(vstack([self._kept, *(rows for _, rows in self._drawn_again())], format="csr"))
-            kept = tuple(_torch_csr(matrix, device) for matrix in (whole, csr_array(whole.T.tocsr())))
-            self.__dict__["_device_pair"] = kept
-        return kept
+            kept[like.dtype] = _torch_csr(whole, like), _torch_csr(csr_array(whole.T.tocsr()), like)
+        return kept[like.dtype]
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, without the rows that are kept."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
+def _wide(vector: Tensor) -> Tensor:
+    """The values in a type that Q is multiplied with: at least 32 bits."""
+    return vector.detach().to(torch.promote_types(vector.dtype, torch.float32))
+
+
 def _as_array(vector: Tensor) -> Any:
-    """The values in a type that scipy can multiply: at least 32 bits."""
-    return vector.detach().to(torch.promote_types(vector.dtype, torch.float32)).numpy()
+    return _wide(vector).numpy()
 
 
-def _torch_csr(matrix: csr_array, device: torch.device) -> Tensor:
+def _torch_csr(matrix: csr_array, like: Tensor) -> Tensor:
     ends, columns, values = (torch.from_numpy(part) for part in (matrix.indptr, matrix.indices, matrix.data))
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "check_invariants": False}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
-        return torch.sparse_csr_tensor(ends, columns, values, matrix.shape, device=device, check_invariants=False)
+        return torch.sparse_csr_tensor(ends, columns, values, matrix.shape, **options)

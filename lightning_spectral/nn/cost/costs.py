@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.nn.cost.block_costs import BlockUse, Cost
 from lightning_spectral.nn.cost.counted_pass import CountedPass, LayerCall, count_pass
@@ -15,6 +17,7 @@ from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
 from lightning_spectral.nn.plan.trace import Example, example_of
+from lightning_spectral.nn.plan.untraced import difference_from_a_run
 from lightning_spectral.nn.plan.validate import plan_of
 from lightning_spectral.protocol.exchange import averaged_tensors, copy_module, travelling_tensors
 from lightning_spectral.protocol.records import num_bytes
@@ -65,7 +68,11 @@ def costs_of(
         (416, 288)
     """
     example = required_example(module, example_input)
-    return _count(module, example, plan_of(module, layers, example))
+    plan = plan_of(module, layers, example)
+    if difference := difference_from_a_run(module, plan, layers, example_input):
+        remedy = "To count what a run does, give both the same plan, `layers=validate(module, example_input)`"
+        warnings.warn(f"{difference} {remedy}, or set `example_input_array`.", SpectralWarning, stacklevel=3)
+    return _count(module, example, plan)
 
 
 def required_example(module: nn.Module, example_input: Example) -> Example:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_spectral.arguments import each
 from lightning_spectral.extras import from_extra
 from lightning_spectral.functional.factors import KEEP_RATIO
 from lightning_spectral.nn.cost.block_costs import Cost
@@ -112,6 +113,6 @@ def cost_table(
         >>> table.at[0.1].parameters
         32778
     """
-    ratios = [KEEP_RATIO("keep_ratios", keep_ratio) for keep_ratio in keep_ratios]
+    ratios = each("keep_ratios", keep_ratios, KEEP_RATIO)
     costs = costs_of(module, example_input, layers)
     return CostTable(costs.full, {keep_ratio: costs.at(keep_ratio) for keep_ratio in ratios})

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from lightning_spectral.arguments import Whole
+from lightning_spectral.arguments import Whole, as_patterns
 from lightning_spectral.nn.cost.budgets import only_budget
 from lightning_spectral.nn.cost.zampling_costs import ZamplingCost, zampling_costs_of
 from lightning_spectral.nn.zampling.compressed import DOWNLINK_BITS, Compression
@@ -78,7 +78,8 @@ def compression_for(
         raise TypeError(f"`{name}` must be one number, since all clients share one compression; give the smallest.")
     degree = Whole(at_least=1)("degree", degree)
     downlink_bits = DOWNLINK_BITS("downlink_bits", downlink_bits)
-    how = Compression(1, degree, exclude=tuple(exclude), include=tuple(include))
+    keep_buffers = as_patterns("keep_buffers", keep_buffers)
+    how = Compression(1, degree, exclude=exclude, include=include)
     num_weights = how.matrix(how.weights_of(module), seed=0).num_rows
     costs = zampling_costs_of(module, how, downlink_bits=downlink_bits, keep_buffers=keep_buffers)
 

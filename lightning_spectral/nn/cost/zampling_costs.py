@@ -11,6 +11,7 @@ from lightning_spectral.functional.zampling.matrix import BYTES_PER_ENTRY
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import sent_whole
 from lightning_spectral.nn.zampling.compressed import Compression
+from lightning_spectral.protocol.exchange import kept_buffers
 
 PROB_BYTES = 4  # of a probability that travels as a float
 
@@ -106,10 +107,10 @@ def zampling_costs_of(
         ValueError: If there is nothing to compress.
     """
     weights = how.weights_of(module)
-    whole = sent_whole(module, (), keep_buffers)
+    whole = sent_whole(module, (), kept_buffers(module, keep_buffers))
     return ZamplingCosts(
         ZamplingCost(whole.parameters, macs, 0, 0, whole.downlink_bytes, whole.uplink_bytes, whole.frozen_bytes),
-        sent_whole(module, {weight.name for weight in weights}, keep_buffers),
+        sent_whole(module, {weight.name for weight in weights}, kept_buffers(module, keep_buffers)),
         sum(weight.num_values for weight in weights),
         1 if how.degree is None else how.degree,
         downlink_bits,

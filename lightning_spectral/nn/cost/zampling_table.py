@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from lightning_spectral.arguments import as_patterns, each
 from lightning_spectral.nn.cost.costs import required_example
 from lightning_spectral.nn.cost.counted_pass import count_pass
 from lightning_spectral.nn.cost.rows import CostRows, show_bytes, show_count
@@ -83,8 +84,9 @@ def zampling_cost_table(
         64           1.33 k (2%)   2.70 M (100%)  1.70 M       6.49 MiB    5.19 KiB (2%)   167 B (0.05%)
     """
     downlink_bits = DOWNLINK_BITS("downlink_bits", downlink_bits)
-    factors = [COMPRESSION["compression"]("compressions", factor) for factor in compressions]
-    whole = Compression(1, degree, exclude=tuple(exclude), include=tuple(include))
+    factors = each("compressions", compressions, COMPRESSION["compression"])
+    keep_buffers = as_patterns("keep_buffers", keep_buffers)
+    whole = Compression(1, degree, exclude=exclude, include=include)
     weights = whole.weights_of(module)
     probs = {factor: replace(whole, factor=factor).matrix(weights, seed=0).num_columns for factor in factors}
     macs = count_pass(copy_module(module), required_example(module, example_input)).macs

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_spectral.nn.layers.subclass import as_subclass
+
 _READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _READ_BASE = vars(torch._C.TensorBase)["_base"].__get__  # a view of it would have a base again, and so on
 
@@ -114,6 +116,6 @@ def _protected(result: Any, weights: list[ComputedWeight]) -> Any:
 
 
 def _named(tensor: Tensor, weight_name: str, layer_name: str) -> ComputedWeight:
-    weight = tensor.as_subclass(ComputedWeight)
+    weight = as_subclass(tensor, ComputedWeight)
     weight.weight_name, weight.layer_name = weight_name, layer_name
     return weight

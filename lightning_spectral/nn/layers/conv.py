@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_spectral.arguments import OneOf, Rule, Whole
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.leading_channels import leading_channels
 from lightning_spectral.nn.layers.pointwise import pointwise
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
+
+PADDING_MODE = OneOf(("zeros", "reflect", "replicate", "circular"))
 
 ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
 
@@ -39,13 +42,15 @@ class SpectralShardedConv(SpectralShardedLayer):
         dtype: As in other ``torch.nn`` modules.
 
     Raises:
-        ValueError: If ``num_terms`` is out of range.
+        TypeError: If an argument has the wrong type, or not one number for each dimension.
+        ValueError: If ``num_terms`` or another number is out of range, or a string is unknown.
 
     Reference:
         Niu et al. (2022), section 3.2.1; Korzhenkov & Louizos (2024), section 4.1.
     """
 
     conv: ClassVar[Callable[..., Tensor]]
+    channel_dim: ClassVar[int]
 
     def __init__(
         self,
@@ -62,16 +67,18 @@ class SpectralShardedConv(SpectralShardedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         in_channels, out_channels = SIZE("in_channels", in_channels), SIZE("out_channels", out_channels)
+        num_dims = -type(self).channel_dim - 1
+        kernel_size = _per_dimension("kernel_size", kernel_size, num_dims, SIZE)
+        ones = (1,) * num_dims
         super().__init__((out_channels, in_channels, *kernel_size), num_terms, bias, device, dtype)
-        ones = (1,) * len(kernel_size)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_size
-        self.stride = stride or ones
-        self.padding = padding
-        self.dilation = dilation or ones
+        self.stride = ones if stride is None else _per_dimension("stride", stride, num_dims, SIZE)
+        self.padding = _padding(padding, num_dims)
+        self.dilation = ones if dilation is None else _per_dimension("dilation", dilation, num_dims, SIZE)
         self.groups = 1
-        self.padding_mode = padding_mode
+        self.padding_mode = PADDING_MODE("padding_mode", padding_mode)
 
     @classmethod
     def like(cls: type[ConvT], dense: Any, num_terms: NumTerms) -> ConvT:
@@ -141,6 +148,19 @@ class SpectralShardedConv(SpectralShardedLayer):
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_terms={self.num_terms}, "
             f"stride={self.stride}, padding={self.padding}, bias={self.bias is not None}"
         )
+
+
+def _per_dimension(argument: str, value: Any, num_dims: int, rule: Rule) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) != num_dims:
+        remedy = f"; write {(value,) * num_dims}" if isinstance(value, int) and not isinstance(value, bool) else ""
+        raise TypeError(f"`{argument}` must be {num_dims} numbers, one for each dimension, got {value!r}{remedy}.")
+    return tuple(rule(argument, one) for one in value)
+
+
+def _padding(padding: Any, num_dims: int) -> str | tuple[int, ...]:
+    if isinstance(padding, str):
+        return cast(str, OneOf(("valid", "same"))("padding", padding))
+    return _per_dimension("padding", padding, num_dims, Whole(at_least=0))
 
 
 class SpectralShardedConv1d(SpectralShardedConv):

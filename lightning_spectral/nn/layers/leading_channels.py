@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_spectral.nn.layers.subclass import as_subclass
+
 Narrow = Callable[..., Tensor | None]
 
 
@@ -32,7 +34,7 @@ class LeadingChannels(Tensor):
     def held(self) -> Tensor:
         """The leading channels, a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+            return as_subclass(self, Tensor)
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -72,7 +74,7 @@ def leading_channels(held: Tensor, num_channels: int, channel_dim: int) -> Tenso
     """
     if held.shape[channel_dim] == num_channels:
         return held
-    wrapped = held.as_subclass(LeadingChannels)
+    wrapped = as_subclass(held, LeadingChannels)
     wrapped.num_channels, wrapped.channel_dim = num_channels, channel_dim
     return wrapped
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention, check_attention
@@ -62,6 +63,30 @@ def is_affine(layer: nn.Module) -> bool:
     return isinstance(layer, AFFINE) or _qualified_name(layer) in BY_NAME
 
 
+def type_name(layer: nn.Module) -> str:
+    """The name of a layer's class, with its package if torch has another affine layer of that name.
+
+    Example:
+        >>> Linear = type("Linear", (nn.Module,), {"__module__": "torch_geometric.nn.dense.linear"})
+        >>> type_name(Linear()), type_name(nn.Linear(1, 1))
+        ('torch_geometric.Linear', 'Linear')
+    """
+    kind = type(layer)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}" if is_namesake(layer) else kind.__name__
+
+
+def is_namesake(layer: nn.Module) -> bool:
+    """Whether a layer has the name of an affine layer of torch but is of another class, such as a library's."""
+    kind = type(layer)
+    torchs = getattr(nn, kind.__name__, None)
+    return isinstance(torchs, type) and issubclass(torchs, AFFINE) and torchs is not kind
+
+
+def is_uninitialised(layer: nn.Module) -> bool:
+    """Whether a layer has parameters of its own that get their shapes in its first forward pass."""
+    return any(is_lazy(parameter) for parameter in layer.parameters(recurse=False))
+
+
 def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) -> ShardedType | None:
     """The class that replaces a dense layer; subclasses may compute anything, so they have none.
 
@@ -95,7 +120,7 @@ def refusal(layer: nn.Module) -> str | None:
         return f"its `{hooked[0]}` has a gradient hook"
     sharded = sharded_type(layer)
     if sharded is None:
-        return f"{type(layer).__name__} is not supported"
+        return f"{type_name(layer)} is not supported"
     if isinstance(layer, nn.MultiheadAttention) and (reason := check_attention(layer)):
         return reason
     if not _weights_are_parameters(sharded, layer):

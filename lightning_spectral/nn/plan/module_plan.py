@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
+from lightning_spectral.nn.plan.rank import is_missing_rank
 from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.exchange import RETURNED
 
@@ -76,6 +77,11 @@ class ModulePlan:
         return {layer.name: layer for layer in self.layers if layer.sharded is not None}
 
     @property
+    def missing_rank(self) -> Mapping[str, str]:
+        """The layers that stay whole because their weights have at most one term, with the reasons."""
+        return {layer.name: layer.reason for layer in self.layers if is_missing_rank(layer.reason)}
+
+    @property
     def blocks(self) -> Mapping[str, WeightBlock]:
         """The matrices that are sharded, by the name of the module that holds their terms in a sub-model."""
         return {block.name: block for layer in self.sharded.values() for block in layer.blocks}
@@ -106,6 +112,18 @@ class ModulePlan:
         """Patterns of the buffers that keep the server's value: those the user chose, and names of the others."""
         names = (buffer.name for buffer in self.buffers if buffer.policy not in RETURNED)
         return tuple(dict.fromkeys([*self.choices.keep_buffers, *names]))
+
+    def keeping_dense(self, parameters: Collection[str], reason: str) -> ModulePlan:
+        """This plan, but without sharding the layers that have one of the named parameters among their matrices."""
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, sharded=None, reason=reason)
+                if layer.sharded and any(block.parameter in parameters for block in layer.blocks)
+                else layer
+                for layer in self.layers
+            ),
+        )
 
     def check(self) -> ModulePlan:
         """This plan, if it has no problems.

@@ -7,19 +7,32 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.layer_types import ShardedType, is_affine, refusal, sharded_type
+from lightning_spectral.nn.plan.layer_types import (
+    ShardedType,
+    is_affine,
+    is_namesake,
+    is_uninitialised,
+    refusal,
+    sharded_type,
+    type_name,
+)
 from lightning_spectral.nn.plan.low_rank import LOW_RANK, low_rank_factors
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.problems import FROZEN, problems_of
+from lightning_spectral.nn.plan.rank import missing_rank
 from lightning_spectral.nn.plan.trace import Example, example_of, execution_order
 from lightning_spectral.protocol.exchange import buffer_policies
 
 
-def plan_layers(module: nn.Module, example_input: Example = None, choices: LayerChoices = LayerChoices()) -> ModulePlan:
+def plan_layers(
+    module: nn.Module,
+    example_input: Example = None,
+    choices: LayerChoices = LayerChoices(),
+    missing_rank: Mapping[str, str] | None = None,
+) -> ModulePlan:
     """Decide how clients hold every layer of ``module`` that has parameters, and collect all problems.
 
     A pure function: nothing is printed, changed or raised about the module.
@@ -28,6 +41,8 @@ def plan_layers(module: nn.Module, example_input: Example = None, choices: Layer
         module: The user's module; it is only read.
         example_input: As in `validate`.
         choices: The user's choices.
+        missing_rank: The layers that lack rank, with the reasons, as `ModulePlan.missing_rank` has them of the plan
+            with which training began; ``None`` to look at the weights.
 
     Example:
         >>> plan = plan_layers(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)))
@@ -39,10 +54,10 @@ def plan_layers(module: nn.Module, example_input: Example = None, choices: Layer
     layers = _in_order(dict(_layers(module)), order)
     factors = _factors(module, layers)
     ends = _ends(layers, order, factors) if choices.keep_first_and_last_dense else {}
-    planner = _Planner(choices, order, ends, _ties(module), factors)
+    planner = _Planner(choices, order, ends, _ties(module), factors, missing_rank)
     plans = tuple(planner.plan(name, layer) for name, layer in layers.items())
     buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.keep_buffers))
-    return ModulePlan(plans, buffers, tuple(problems_of(module, layers, plans, choices)), choices)
+    return ModulePlan(plans, buffers, tuple(problems_of(layers, plans, buffers, choices)), choices)
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class _Planner:
         ends: Maps the names of the first and the last layer to the reason that keeps them dense.
         ties: For each layer that shares a parameter, the names of the others.
         factors: Names of low-rank factors.
+        missing_rank: The layers that lack rank, with the reasons; ``None`` to look at the weights.
     """
 
     choices: LayerChoices
@@ -62,6 +78,7 @@ class _Planner:
     ends: Mapping[str, str]
     ties: Mapping[str, Sequence[str]]
     factors: Collection[str]
+    missing_rank: Mapping[str, str] | None
 
     def plan(self, name: str, layer: nn.Module) -> LayerPlan:
         parts, spatial = self.choices.num_parts(name), self.choices.spatial_convolutions
@@ -72,15 +89,15 @@ class _Planner:
         if sharded is not None and sharded.cuts_outputs:
             blocks = tuple(replace(block, held_rows=self.choices.held_rows(block.shape[0])) for block in blocks)
         what = "affine" if parts == 1 else f"affine, {parts} parts"
-        return LayerPlan(name, type(layer).__name__, _shapes(layer), blocks, sharded, reason or what, in_forward)
+        return LayerPlan(name, type_name(layer), _shapes(layer), blocks, sharded, reason or what, in_forward)
 
     def _reason_to_stay_dense(self, name: str, layer: nn.Module) -> str | None:
         if not name:
             return "the whole module: wrap it in another"
-        if isinstance(layer, LazyModuleMixin):
+        if is_uninitialised(layer):
             return "lazy: no weight yet"
         if not is_affine(layer):
-            return "not an affine layer"
+            return f"{type_name(layer)} is not supported" if is_namesake(layer) else "not an affine layer"
         if self.choices.excludes(name):
             return "excluded by name"
         if name in self.factors:
@@ -95,7 +112,12 @@ class _Planner:
             return FROZEN
         if self.order is not None and name not in self.order:
             return "not in the forward pass"
-        return None
+        return self._missing_rank(name, layer)
+
+    def _missing_rank(self, name: str, layer: nn.Module) -> str | None:
+        if self.missing_rank is not None:
+            return self.missing_rank.get(name)
+        return missing_rank(layer, _blocks(layer, self.choices.num_parts(name), self.choices.spatial_convolutions))
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -141,7 +163,7 @@ def _ties(module: nn.Module) -> dict[str, list[str]]:
 
 def _blocks(layer: nn.Module, num_parts: int, spatial: bool = False) -> tuple[WeightBlock, ...]:
     sharded: ShardedType | None = sharded_type(layer, num_parts, spatial) if is_affine(layer) else None
-    if sharded is None or isinstance(layer, LazyModuleMixin) or refusal(layer):
+    if sharded is None or is_uninitialised(layer) or refusal(layer):
         return ()
     try:
         return sharded.blocks_of(layer, num_parts)
@@ -151,4 +173,4 @@ def _blocks(layer: nn.Module, num_parts: int, spatial: bool = False) -> tuple[We
 
 def _shapes(layer: nn.Module) -> tuple[tuple[int, ...], ...]:
     weights = (p for name, p in layer.named_parameters(recurse=False) if "bias" not in name)
-    return () if isinstance(layer, LazyModuleMixin) else tuple(tuple(weight.shape) for weight in weights)
+    return () if is_uninitialised(layer) else tuple(tuple(weight.shape) for weight in weights)

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
+from lightning_spectral.arguments import unmatched
 from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.layer_types import sharded_type
+from lightning_spectral.nn.plan.layer_types import is_uninitialised, sharded_type
 from lightning_spectral.nn.plan.low_rank import LOW_RANK
-from lightning_spectral.nn.plan.module_plan import LayerPlan
+from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan
 
 FROZEN = "frozen"
 
 
 def problems_of(
-    module: nn.Module, layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], choices: LayerChoices
+    layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], buffers: Sequence[BufferPlan], choices: LayerChoices
 ) -> Iterator[str]:
     """One sentence with a remedy for each problem.
 
     Args:
-        module: The user's module.
-        layers: Its layers by name.
+        layers: The layers of the user's module by name.
         plans: How clients hold each layer.
+        buffers: What becomes of each buffer.
         choices: The user's choices.
     """
-    if lazy := [name for name, layer in layers.items() if isinstance(layer, LazyModuleMixin)]:
+    if lazy := [name for name, layer in layers.items() if is_uninitialised(layer)]:
         yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
-    yield from _unmatched("exclude", choices.exclude, list(layers))
-    yield from _unmatched("split", list(choices.split), list(layers))
+    yield from unmatched("exclude", choices.exclude, layers, "layer")
+    yield from unmatched("split", choices.split, layers, "layer")
+    yield from unmatched("keep_buffers", choices.keep_buffers, [buffer.name for buffer in buffers], "buffer")
     yield from _wrong_splits(layers, choices)
     sharded = [layer for layer in plans if layer.sharded is not None]
     if not sharded and not any(layer.reason in (FROZEN, LOW_RANK) for layer in plans):
@@ -45,17 +45,6 @@ def problems_of(
             f"`term_granularity={choices.term_granularity}` rounds up to all terms of every sharded layer, of which "
             f"the largest has N = {largest}: every client would hold them all. Lower it far below that."
         )
-    if zero := [layer.name for layer in sharded if _has_zero_block(module, layer)]:
-        yield (
-            f"Layers whose weight is zero have no singular terms that could train: {', '.join(zero)}. Keep them dense "
-            "with `exclude=`, or initialise them differently."
-        )
-
-
-def _unmatched(argument: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            yield f"`{argument}` pattern {pattern!r} matches no layer; the layers are: {', '.join(names)}."
 
 
 def _wrong_splits(layers: Mapping[str, nn.Module], choices: LayerChoices) -> Iterator[str]:
@@ -70,7 +59,3 @@ def _wrong_splits(layers: Mapping[str, nn.Module], choices: LayerChoices) -> Ite
             sharded.blocks_of(layer, parts)
         except ValueError as error:
             yield f"`split` of {name!r}: {error}"
-
-
-def _has_zero_block(module: nn.Module, layer: LayerPlan) -> bool:
-    return any(not bool(b.matrix(module.get_parameter(b.parameter).detach()).any()) for b in layer.blocks)

@@ -58,7 +58,7 @@ def replace_layers(
 
 
 def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: float) -> None:
-    """Replace the layers to be sharded, in place, wherever they are registered.
+    """Turn the layers to be sharded into sharded ones, in place.
 
     Args:
         module: The module to change.
@@ -66,20 +66,16 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
         make: Makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
         keep_ratio: Share of the singular terms that the new layers hold.
     """
-    swaps: dict[nn.Module, nn.Module] = {}
     for name, layer_plan in plan.sharded.items():
         assert layer_plan.sharded is not None
         dense = module.get_submodule(name)
-        swaps[dense] = make(layer_plan.sharded, dense, _numbers_of_terms(plan, layer_plan, keep_ratio))
-        _name_weights(swaps[dense], layer_plan)
-        _cut_outputs(swaps[dense], layer_plan, dense)
-        swaps[dense].train(dense.training)
-        _move_hooks(dense, swaps[dense])
-        _log.info("%s: %s -> %s", name, type(dense).__name__, swaps[dense])
-    for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if layer in swaps:
-            parent, _, child = path.rpartition(".")
-            setattr(module.get_submodule(parent), child, swaps[layer])
+        sharded = make(layer_plan.sharded, dense, _numbers_of_terms(plan, layer_plan, keep_ratio))
+        _name_weights(sharded, layer_plan)
+        _cut_outputs(sharded, layer_plan, dense)
+        sharded.train(dense.training)
+        _move_hooks(dense, sharded)
+        _log.info("%s: %s -> %s", name, type(dense).__name__, sharded)
+        _become(dense, sharded)
     _leave_fast_paths(module)
 
 
@@ -108,6 +104,13 @@ def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
         name for name in vars(sharded) if name.endswith("hooks") and ("forward" in name or "backward" in name)
     ]:
         getattr(sharded, hooks).update(vars(dense).get(hooks, {}))
+
+
+def _become(dense: nn.Module, sharded: nn.Module) -> None:
+    """Turn a layer into its replacement, so that lists and functions that refer to the layer follow as well."""
+    vars(dense).clear()
+    dense.__class__ = type(sharded)
+    vars(dense).update(vars(sharded))
 
 
 def _leave_fast_paths(module: nn.Module) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from lightning_spectral.nn.layers.blocks import join
 from lightning_spectral.protocol.exchange import copy_module
 
 Example = Any
+T = TypeVar("T")
 
 
 def example_of(module: nn.Module) -> Example:
@@ -21,23 +24,32 @@ def example_of(module: nn.Module) -> Example:
 
 
 def as_input(module: nn.Module, example_input: Example) -> Example:
-    """An example whose floating-point tensors have the type of a module's parameters, if these have only one.
+    """An example on the device of a module's parameters, and of their type, if these have only one.
 
-    A Trainer with ``precision="64-true"`` casts the module and its batches, but not the ``example_input_array``.
+    A Trainer moves the module and its batches to its device, and casts them (``precision="64-true"``), but not the
+    ``example_input_array``.
 
     Example:
         >>> as_input(nn.Linear(2, 3).double(), (torch.zeros(1, 2), torch.tensor(1)))
         (tensor([[0., 0.]], dtype=torch.float64), tensor(1))
     """
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    if len(dtypes) != 1:
-        return example_input
-    (dtype,) = dtypes
+    parameters = list(module.parameters())
+    device = _only({parameter.device for parameter in parameters})
+    dtype = _only({parameter.dtype for parameter in parameters if parameter.is_floating_point()})
 
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    def move(leaf: Any) -> Any:
+        has_values = isinstance(leaf, (torch.Tensor, PackedSequence))
+        if not has_values:  # a batch of a tokenizer or of graphs moves in place
+            return copy.copy(leaf).to(device) if device is not None and hasattr(leaf, "to") else leaf
+        is_cast = dtype is not None and leaf.data.is_floating_point()
+        return leaf.to(device or leaf.data.device, dtype if is_cast else leaf.data.dtype)
 
-    return tree_map(cast, example_input)
+    return tree_map(move, example_input, is_leaf=lambda part: isinstance(part, PackedSequence))
+
+
+def _only(found: set[T]) -> T | None:
+    """The element of a set of one, ``None`` for other sets."""
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...]:

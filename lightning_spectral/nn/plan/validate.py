@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.planner import plan_layers
 from lightning_spectral.nn.plan.trace import Example
+from lightning_spectral.nn.plan.untraced import REMEDY, difference_from_a_run
 
 
 def validate(
@@ -24,7 +28,8 @@ def validate(
 
     Returns:
         The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
-        and they follow it.
+        and they follow it. Otherwise a run makes its own plan, which knows no example but the module's
+        ``example_input_array``; where that plan is another, a printed note says so.
 
     Raises:
         ValueError: If ``layers`` is the plan of another module, or there is an example but no ``forward``.
@@ -40,11 +45,16 @@ def validate(
     """
     plan = _plan(module, layers, example_input)
     print(plan)
+    if difference := difference_from_a_run(module, plan, layers, example_input):
+        print(f"\nNOTE: {difference} {REMEDY}")
     return plan
 
 
 def plan_of(
-    module: nn.Module, layers: LayerChoices | ModulePlan = LayerChoices(), example_input: Example = None
+    module: nn.Module,
+    layers: LayerChoices | ModulePlan = LayerChoices(),
+    example_input: Example = None,
+    missing_rank: Mapping[str, str] | None = None,
 ) -> ModulePlan:
     """A plan of ``module`` without problems: made from choices, or given and checked.
 
@@ -52,6 +62,7 @@ def plan_of(
         module: The user's module; it is only read.
         layers: Choices, or the plan that `validate` returned.
         example_input: As in `validate`; a given plan needs none.
+        missing_rank: As in `plan_layers`; a given plan needs none.
 
     Raises:
         ValueError: If `validate` shows problems, which the message lists, or if ``layers`` is the plan of another
@@ -64,7 +75,7 @@ def plan_of(
         >>> plan_of(mlp, plan) is plan
         True
     """
-    return _plan(module, layers, example_input).check()
+    return _plan(module, layers, example_input, missing_rank).check()
 
 
 def check_layers(layers: object) -> None:
@@ -76,9 +87,15 @@ def check_layers(layers: object) -> None:
         )
 
 
-def _plan(module: nn.Module, layers: LayerChoices | ModulePlan, example_input: Example) -> ModulePlan:
+def _plan(
+    module: nn.Module,
+    layers: LayerChoices | ModulePlan,
+    example_input: Example,
+    missing_rank: Mapping[str, str] | None = None,
+) -> ModulePlan:
+    check_is("module", module, nn.Module)
     check_layers(layers)
     if isinstance(layers, LayerChoices):
-        return plan_layers(module, example_input, layers)
+        return plan_layers(module, example_input, layers, missing_rank)
     layers.check_module(module)
     return layers

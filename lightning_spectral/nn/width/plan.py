@@ -40,6 +40,10 @@ class ChannelGroup:
         """Names of the layers that are cut."""
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.tensors))
 
+    def holds(self, labels: Labels) -> bool:
+        """Whether any of these labels is one of the group's channels."""
+        return bool(((labels >= self.first_label) & (labels < self.first_label + self.num_units)).any())
+
     def num_kept(self, keep_ratio: float) -> int:
         """Number of units that a client with keep ratio r holds: ceil(r N)."""
         return num_terms_for(self.num_units, keep_ratio)

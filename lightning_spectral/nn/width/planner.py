@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from lightning_spectral.arguments import matches_any
+from lightning_spectral.arguments import as_patterns, check_matches, matches_any
+from lightning_spectral.errors import check_is
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of
 from lightning_spectral.nn.width.labelling import fixed
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
-from lightning_spectral.nn.width.reshaping import Key
+from lightning_spectral.nn.width.reshaping import Key, Splits
+from lightning_spectral.nn.width.search import Problem, wrong_among
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.nn.width.trace import Found, trace_channels
 from lightning_spectral.nn.width.units import Labels
@@ -49,41 +50,34 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
         <BLANKLINE>
         held whole: 2.bias
     """
+    check_is("module", module, nn.Module)
+    exclude = as_patterns("exclude", exclude)
     example = example_of(module) if example_input is None else example_input
     if example is None:
         raise ValueError(
             f"To find which channels of {type(module).__name__} belong together, a forward pass is traced: set its "
             "`example_input_array`, e.g. to a batch of two examples."
         )
-    planner = _Planner(copy_module(module).cpu().eval(), _on_cpu(as_input(module, example)), _excluded(module, exclude))
-    return planner.plan()
+    traced = copy_module(module).cpu().eval()
+    return _Planner(traced, as_input(traced, example), _excluded(module, exclude)).plan()
 
 
 def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
     """Raise ``ValueError`` if the sub-models of a keep ratio do not work; without an example nothing is tested."""
     if (example := example_of(module)) is None:
         return
-    example = _on_cpu(as_input(module, example))
-    if problem := problem_of(copy_module(module).cpu().eval(), example, plan, plan.first(keep_ratio)):
+    traced = copy_module(module).cpu().eval()
+    if problem := problem_of(traced, as_input(traced, example), plan, plan.first(keep_ratio)):
         raise ValueError(
-            f"A sub-model of {type(module).__name__} with `keep_ratio={keep_ratio:g}` does not work: {problem}. Leave "
-            "layers out of the cut with `exclude`, or choose another keep ratio."
+            f"A sub-model of {type(module).__name__} with `keep_ratio={keep_ratio:g}` does not work: {problem.reason}. "
+            "Leave layers out of the cut with `exclude`, or choose another keep ratio."
         )
-
-
-def _on_cpu(example: Example) -> Example:
-    return tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, example)
 
 
 def _excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Names of the tensors of layers that a pattern matches."""
-    layers = {name.rpartition(".")[0] for name in travelling_tensors(module)}
-    for pattern in patterns:
-        if not any(fnmatchcase(layer, pattern) for layer in layers):
-            raise ValueError(
-                f"`exclude`: {pattern!r} matches no layer of {type(module).__name__}; give patterns of names such as "
-                f"{sorted(layers)[0]!r}."
-            )
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in travelling_tensors(module))
+    check_matches("exclude", patterns, layers, "layer")
     return {n for n in travelling_tensors(module) if matches_any(n.rpartition(".")[0], patterns)}
 
 
@@ -109,7 +103,9 @@ class _Planner:
                     self.give_up(plan, group, reason)
 
     def trace(self) -> Found:
-        found = trace_channels(self.module, self.example, self.chosen)
+        # a copy, because a forward pass may leave tensors behind, which later copies could not include
+        found = Found(Splits(self.chosen))
+        trace_channels(copy_module(self.module), self.example, found)
         self.rivals = {**found.splits.rivals, **self.rivals}
         for name, dim, places in self.given_up:
             found.units.fix(found.axes[name][dim][places])
@@ -144,19 +140,10 @@ class _Planner:
 
     def wrong(self, plan: WidthPlan) -> list[tuple[ChannelGroup, str]]:
         """The groups that cannot be cut together with those before them, and why."""
-        if not self.problem(plan, plan.groups):
-            return []
-        fine: list[ChannelGroup] = []
-        wrong = []
-        for group in plan.groups:
-            if problem := self.problem(plan, [*fine, group]):
-                wrong.append((group, problem))
-            else:
-                fine.append(group)
-        return wrong
+        return wrong_among(plan.groups, partial(self.problem, plan))
 
-    def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> str:
-        """The problem if one unit of each of some groups is cut off; empty if there is none.
+    def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> Problem | None:
+        """The problem if one unit of each of some groups is cut off.
 
         Code that counts channels on its own may well be able to divide half of them, but hardly all but one.
         """
@@ -178,8 +165,10 @@ class _Planner:
         self.notes.append(f"{group.name}: {group.num_units} channels are held whole: {reason}")
 
 
-def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mapping[str, torch.Tensor]) -> str:
-    """The problem with a module that keeps only some units; empty if there is none.
+def problem_of(
+    module: nn.Module, example: Example, plan: WidthPlan, kept: Mapping[str, torch.Tensor]
+) -> Problem | None:
+    """The problem with a module that keeps only some units; ``None`` if there is none.
 
     Args:
         module: The whole module, in evaluation mode; it is only read.
@@ -195,11 +184,16 @@ def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mappi
         for name, where in indices.items()
     }
     whole = {name: fixed(t.shape) for name, t in travelling_tensors(small).items() if name not in known}
+    found = Found(Splits(plan.splits))
     try:
-        found = trace_channels(small, example, plan.splits, {**known, **whole})
+        trace_channels(small, example, found, {**known, **whole})
     except Exception as error:  # from the user's own code, which may count channels in its own way
-        return f"the module does not run without some channels: {type(error).__name__}: {str(error).splitlines()[0]}"
-    return "without some channels, the others are not where they were" if found.units.num_unions else ""
+        said = "".join(f": {line}" for line in str(error).splitlines()[:1])  # a bare `assert` says nothing
+        reason = f"the module does not run without some channels: {type(error).__name__}{said}"
+        return Problem(reason, len(found.made), [np.concatenate(axes) for axes in reversed(found.made) if axes])
+    if not (united := found.units.united).size:
+        return None
+    return Problem("without some channels, the others are not where they were", len(found.made), [united])
 
 
 def _by_places(classes: Mapping[str, Sequence[Labels]]) -> dict[tuple[tuple[Place, int], ...], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -73,7 +74,7 @@ def _segments(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[lis
 
 
 def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
-    return int(np.prod([sizes[dim] for dim in dims], dtype=np.int64))
+    return math.prod(sizes[dim] for dim in dims)
 
 
 def _merged(units: Units, axes: Sequence[Labels]) -> Labels:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,44 +13,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.nn.plan.trace import Example, run_example
-from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed, unknown
-from lightning_spectral.nn.width.reshaping import Key, Splits
+from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed, tensors_of, unknown
+from lightning_spectral.nn.width.reshaping import Splits
 from lightning_spectral.nn.width.rules import pieces, rule_for
 from lightning_spectral.nn.width.units import Units
 
 
 @dataclass
 class Found:
-    """The result of a pass: what it shows about the channels of a module.
+    """What a pass shows about the channels of a module; what it showed so far, if it failed.
 
     Attributes:
+        splits: Choices where a dimension of channels becomes several.
         units: Classes of labels.
         axes: For each parameter and buffer by name, the labels along its dimensions.
         unknown: Names of the operations for which there is no rule.
-        splits: Choices where a dimension of channels becomes several.
+        made: The labels of each tensor that the pass made, in order.
     """
 
-    units: Units
-    axes: Mapping[str, Axes]
     splits: Splits
+    units: Units = field(default_factory=Units)
+    axes: Mapping[str, Axes] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    made: list[Axes] = field(default_factory=list)
 
 
-def trace_channels(
-    module: nn.Module,
-    example: Example,
-    chosen: Mapping[Key, int] | None = None,
-    known: Mapping[str, Axes] | None = None,
-) -> Found:
+def trace_channels(module: nn.Module, example: Example, found: Found, known: Mapping[str, Axes] | None = None) -> None:
     """Find the channels of a module that belong together, in one forward pass.
 
     Args:
         module: A copy, on the CPU and in evaluation mode.
         example: Its input.
-        chosen: Choices for `Splits`.
+        found: What is found is added here.
         known: The labels of its parameters and buffers; by default each channel has its own.
     """
-    found = Found(Units(), {}, Splits(chosen or {}))
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     labelling = _Labelling(found)
     found.axes = {name: found.units.own_labels(tensor.shape, (known or {}).get(name)) for name, tensor in own.items()}
@@ -63,7 +60,6 @@ def trace_channels(
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor):
             labelling.traced.fix(*labelling.axes(tensor))
-    return found
 
 
 def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
@@ -75,6 +71,21 @@ def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
     rows, columns = traced.axes(layer.in_proj_weight)
     traced.units.unite(rows.reshape(3, -1), columns)
     traced.unite(*traced.axes(layer.out_proj.weight))
+
+
+class _Operation(NamedTuple):
+    """An operation of torch: its name without namespace and overload, the names of its arguments, and its rule."""
+
+    name: str
+    arguments: tuple[str, ...]
+    rule: Rule
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    name = func._schema.name.partition("::")[2]
+    arguments = tuple(argument.name for argument in func._schema.arguments)
+    return _Operation(name, arguments, rule_for(name, torch.Tag.pointwise in func.tags))
 
 
 class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,12 +107,11 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        names = [argument.name for argument in func._schema.arguments]
-        call = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        outs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
-        if any(isinstance(value, Tensor) for value in tree_leaves(call)):
-            name = func._schema.name.partition("::")[2]
-            self._label(name, rule_for(name, torch.Tag.pointwise in func.tags), call, outs)
+        operation = _operation(func)
+        call = {**dict(zip(operation.arguments, args, strict=False)), **(kwargs or {})}
+        if tensors_of(call):
+            outs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+            self._label(operation.name, operation.rule, call, outs)
         return out
 
     def _label(self, name: str, rule: Rule, call: Call, outs: list[Tensor]) -> None:
@@ -110,7 +120,8 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if axes is None and not place:
                 self._note(name, call)
                 rule, axes = unknown, unknown(self.traced, own, out)
-            self.put(out, fixed(out.shape) if axes is None else axes)
+            self.found.made.append(fixed(out.shape) if axes is None else axes)
+            self.put(out, self.found.made[-1])
 
     def _followed(self, rule: Rule, call: Call, out: Tensor) -> Axes | None:
         """The labels of an output by a rule; ``None`` if it does not apply, as to the indices of a maximum."""

@@ -15,9 +15,6 @@ FIXED = 0  # the label of entries that are never cut
 class Units:
     """Labels, each with the class that it belongs to; classes can be united with each other or with `FIXED`.
 
-    Attributes:
-        num_unions: Number of times that two classes became one.
-
     Example:
         >>> units = Units()
         >>> out, into = units.fresh(3), units.fresh(3)
@@ -28,12 +25,17 @@ class Units:
 
     def __init__(self) -> None:
         self._parent = np.zeros(1, dtype=np.int64)
-        self.num_unions = 0
+        self._is_united = False  # until then, each label is its own class, as nearly always in a trial
 
     @property
     def size(self) -> int:
         """Number of labels."""
         return len(self._parent)
+
+    @property
+    def united(self) -> Labels:
+        """The labels that are in the class of a smaller one."""
+        return np.flatnonzero(self._parent != np.arange(self.size))
 
     def fresh(self, count: int) -> Labels:
         """New labels, each in a class of its own."""
@@ -51,7 +53,7 @@ class Units:
 
     def find(self, labels: Labels) -> Labels:
         """The smallest label in the class of each label."""
-        while not np.array_equal(above := self._parent[labels], labels):
+        while self._is_united and not bool(((above := self._parent[labels]) == labels).all()):
             labels = above
         return labels
 
@@ -61,12 +63,15 @@ class Units:
 
     def unite(self, some: Labels, others: Labels) -> None:
         """Unite the classes of labels at the same places; arrays broadcast."""
-        pairs = np.stack(np.broadcast_arrays(self.find(some), self.find(others))).reshape(2, -1)
+        some, others = self.find(some), self.find(others)
+        if bool((some == others).all()):  # as nearly always in a trial
+            return
+        pairs = np.stack(np.broadcast_arrays(some, others)).reshape(2, -1)
         for one, two in np.unique(pairs[:, pairs[0] != pairs[1]], axis=1).T:
             least, largest = sorted(self.find(np.array([one, two])).tolist())
             if least != largest:
                 self._parent[largest] = least
-                self.num_unions += 1
+                self._is_united = True
 
     def fix(self, labels: Labels) -> None:
         """Never cut entries with these labels."""

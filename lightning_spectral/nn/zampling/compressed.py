@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_spectral.arguments import Number, OneOf, Rule, Whole, as_patterns, check_fields, flag, matches_any
+from lightning_spectral.arguments import (
+    Number,
+    OneOf,
+    Rule,
+    Whole,
+    as_patterns,
+    check_fields,
+    check_matches,
+    flag,
+    matches_any,
+)
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
@@ -155,13 +166,19 @@ class Compression:
         be a random number around 0.
 
         Raises:
-            ValueError: If there is none, or one is complex, or read through a property without a setter.
+            ValueError: If there is none, one is complex, or read through a property without a setter, or a pattern
+                matches no parameter.
+            TypeError: If ``module`` is not a module.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
             >>> [(weight.name, weight.fan_in) for weight in Compression(2, degree=2).weights_of(net)]
             [('0.weight', 8), ('0.bias', 8)]
         """
+        check_is("module", module, nn.Module)
+        named = dict(module.named_parameters(remove_duplicate=False))
+        check_matches("exclude", self.exclude, named, "parameter")
+        check_matches("include", self.include, named, "parameter")
         found = {weight.name: weight for weight in self._weights(module)}
         if not found:
             raise ValueError(

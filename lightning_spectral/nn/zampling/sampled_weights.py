@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from lightning_spectral.functional.zampling.bits import draw_bits
 from lightning_spectral.functional.zampling.links import Link
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
+from lightning_spectral.nn.own_types import at_least_float32, keeping_float32
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
 
 NAME = "_zampling"  # of this module within the one whose weights it computes
@@ -57,7 +58,7 @@ class SampledWeights(nn.Module):
         self._sites = tuple(_take_out(module, [weight.name for weight in weights]))
         self.dtype = first.dtype  # of the weights; scores have at least 32 bits, so that bits are drawn without bias
         self.scores = nn.Parameter(
-            torch.zeros(matrix.num_columns, dtype=_at_least_float32(first.dtype), device=first.device)
+            torch.zeros(matrix.num_columns, dtype=at_least_float32(first.dtype), device=first.device)
         )
         module.add_module(NAME, self)
 
@@ -108,14 +109,9 @@ class SampledWeights(nn.Module):
         return split_weights(flat.to(self.dtype), self.shapes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SampledWeights:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.dtype = fn(torch.zeros(0, dtype=self.dtype, device=self.scores.device)).dtype
-        self.scores.data = self.scores.detach().to(_at_least_float32(self.dtype))
+        super()._apply(keeping_float32(fn), recurse)  # type: ignore[no-untyped-call]
         return self
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:

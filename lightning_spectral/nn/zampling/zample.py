@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_spectral.arguments import Whole
+from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link
 from lightning_spectral.nn.zampling.compressed import Compression, Init
@@ -76,10 +77,12 @@ def zample(
         >>> [(name, tuple(parameter.shape)) for name, parameter in net.named_parameters()]
         [('_zampling.scores', (83,))]
     """
+    link = Clip() if link is None else link
+    check_is("link", link, Link)
     if hasattr(module, NAME):
         raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
     how = Compression(compression, degree, init, sampled, values, exclude, include, memory, gain)
-    LocalWeights(module, how.weights_of(module), how, link or Clip(), Whole()("seed", seed))
+    LocalWeights(module, how.weights_of(module), how, link, Whole()("seed", seed))
     return module
 
 

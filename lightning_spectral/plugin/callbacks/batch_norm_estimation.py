@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -12,19 +13,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_spectral.algorithms import Algorithm, WidthSharding
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.module_metrics import isolate_metrics
+from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.client.user_step import UserStep
-from lightning_spectral.errors import RoundError
+from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Trained, is_host
 from lightning_spectral.plugin.round_counting import num_rounds
-from lightning_spectral.plugin.user_hooks import as_in_a_step, defines
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, defines
+from lightning_spectral.plugin.user_logging import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
+from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 
 PURPOSE = "BatchNorm estimation"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -32,6 +36,8 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 class Estimated(Trained, Protocol):
     """The interface of a model for an estimation."""
+
+    faults: Faults
 
     @property
     def data(self) -> FederatedDataModule:
@@ -58,6 +64,9 @@ class BatchNormEstimation(RoundCallback):
 
     The clients' averages are therefore not needed: with the algorithm's ``keep_buffers=["*.running_*"]`` they are not
     uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
+
+    A batch on which ``training_step`` fails, or which gives NaN, is left out if the run's `Faults` tolerate clients
+    with that fault, and a `SpectralWarning` counts them.
 
     Dropout is active, as it is while clients train. The global random generators are left unchanged. With several
     processes, one estimates and all get the same bits.
@@ -181,33 +190,77 @@ def estimated(
         max_batches: Largest number of batches to use.
 
     Raises:
-        RoundError: If ``training_step`` fails.
+        RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` tolerate
+            no client with such a fault, or only in a smaller share of the batches.
     """
     copied: Any = copy_module(model.module)
     recorder = Recorder(copied)
-    copied.log, copied.log_dict = recorder.log, recorder.log_dict
+    redirect_logging(copied, recorder.log, recorder.log_dict)
     isolate_metrics(copied)
     copied.trainer = trainer
+    adopt_batch_hooks(copied, model.data)
     layers = {name: layer for name, layer in _tracked(copied).items() if layer.training}
     for layer in layers.values():
         layer.reset_running_stats()
         layer.momentum = None  # the mean over all batches
     batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
     seed = derived_seed(model.seed, PURPOSE, round_idx)
+    where = f"Round {round_idx}, BatchNorm estimation"
     try:
         with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw random numbers
-            _run_steps(copied, trainer, batches)
-    except Exception as error:
-        raise RoundError(f"Round {round_idx}, BatchNorm estimation: {type(error).__name__}: {error}") from error
+            _run_steps(copied, trainer, batches, layers.values(), model.faults, where)
+    except RoundError:
+        raise
+    except Exception as error:  # of a data set, for example
+        raise RoundError(f"{where}: {type(error).__name__}: {error}") from error
     learned = [name for name, layer in layers.items() if layer.num_batches_tracked]
     names = averages(model.module)
     return {**select_tensors(model.module, names), **select_tensors(copied, _buffers(learned))}
 
 
-def _run_steps(module: pl.LightningModule, trainer: pl.Trainer, batches: Iterable[Any]) -> None:
-    """Run ``training_step`` on one batch after another, on the Trainer's device and in its precision."""
-    user = UserStep(module, defines)
-    for batch_idx, batch in enumerate(batches):
-        batch = as_in_a_step(batch, module, trainer)
-        with trainer.precision_plugin.train_step_context(), torch.no_grad():
-            user.training_step(batch, batch_idx)
+def _run_steps(
+    module: pl.LightningModule,
+    trainer: pl.Trainer,
+    batches: Iterable[Any],
+    layers: Collection[_BatchNorm],
+    faults: Faults,
+    where: str,
+) -> None:
+    """Run ``training_step`` on one batch after another, on the Trainer's device and in its precision.
+
+    A batch with a fault is left out of the averages of all layers if the run continues without clients with that fault.
+    """
+    user, left_out, count = UserStep(module, defines), 0, 0
+    for count, batch in enumerate(batches, start=1):
+        cause: Exception | None = None
+        before = [{name: value.clone() for name, value in layer.named_buffers()} for layer in layers]
+        try:
+            batch = as_in_a_step(batch, module, trainer)
+            with trainer.precision_plugin.train_step_context(), torch.no_grad():
+                user.training_step(batch, count - 1)
+        except Exception as error:
+            fault, what, cause = faults.answer("error"), f"{type(error).__name__}: {error}", error
+        else:
+            if all(bool(torch.isfinite(value).all()) for layer in layers for value in layer.buffers()):
+                continue
+            fault, what = faults.answer("not_finite"), "an average becomes NaN or infinite"
+        left_out += 1
+        if isinstance(fault, Raise):
+            raise RoundError(f"{where}: {what}") from cause
+        for layer, values in zip(layers, before, strict=True):
+            load_tensors(layer, values)
+    _check_left_out(left_out, count, faults, where)
+
+
+def _check_left_out(left_out: int, count: int, faults: Faults, where: str) -> None:
+    """Warn about batches that were left out; raise `RoundError` if they are too many."""
+    if not left_out:
+        return
+    shares = [answer.max_share for answer in (faults.on_error, faults.on_not_finite) if isinstance(answer, LeaveOut)]
+    said = f"{where}: {left_out} of {count} batches are left out, whose examples fail or give averages that are NaN"
+    if left_out == count or left_out / count > max(shares):
+        raise RoundError(
+            f"{said}, which is more than `Faults` allow. Batches mix the examples of all clients: look for the broken "
+            "ones, or make batches smaller, FederatedDataModule(eval_batch_size=...)."
+        )
+    warnings.warn(f"{said}.", SpectralWarning, stacklevel=3)

@@ -20,7 +20,7 @@ from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Trained, is_host
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.plugin.round_log import log_values
-from lightning_spectral.plugin.user_hooks import as_in_a_step, is_overridden
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -78,7 +78,7 @@ class ClientEvaluation(RoundCallback):
 
     def __init__(self, every_n_rounds: int = 1, clients: Literal["all", "participants"] | int = "all") -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
-        if clients not in ("all", "participants"):
+        if not (isinstance(clients, str) and clients in ("all", "participants")):
             hint = 'it is "all", "participants" or a number of clients'
             clients = Whole(at_least=1, hint=hint)("clients", clients)
         self.clients = clients
@@ -195,6 +195,7 @@ def evaluate_clients(
     def evaluate() -> list[ClientRow]:
         copied = ValidatedCopy(model.module, {}, trainer)
         copied.module.eval()
+        adopt_batch_hooks(copied.module, model.data)
         return [_evaluated(trainer, model, copied, round_idx, client_ids[i]) for i in mine]
 
     with validating(trainer), torch.no_grad():

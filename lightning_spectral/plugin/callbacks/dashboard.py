@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
@@ -22,6 +24,10 @@ from lightning_spectral.server.metrics import mean_loss
 
 BYTES = "fl/bytes_total"
 OVER_BYTES = "over_bytes"
+NO_LOGGER = (
+    "RoundDashboard shows clients, spectra and draws in a WandbLogger, a TensorBoardLogger or a CSVLogger, and the "
+    "Trainer has none of them, so it will only count bytes; add one, Trainer(logger=...), or leave the callback out."
+)
 
 
 class RoundDashboard(RoundCallback):
@@ -76,6 +82,8 @@ class RoundDashboard(RoundCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the loggers; one process writes."""
         self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
+        if trainer.is_global_zero and not (self._writers or trainer.fast_dev_run):  # type: ignore[attr-defined]
+            warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

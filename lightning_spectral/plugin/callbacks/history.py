@@ -20,7 +20,7 @@ from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 class RoundHistory(RoundCallback):
     """Keeps one row of metrics per round: its own (``fl/...``), those of clients and callbacks, and validation's.
 
-    It is part of the checkpoint, so a resumed run includes the earlier rounds.
+    It is part of the checkpoint, so a resumed run includes the earlier rounds. A new fit needs a new history.
 
     Attributes:
         rows: One dictionary per round, in order.
@@ -30,6 +30,19 @@ class RoundHistory(RoundCallback):
         self.rows: list[dict[str, float]] = []
         self._from_clients: set[str] = set()
         self._new = NewlyLogged()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that rounds of another fit do not get mixed with those of a new one.
+
+        Raises:
+            ValueError: If there are any, and the fit neither continues nor resumes a run.
+        """
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.rows and trainer.current_epoch == 0 and trainer.ckpt_path is None:
+            raise ValueError(
+                f"This RoundHistory has {len(self.rows)} rounds of another fit, with which those of a new one would be "
+                "mixed; give each fit its own: Trainer(callbacks=[RoundHistory()])."
+            )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Add the row of the round; with several models, each adds its part to it."""
@@ -41,7 +54,7 @@ class RoundHistory(RoundCallback):
         self._from_clients |= own.keys()
 
     def _belongs_to_last_row(self, own: dict[str, float]) -> bool:
-        """Whether another model has begun the row of this round; in another fit rounds begin at 0 again."""
+        """Whether another model has begun the row of this round."""
         last = self.rows[-1] if self.rows else {}
         return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
 
@@ -89,9 +102,10 @@ class RoundHistory(RoundCallback):
         with from_extra("examples"):
             from lightning_spectral.report.printed import draw_line, printed, round_axis
             from lightning_spectral.report.style import look
+            from lightning_spectral.report.texts import as_label
 
         with printed(Path(path), 6.0, 3.5) as figure:
-            axes = figure.add_subplot(ylabel=name)
+            axes = figure.add_subplot(ylabel=as_label(name))
             rounds, values = zip(*points, strict=True)
             draw_line(axes, rounds, values, look(0), name)
             round_axis(axes)

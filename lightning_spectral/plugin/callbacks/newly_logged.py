@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,18 @@ class NewlyLogged:
     def mark(self, trainer: pl.Trainer) -> None:
         """Treat what is logged from now on as new."""
         self._before = dict(trainer.callback_metrics)
+
+    def split(self, trainer: pl.Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the old and the new values on the CPU, by name; new ones remain new.
+
+        They include those that callbacks have logged for the whole epoch, which Lightning shows only when it ends.
+        """
+        old: dict[str, Tensor] = {}
+        new: dict[str, Tensor] = {}
+        of_epoch = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+        for name, value in {**trainer.callback_metrics, **of_epoch}.items():
+            (old if value is self._before.get(name) else new)[name] = torch.as_tensor(value).detach().cpu()
+        return old, new
 
     def take(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return the new values by name, and treat them as old from now on."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.plugin.host import is_host
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.turn import Turn
 
@@ -19,6 +22,17 @@ class RoundCallback(pl.Callback):
         ...     def on_round_end(self, trainer, pl_module, summary):
         ...         print(summary.round_idx, len(summary.clients))
     """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Warn if there will be no rounds to act on."""
+        if stage == "fit" and not is_host(pl_module):
+            warnings.warn(
+                f"{type(self).__name__} acts on the rounds of a federation, and {type(pl_module).__name__} is trained "
+                "on batches, so it will do nothing; wrap the module, FederatedModule(module, clients_per_round=...), "
+                "or leave the callback out.",
+                SpectralWarning,
+                stacklevel=2,
+            )
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         """Called once a round is open; ``opened`` is what `Algorithm.open` returned."""

@@ -27,11 +27,12 @@ class SampledNetworks(pl.Callback):
     - ``M/sampled_max``, ``M/sampled_min``: largest and smallest value among the sampled networks.
     - ``M/sampling_gap``: M of the expected network minus the mean over the sampled ones.
 
-    With several dataloaders, names end in the dataloader's index, as in Lightning's own names. A single network has no
-    standard deviation. Each network is a copy of your module with its metrics and buffers. It runs ``validation_step``,
-    and no other hook, on the batches that Lightning validates on. During validation there are thus ``num_samples``
-    copies in memory. Bits are drawn from the run's seed, the round and the number of the network, and the global random
-    generators are left unchanged: the run is the same with and without this callback.
+    With several dataloaders, which need Lightning 2.5.3, names end in the dataloader's index, as in Lightning's own
+    names. A single network has no standard deviation. Each network is a copy of your module with its metrics and
+    buffers. It runs ``validation_step``, and no other hook, on the batches that Lightning validates on. During
+    validation there are thus ``num_samples`` copies in memory. Bits are drawn from the run's seed, the round and the
+    number of the network, and the global random generators are left unchanged: the run is the same with and without
+    this callback.
 
     It also acts in every ``Trainer.validate``. With ``strategy="client_parallel"``, each process validates all networks
     on all of the data, as it does the server's module.

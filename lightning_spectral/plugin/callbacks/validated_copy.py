@@ -13,8 +13,10 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_spectral.client.recorder import Recorder, isolate_metrics
+from lightning_spectral.client.module_metrics import isolate_metrics
+from lightning_spectral.client.recorder import Recorder
 from lightning_spectral.client.user_step import call_with_accepted
+from lightning_spectral.plugin.user_logging import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors
 
 SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders
@@ -39,7 +41,7 @@ class ValidatedCopy:
         load_tensors(self.module, tensors)
         isolate_metrics(self.module)
         self.module.trainer = trainer
-        self.module.log, self.module.log_dict = self._log, self._log_dict
+        redirect_logging(self.module, self._log, self._log_dict)
         self._recorder = Recorder(self.module)
         self._trainer = trainer
         self._batch: Any = None

@@ -121,7 +121,7 @@ def test_pickled_it_is_its_description_alone_and_draws_the_same() -> None:
     matrix = fresh("blocks")
     z, g = vectors(matrix, torch.float32)
     weights, pulled = matrix.expand(z), matrix.pull_back(g)
-    matrix._on_device(torch.device("cpu"))
+    matrix._on_device(z)
     sent = pickle.dumps(matrix)
     assert len(sent) < 1000
     received = pickle.loads(sent)
@@ -135,15 +135,15 @@ def test_sparse_products_of_torch_are_those_of_scipy(name: str) -> None:
     """What other devices use, on the CPU; some rows are kept, others drawn again."""
     matrix, Q = fresh(name, memory=BLOCK_ROWS * 44 + 4), dense(fresh(name))
     z, g = vectors(matrix, torch.float32)
-    pair = matrix._on_device(torch.device("cpu"))
-    assert matrix._on_device(torch.device("cpu"))[0] is pair[0]  # kept
+    pair = matrix._on_device(z)
+    assert matrix._on_device(z)[0] is pair[0]  # kept
     try:
         weights, pulled = torch.mv(pair[0], z), torch.mv(pair[1], g)
     except RuntimeError as error:
         pytest.skip(f"this build of torch multiplies no sparse matrices on the CPU: {error}")
     assert ((weights - matrix.expand(z)).abs() <= 2 * rounding(Q, z)).all()
     assert ((pulled - matrix.pull_back(g)).abs() <= 2 * rounding(Q.T, g)).all()
-    assert matrix._on_device(torch.device("meta"))[0].is_meta  # another device has its own
+    assert matrix._on_device(z.to("meta"))[0].is_meta  # another device has its own
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,6 +19,7 @@ from lightning_spectral.nn.cost.costs import Costs, costs_of
 from lightning_spectral.nn.cost.counted_pass import count_pass
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
 from lightning_spectral.nn.plan.trace import run_example
+from lightning_spectral.nn.plan.validate import plan_of
 
 # Torch says that its own LSTM has a slower kernel for projections.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")
@@ -179,7 +180,7 @@ def made(case: tuple[Callable[[], nn.Module], Any, dict[str, Any]]) -> tuple[nn.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = make()
-    return module, example, costs_of(module, example, ls.LayerChoices(**options))
+    return module, example, costs_of(module, example, plan_of(module, ls.LayerChoices(**options), example))
 
 
 def replaced(module: nn.Module, keep_ratio: float, case: Any) -> nn.Module:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import lightning_spectral as ls
 from lightning_spectral.models import CCT, FEMNISTCNN, ResNet18
 from lightning_spectral.nn.plan.trace import run_example
+from lightning_spectral.nn.width import planner
 from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.planner import check_cut, width_plan
+from lightning_spectral.nn.width.planner import check_cut, problem_of, width_plan
+from lightning_spectral.nn.width.search import Problem
 from lightning_spectral.nn.width.sub_model import cut_module, take
 from lightning_spectral.protocol.exchange import copy_module, travelling_tensors
 
@@ -288,3 +290,79 @@ def test_a_group_norm_is_cut_as_in_the_whole_module_however_little_is_left(num_g
     (group,) = plan.groups
     for kept in range(1, group.num_units + 1):
         check_cut(module, plan, kept / group.num_units)
+
+
+class Counts(nn.Module):
+    """Counts its channels, in a bare assertion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).relu()
+        assert hidden.shape[1] == 8
+        return self.out(hidden)
+
+
+def test_a_failed_assertion_that_says_nothing_keeps_the_channels_whole() -> None:
+    plan = width_plan(Counts(), torch.zeros(2, 4))
+    assert plan.groups == ()
+    assert "the module does not run without some channels: AssertionError" in str(plan)
+
+
+class Caches(nn.Module):
+    """Computes a table in its first pass in evaluation mode, from weights that may be cut, and keeps it."""
+
+    def __init__(self, caches: bool) -> None:
+        super().__init__()
+        self.caches = caches
+        self.into, self.table, self.out = nn.Linear(4, 8), nn.Linear(3, 8), nn.Linear(8, 2)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.kept
+        if table is None or self.training or not self.caches:
+            self.kept = table = self.table(torch.ones(1, 3))
+        return self.out(self.into(x) * table)
+
+
+def test_what_a_module_caches_in_one_pass_is_not_there_in_the_next() -> None:
+    caching, plain = (width_plan(Caches(caches), torch.zeros(2, 4)) for caches in (True, False))
+    assert str(caching) == str(plain)
+    assert [group.num_units for group in caching.groups] == [8]
+
+
+class Branches(nn.Module):
+    """Sixteen independent branches; the channels of some are counted."""
+
+    def __init__(self, counted: tuple[int, ...]) -> None:
+        super().__init__()
+        self.counted = counted
+        self.into = nn.ModuleList(nn.Linear(4, 8) for _ in range(16))
+        self.out = nn.ModuleList(nn.Linear(8, 2) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(len(x), 2)
+        for i, (into, out) in enumerate(zip(self.into, self.out, strict=True)):
+            hidden = into(x).relu()
+            assert i not in self.counted or hidden.shape[1] == 8, f"branch {i}"
+            total = total + out(hidden)
+        return total
+
+
+@pytest.mark.parametrize(("counted", "most"), [((), 1), ((5,), 6), ((0, 15), 8), (tuple(range(16)), 17)])
+def test_groups_that_cannot_be_cut_are_found_in_few_trials(
+    counted: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = []
+
+    def counting(*arguments: Any) -> Problem | None:
+        trials.append(arguments)
+        return problem_of(*arguments)
+
+    monkeypatch.setattr(planner, "problem_of", counting)
+    plan = width_plan(Branches(counted), torch.zeros(2, 4))
+    assert [group.name for group in plan.groups] == [f"into.{i}" for i in range(16) if i not in counted]
+    assert all(f"AssertionError: branch {i}" in str(plan) for i in counted)
+    assert len(trials) <= most + 1  # the last tests the plan without them

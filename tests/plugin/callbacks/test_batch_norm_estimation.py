@@ -267,3 +267,56 @@ def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
         fit(lit, clients(toy), callbacks=[ls.BatchNormEstimation()])
     plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
     assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept
+
+
+class TestFaults:
+    @staticmethod
+    def broken(toy: TensorDataset, **options: Any) -> ls.FederatedDataModule:
+        """One example is NaN, so one client's update is not finite."""
+        x, y = toy.tensors
+        x = x.clone()
+        x[7, 2] = float("nan")
+        return clients(TensorDataset(x, y), **options)
+
+    @pytest.mark.filterwarnings("ignore:.*not finite:lightning_spectral.SpectralWarning")
+    def test_a_batch_with_nan_is_left_out_where_such_clients_are(self, toy: TensorDataset, fit: Fit) -> None:
+        data = self.broken(toy, eval_batch_size=10)
+        with pytest.warns(ls.SpectralWarning, match="Round 0, BatchNorm estimation: 1 of 12 batches are left out"):
+            fitted = fit(seeded(LitTwo), data, callbacks=[ls.BatchNormEstimation()], max_epochs=1)
+        batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 0)) if not x.isnan().any()]
+        assert len(batches) == 11
+        assert fitted.state["net.1.num_batches_tracked"] == 11
+        assert_close(fitted.state, written_out(fitted.module, batches))
+
+    @pytest.mark.filterwarnings("ignore:.*not finite:lightning_spectral.SpectralWarning")
+    def test_where_such_clients_end_a_run_or_no_batch_is_left_it_is_an_error(
+        self, toy: TensorDataset, fit: Fit
+    ) -> None:
+        options: dict[str, Any] = {"callbacks": [ls.BatchNormEstimation()], "max_epochs": 1, "clients_per_round": 1}
+        with pytest.raises(ls.RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"):
+            fit(seeded(LitTwo), self.broken(toy), **options)
+        strict = ls.Faults(on_not_finite=ls.Raise())
+        with pytest.raises(ls.RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
+            fit(seeded(LitTwo), self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
+
+    @pytest.mark.filterwarnings("ignore:.*failed:lightning_spectral.SpectralWarning")
+    def test_a_batch_on_which_the_step_fails_is_left_out_where_such_clients_are(
+        self, toy: TensorDataset, fit: Fit
+    ) -> None:
+        class LitPicky(LitTwo):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                if batch[0].isnan().any():
+                    raise ValueError("NaN in a batch")
+                return loss
+
+        faults = ls.Faults(on_error=ls.LeaveOut())
+        with pytest.warns(ls.SpectralWarning, match="BatchNorm estimation: 1 of 12 batches are left out"):
+            fitted = fit(
+                seeded(LitPicky),
+                self.broken(toy, eval_batch_size=10),
+                callbacks=[ls.BatchNormEstimation()],
+                max_epochs=1,
+                faults=faults,
+            )
+        assert all(bool(value.isfinite().all()) for value in fitted.state.values())

@@ -219,6 +219,7 @@ def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, q
     assert {row["histogram"].split("/")[0] for row in shown(tmp_path, "histograms", 0)} == {"spectral"}
 
 
+@pytest.mark.filterwarnings("ignore:RoundDashboard shows:lightning_spectral.SpectralWarning")
 def test_bytes_go_on_when_a_run_is_resumed_and_begin_again_with_another(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:

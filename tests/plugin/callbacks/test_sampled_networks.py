@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
+from lightning_versions import needs_2_5_3
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -175,6 +176,7 @@ def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit:
         assert row[f"{name}/sampling_gap"] == pytest.approx(0.0, abs=1e-6)
 
 
+@needs_2_5_3
 def test_several_dataloaders_and_limits_are_those_of_the_validation(
     lit_mlp: Any, data: Any, toy: TensorDataset, fit: Fit
 ) -> None:

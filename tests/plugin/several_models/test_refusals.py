@@ -99,3 +99,13 @@ def test_data_of_one_model_is_not_enough(run: Any) -> None:
 def test_a_cohort_that_a_sampler_drew_is_not_cut(run: Any) -> None:
     with pytest.raises(ValueError, match="lower its `active` instead"):
         run(*two_lines(ls.Uniform(active=3)), limit_train_batches=2)
+
+
+def test_batch_hooks_of_all_models_together_are_refused(run: Any) -> None:
+    class Whole(ls.MultiModelDataModule):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    model, data = two_lines(ls.Uniform(active=3))
+    with pytest.raises(ValueError, match=r"`Whole.on_after_batch_transfer` would not be told which model.*of each"):
+        run(model, Whole(data.modules))

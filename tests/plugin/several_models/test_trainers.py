@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from federation import same_state, seeded
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_versions import needs_2_5_3
 from linear_models import LitLine, lines, one_model, two, two_lines
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +18,7 @@ import lightning_spectral as ls
 from lightning_spectral.participation import FullParticipation
 
 
+@needs_2_5_3
 def test_metrics_of_every_model_can_be_monitored(toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path) -> None:
     both = ls.MultiModelDataModule({name: one_model(toy).modules["words"] for name in ("words", "images")})
     both.modules["images"].val = [toy, toy]  # with several evaluation sets, each has its own name
@@ -51,13 +53,6 @@ def test_a_model_may_be_used_alone_and_in_another_federation(run: Any, quiet: di
     assert "other/loss" in trainer.callback_metrics
     trainer, _, _ = run(model, data)
     assert {"words/loss", "images/loss"} <= set(trainer.callback_metrics)
-
-
-def test_rounds_of_another_fit_are_rows_of_their_own(quiet: dict[str, Any]) -> None:
-    history = ls.RoundHistory()
-    for _ in range(2):
-        pl.Trainer(**quiet, max_epochs=1, callbacks=[history]).fit(*two_lines(FullParticipation()))
-    assert [row["fl/round"] for row in history.rows] == [0, 0]
 
 
 def test_a_quick_try_trains_one_client(run: Any) -> None:
@@ -101,3 +96,28 @@ def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
         before = copy.deepcopy(model.state_dict())
     with pytest.raises(TypeError, match="MultiModelDataModule"):
         ls.estimate(trainer, model, data.modules["words"])
+
+
+class Doubled(ls.FederatedDataModule):
+    """Doubles the inputs of every batch."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return [2.0 * x, y]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `")
+def test_batch_hooks_of_a_models_data_act_on_its_batches_alone(run: Any) -> None:
+    model, data = two_lines(FullParticipation())
+    start = copy.deepcopy(model.models["words"].module)
+    words, images = data.modules.values()
+    doubled = Doubled(words.train, words.partitioner, val=words.val, batch_size=1000)
+    trainer, history, _ = run(model, ls.MultiModelDataModule({"words": doubled, "images": images}))
+    for name, factor in (("words", 2.0), ("images", 1.0)):
+        x, y = data.modules[name].train.tensors  # type: ignore[attr-defined]
+        expected = float(model.models[name].module.training_step([factor * x, y], 0).detach())
+        assert float(trainer.callback_metrics[f"{name}/loss"]) == pytest.approx(expected, rel=1e-5)
+    x, y = words.train.tensors  # type: ignore[attr-defined]
+    assert history.rows[0]["words/fl/loss"] == pytest.approx(
+        float(start.training_step([2.0 * x, y], 0).detach()), rel=1e-5
+    )

@@ -15,6 +15,7 @@ import lightning_spectral as ls
 
 
 def test_x_axis_counts_rounds(lit: Any, data: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="comes with the `report` extra")
     trainer = pl.Trainer(
         max_epochs=3,
         accelerator="cpu",
@@ -59,6 +60,7 @@ def test_ledger_counts_what_travels(lit: Any, data: Any, fit: Fit) -> None:
 
 
 def test_history_draws_a_picture(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="comes with the `examples` extra")
     history = fit(lit, data, max_epochs=2).history
     history.plot("val_acc", tmp_path / "new/acc.png")
     assert (tmp_path / "new/acc.png").read_bytes().startswith(b"\x89PNG")
@@ -69,3 +71,15 @@ def test_history_draws_a_picture(lit: Any, data: Any, fit: Fit, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"no round has a metric 'val_acc'; there are no rounds yet"):
         ls.RoundHistory().plot("val_acc", tmp_path / "accuracy.png")
     assert not (tmp_path / "accuracy.png").exists(), "an empty plot"
+
+
+def test_a_history_of_another_fit_is_refused_and_one_that_continues_is_not(lit: Any, data: Any, quiet: Any) -> None:
+    history = ls.RoundHistory()
+    model = ls.FederatedModule(lit, clients_per_round=2)
+    trainer = pl.Trainer(**quiet, max_epochs=1, callbacks=[history])
+    trainer.fit(model, data)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, data)
+    assert history.column("fl/round") == [0, 1]
+    with pytest.raises(ValueError, match=r"This RoundHistory has 2 rounds of another fit.*give each fit its own"):
+        pl.Trainer(**quiet, max_epochs=1, callbacks=[history]).fit(model, data)

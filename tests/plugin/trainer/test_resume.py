@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, Fitted, same_state, seeded
+from federation import HARDLY_MOVED, Fit, Fitted, check_resumes, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from mixed_federation import federate
@@ -55,6 +55,32 @@ def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save:
     assert whole.ledger.rows == resumed.ledger.rows
     assert resumed.trainer.global_step == 5
     assert whole.rows == resumed.rows
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+@pytest.mark.parametrize(
+    "algorithm", [ls.FedAvg(), ls.SpectralSharding(), ls.Zampling(degree=2)], ids=["dense", "sharded", "bits"]
+)
+@pytest.mark.filterwarnings(HARDLY_MOVED)
+def test_restored_weights_are_not_rounded(
+    algorithm: Any, precision: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    """Nor is what an optimizer or the algorithm remembers."""
+    optimizer = None if isinstance(algorithm, ls.Zampling) else ls.FedAdam(lr=0.01)
+    options: dict[str, Any] = {"trainer": {"precision": precision}, "server_optimizer": optimizer}
+    check_resumes(fit, lit_mlp, data, tmp_path, algorithm=algorithm, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_weights_to_evaluate_are_not_rounded(precision: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    fitted = fit(seeded(lit_mlp), data, trainer={"precision": precision})
+    fitted.trainer.save_checkpoint(tmp_path / "1.ckpt")
+    model = federate(lit_mlp())
+    pl.Trainer(accelerator="cpu", logger=False, precision=precision, enable_progress_bar=False).validate(
+        model, data, ckpt_path=str(tmp_path / "1.ckpt"), verbose=False
+    )
+    assert same_state(model.module.state_dict(), fitted.state)
 
 
 def test_there_is_a_checkpoint_for_each_round(fit_and_save: FitAndSave, tmp_path: Path) -> None:

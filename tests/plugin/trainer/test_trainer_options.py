@@ -37,6 +37,7 @@ def test_precision(precision: Any, lit: Any, data: Any, fit: Fit) -> None:
 
 @pytest.mark.parametrize("fast", [True, 2])
 def test_fast_dev_run(fast: Any, lit: Any, data: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("tensorboard", reason="without it, Lightning warns that its default logger is another")
     monkeypatch.chdir(tmp_path)
     trainer = pl.Trainer(fast_dev_run=fast, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(federate(lit), data)

@@ -1,0 +1,45 @@
+"""The ``torchmetrics`` objects of a user's module, which no client inherits from another and no process shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_spectral.protocol.attribute_paths import all_parts
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """The metrics that a module keeps: parts of it, and those in lists, dictionaries and attributes of plain objects.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> module = nn.Module()
+        >>> module.one, module.more = MeanMetric(), {"train": [MeanMetric()]}
+        >>> len(metrics_of(module))
+        2
+    """
+    return [part for _, part in all_parts({"": module}) if isinstance(part, Metric)]
+
+
+def isolate_metrics(module: nn.Module) -> Callable[[], None]:
+    """Keep a module's ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
+
+    Returns:
+        A function that restores the metrics' own synchronisation.
+    """
+    metrics = metrics_of(module)
+    own = [metric.distributed_available_fn for metric in metrics]
+
+    def restore() -> None:
+        for metric, is_available in zip(metrics, own, strict=True):
+            metric.distributed_available_fn = is_available
+
+    for metric in metrics:
+        metric.distributed_available_fn = _never
+    return restore
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,129 @@
+"""What the user's optimizers must be like, so that clients can have others like them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.client.optimizer_attributes import attributes_of
+from lightning_spectral.protocol.attribute_paths import path_to
+
+LISTED = 3  # further parameters are counted
+
+
+def check_optimizer(template: Optimizer) -> None:
+    """Check that an optimizer can be rebuilt for clients, and that they can step with it.
+
+    Raises:
+        ValueError: If it has hooks or a ``step`` that its class does not define, needs a closure, or keeps what cannot
+            be copied.
+    """
+    kind = type(template).__name__
+    hooks = [vars(template).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    if any(hooks):
+        raise ValueError(
+            f"{kind} has step hooks, which are not copied to the optimizers of clients; use "
+            "`on_before_optimizer_step` instead."
+        )
+    if _has_other_step(template):
+        raise ValueError(
+            f"The `step` of this {kind} was replaced on the instance, which the optimizers of clients would not have; "
+            f"define it in a subclass of {kind}."
+        )
+    closure = inspect.signature(type(template).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{kind} needs a closure that evaluates the loss again, which local training does not provide; use an "
+            "optimizer whose `step()` works without one, such as SGD."
+        )
+    attributes_of(template)
+
+
+def _has_other_step(template: Optimizer) -> bool:
+    """Whether ``step`` was replaced on the instance, other than by a scheduler, which only notes that it was called."""
+    step = vars(template).get("step")
+    if step is None:
+        return False
+    if not hasattr(step, "__wrapped__"):  # torch 2.4 has only this mark
+        return not hasattr(step, "_wrapped_by_lr_sched")
+    return bool(step.__wrapped__ is not type(template).step)
+
+
+def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """The trainable parameters of several optimizers, each once, in order."""
+    parameters = [parameter for optimizer in optimizers for _, parameter in _placed(optimizer)]
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
+
+
+def untrained_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module that need a gradient, but that no optimizer steps.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> untrained_parameters([torch.optim.SGD([line.weight], lr=0.1)], line)
+        ('bias',)
+    """
+    trained = {id(parameter) for parameter in trainable_parameters(optimizers)}
+    return tuple(name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained)
+
+
+def check_own_parameters(template: Optimizer, module: nn.Module, configure: Callable[..., Any]) -> None:
+    """Check that all trainable parameters of an optimizer are the module's: no others are sent to clients.
+
+    Args:
+        template: One of the user's optimizers.
+        module: The user's module.
+        configure: The function that made the optimizer; its global variables are searched too.
+
+    Raises:
+        ValueError: If one is not; the message says where it is kept, if it can be found.
+    """
+    if not (foreign := _foreign(template, module)):
+        return
+    listed = "; ".join(_described(place, p, module, configure) for place, p in foreign[:LISTED])
+    more = f"; and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+    raise ValueError(
+        f"Parameters of {type(template).__name__} are not {type(module).__name__}'s, so no client would train them: "
+        f"{listed}{more}. Make them the module's: keep layers in an nn.ModuleList or nn.ModuleDict, and a loss or a "
+        "parameter of its own in an attribute, self.loss = ...; or leave them out of the optimizer."
+    )
+
+
+def check_still_own(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise ``ValueError`` if the module has lost parameters of its optimizer since this was made, e.g. in a hook."""
+    if foreign := _foreign(optimizer, module):
+        listed = ", ".join(f"{place} of shape {tuple(parameter.shape)}" for place, parameter in foreign[:LISTED])
+        raise ValueError(
+            f"{type(module).__name__} no longer has what its {type(optimizer).__name__} trains ({listed}): a hook has "
+            "replaced a layer or a parameter, and the new one would not be trained. Replace it before the fit, or "
+            "change its values in place, with `copy_` under torch.no_grad()."
+        )
+
+
+def _foreign(optimizer: Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    own = {id(parameter) for parameter in module.parameters()}
+    return [(place, p) for place, p in _placed(optimizer) if p.requires_grad and id(p) not in own]
+
+
+def _placed(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield f"parameter {position} of group {index}", parameter
+
+
+def _described(place: str, parameter: Tensor, module: nn.Module, configure: Callable[..., Any]) -> str:
+    where = path_to(parameter, {"self": module, **_variables_of(configure)})
+    return f"{place}, of shape {tuple(parameter.shape)}" + (f", in `{where}`" if where else "")
+
+
+def _variables_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The variables outside of a function that it uses; none if it is not written in Python."""
+    if not inspect.isfunction(inspect.unwrap(getattr(function, "__func__", function))):
+        return {}
+    used = inspect.getclosurevars(function)
+    return {**used.globals, **used.nonlocals}

@@ -1,0 +1,83 @@
+"""The command: prints versions, devices and a self-check of every algorithm."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from lightning_spectral.plugin.doctor.devices import device_lines
+from lightning_spectral.plugin.doctor.federations import FEDERATIONS, Federation
+from lightning_spectral.plugin.doctor.self_check import ROUNDS, Finding, self_check, trainer_on
+from lightning_spectral.plugin.doctor.versions import version_lines
+from lightning_spectral.protocol.stage_clock import STAGES
+
+DESCRIPTION = """Check this installation, in about half a minute: versions, devices, and two rounds with every algorithm
+on a device against the same rounds on the CPU. Paste what it prints into an issue."""
+
+
+def main(argv: Sequence[str] | None = None, federations: Mapping[str, Callable[[], Federation]] = FEDERATIONS) -> int:
+    """Run the command.
+
+    Args:
+        argv: Command-line arguments, without the name of the program; those of this process by default.
+        federations: What to check, by name.
+
+    Returns:
+        0, or 1 if an algorithm fails or gives other weights, or if there is no such accelerator.
+    """
+    parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
+    parser.add_argument(
+        "--accelerator", default="auto", help="as for Lightning's Trainer, e.g. gpu (default: %(default)s)"
+    )
+    accelerator = parser.parse_args(argv).accelerator
+    try:
+        device = trainer_on(accelerator).strategy.root_device
+    except Exception as error:  # Lightning raises errors of several types
+        print(f"error: --accelerator {accelerator}: {_first_line(error)}", file=sys.stderr)
+        return 1
+    _print_all(["versions", *version_lines(), "", "devices", *device_lines(), "", *_heading(device)])
+    problems = _check_all(federations, accelerator)
+    print(f"\n{', '.join(problems)}: not as on the CPU" if problems else "\nall is well", flush=True)
+    return 1 if problems else 0
+
+
+def _heading(device: torch.device) -> Iterator[str]:
+    reference = "itself, bit for bit" if device.type == "cpu" else "the CPU"
+    yield f"{ROUNDS} rounds on {device}, compared with {reference}; seconds of each stage on {device}"
+    yield f"{'':<18}{'weights':<9}{'differ by':<11}{'resumed':<9}" + "".join(f"{stage:>10}" for stage in STAGES)
+
+
+def _check_all(federations: Mapping[str, Callable[[], Federation]], accelerator: str) -> list[str]:
+    """Print one line for each federation, and return the names of those that are not right."""
+    problems, start = [], time.perf_counter()
+    for name, make in federations.items():
+        try:
+            finding = self_check(make, accelerator)
+        except Exception as error:  # whatever it is, the other algorithms can be checked
+            print(f"{name:<18}{'fails':<9}{_first_line(error)}", flush=True)
+            problems.append(name.strip())
+        else:
+            print(_line(name, finding), flush=True)
+            problems.extend([] if finding.is_right else [name.strip()])
+    print(f"checked in {time.perf_counter() - start:.0f} s")
+    return problems
+
+
+def _line(name: str, finding: Finding) -> str:
+    verdict = "ok" if finding.is_right else "differ"
+    resumed = "equal" if finding.resumed == 0.0 else f"{finding.resumed:.0e}"
+    seconds = "".join(f"{finding.seconds[stage]:>10.3f}" for stage in STAGES)
+    return f"{name:<18}{verdict:<9}{finding.difference:<11.0e}{resumed:<9}{seconds}"
+
+
+def _first_line(error: Exception) -> str:
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}"
+
+
+def _print_all(lines: Sequence[str]) -> None:
+    print("\n".join(lines), flush=True)

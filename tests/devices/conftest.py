@@ -1,0 +1,82 @@
+"""Everything runs with the module on another device: a pretended one, or a real GPU.
+
+These tests need a process of their own, because the pretended device changes torch for good (see `pretend_device`).
+`tests/test_devices.py` starts one. By hand: ``pytest tests/devices --device pretended``, or ``--device cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pretend_device
+import pytest
+import torch
+from federation import Fit, Fitted
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device on which these tests train.
+
+    Attributes:
+        torch: The device, as torch names it.
+        trainer: Gives the arguments of a Trainer that uses it.
+    """
+
+    torch: torch.device
+    trainer: Callable[[], dict[str, Any]]
+
+    @property
+    def is_pretended(self) -> bool:
+        """Whether it computes as the CPU does, and counts where the host waits."""
+        return self.torch.type == pretend_device.NAME
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect nothing unless a device is asked for."""
+    return True if config.getoption("--device", None) is None else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device", None) == "pretended":
+        pretend_device.install()
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.config.getoption("--device") == "pretended":
+        return Device(torch.device(pretend_device.NAME, 0), pretend_device.trainer_options)
+    return Device(torch.device("cuda", 0), lambda: {"accelerator": "cuda", "devices": 1})
+
+
+@pytest.fixture
+def quiet(quiet: dict[str, Any]) -> dict[str, Any]:
+    """Two batches of validation are enough."""
+    return {**quiet, "limit_val_batches": 2}
+
+
+@pytest.fixture
+def there(fit: Fit, device: Device) -> Fit:
+    """The fixture `fit`, but on the device."""
+
+    def fit_there(*args: Any, trainer: Mapping[str, Any] | None = None, **options: Any) -> Fitted:
+        return fit(*args, trainer={"accelerator": "auto", **device.trainer(), **(trainer or {})}, **options)
+
+    return fit_there
+
+
+@pytest.fixture
+def agree(device: Device) -> Callable[[Fitted, Fitted], None]:
+    """Fails unless two runs end with the same weights and metrics, up to rounding of the device."""
+    return partial(assert_agree, tolerance=1e-6 if device.is_pretended else 1e-4)
+
+
+def assert_agree(one: Fitted, two: Fitted, tolerance: float) -> None:
+    on_cpu = {name: tensor.cpu() for name, tensor in two.model.state_dict().items()}
+    torch.testing.assert_close(on_cpu, dict(one.model.state_dict()), rtol=tolerance, atol=tolerance)
+    for row, other in zip(one.rows, two.rows, strict=True):
+        assert other == pytest.approx(row, rel=tolerance, abs=tolerance, nan_ok=True)

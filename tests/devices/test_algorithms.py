@@ -1,0 +1,114 @@
+"""Every algorithm, with its options, ends on another device with the weights and metrics that it has on the CPU."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from federation import HARDLY_MOVED, Fit, seeded
+from slow_cases import slow_but
+from torch import nn
+from torch.utils.data import TensorDataset
+from toy_models import LitSmall, Remembering
+
+import lightning_spectral as ls
+from lightning_spectral import models
+
+HALF, RANKS, NORM = {0.4: 0.5, 0.8: 0.5}, {1: 0.5, 3: 0.5}, ["net.1.*"]
+pytestmark = [
+    pytest.mark.filterwarnings(HARDLY_MOVED),
+    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
+]
+ALGORITHMS: dict[str, ls.Algorithm[Any]] = {
+    "FedAvg": ls.FedAvg(),
+    "store": Remembering(),
+    "StaleUpdates": ls.StaleUpdates(),
+    "StaleUpdates, terms": ls.StaleUpdates(num_terms=1, unseen="mean", beta=0.5),
+    "MIFA": ls.StaleUpdates.mifa(),
+    "Collective": ls.SpectralSharding(keep_ratio=HALF),
+    "Unbiased": ls.SpectralSharding(ls.Unbiased(), keep_ratio=HALF, clip_tau=1.2, frobenius_decay=0.01),
+    "PriSM": ls.SpectralSharding(ls.PriSM(), keep_ratio=0.5, design=ls.SuccessiveSampling()),
+    "TopN": ls.SpectralSharding(ls.TopN(), keep_ratio=0.5, aggregation=ls.MatrixMeans()),
+    "Scaled": ls.SpectralSharding(ls.Scaled(ls.Unbiased()), keep_ratio=HALF, design=ls.Coordinated()),
+    "Schatten": ls.SpectralSharding(ls.Schatten(), keep_ratio=HALF, design=ls.Brewer()),
+    "EffectiveCohort": ls.SpectralSharding(ls.EffectiveCohort(), keep_ratio=0.5, design=ls.Systematic()),
+    "MinimumSupport": ls.SpectralSharding(keep_ratio=0.5, design=ls.MinimumSupport()),
+    "Zampling": ls.Zampling(compression=2, degree=3),
+    "Zampling, every option": ls.Zampling(
+        compression=2, degree=3, downlink_bits=4, skip_settled=True, coordinated=True, weigh_clients=True, memory=0
+    ),
+    "Zampling, not sampled": ls.Zampling(compression=2, degree=3, sampled=False),
+    "supermask": ls.Zampling.supermask(),
+    "FedPM": ls.Zampling.fed_pm(),
+    "PrefixChannels": ls.WidthSharding(keep_ratio=HALF),
+    "RollingChannels": ls.WidthSharding(ls.RollingChannels(), keep_ratio=HALF),
+    "RandomChannels": ls.WidthSharding(ls.RandomChannels(), keep_ratio=HALF),
+    "step widths": ls.WidthSharding(keep_ratio=HALF, step_widths=(0.4, 0.8), averages_per_width=True),
+    "FIARSE": ls.FIARSE(keep_ratio=HALF),
+    "LoRA": ls.LoRA(RANKS, train=NORM),
+    "LoRA, PaddedFactors": ls.LoRA(2, train=NORM, aggregation=ls.PaddedFactors(), merge_every=1),
+    "LoRA, StackedProducts": ls.LoRA(RANKS, train=NORM, aggregation=ls.StackedProducts()),
+    "LoRA, TruncatedProducts": ls.LoRA(RANKS, train=NORM, aggregation=ls.TruncatedProducts()),
+    "LoRA, SampledTerms": ls.LoRA(RANKS, train=NORM, aggregation=ls.SampledTerms()),
+    "LoRA, FrozenA": ls.LoRA(2, train=NORM, aggregation=ls.FrozenA()),
+    "LoRA, AlternatingFactors": ls.LoRA(2, train=NORM, aggregation=ls.AlternatingFactors()),
+}
+
+
+SLOW = {"MIFA", "Scaled", "Schatten", "EffectiveCohort", "MinimumSupport", "Zampling, not sampled", "supermask"}
+SLOW |= {"RollingChannels", "LoRA, TruncatedProducts", "LoRA, FrozenA", "LoRA, PaddedFactors"}
+
+
+@pytest.mark.parametrize("name", slow_but(ALGORITHMS.keys() - SLOW, ALGORITHMS))
+def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
+    one, two = (run(seeded(LitSmall), data, algorithm=ALGORITHMS[name], max_epochs=2) for run in (fit, there))
+    agree(one, two)
+
+
+def test_scaffold_is_the_same(data: Any, fit: Fit, there: Fit, agree: Any) -> None:
+    agree(*(run(seeded(LitSmall, momentum=0.0), data, algorithm=ls.Scaffold(), max_epochs=2) for run in (fit, there)))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "cnn": lambda: models.FEMNISTCNN(num_classes=4, image_size=8, channels=(4, 8), hidden_features=16),
+    "resnet": lambda: models.ResNet18(num_classes=4, width=4, image_size=8),
+    "cct": lambda: models.CCT(num_classes=4, image_size=8, width=16, num_heads=2, num_layers=1),
+    "gpt": lambda: models.CharTransformer(vocab_size=4, context_length=6, width=16, num_heads=2, num_layers=1),
+}
+
+
+OF_NETS = {
+    "spectral": ls.SpectralSharding(keep_ratio=0.5),
+    "bits": ls.Zampling(compression=2, degree=3),
+    "width": ls.WidthSharding(),
+    "adapters": ls.LoRA(1),
+}
+KEPT = [("cnn", "bits"), ("resnet", "spectral"), ("cct", "adapters"), ("gpt", "width")]
+PAIRS = list(itertools.product(NETS, OF_NETS))
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    slow_but([("cnn", "bits"), ("resnet", "spectral"), ("cct", "adapters"), ("gpt", "width")], PAIRS),
+)
+def test_a_model_is_the_same(name: str, algorithm: str, fit: Fit, there: Fit, agree: Any) -> None:
+    options = {"algorithm": OF_NETS[algorithm], "clients_per_round": 2}
+    agree(*(run(task(name), examples(name), **options) for run in (fit, there)))
+
+
+def task(name: str) -> models.LitClassifier:
+    task_type = models.LitNextToken if name == "gpt" else models.LitClassifier
+    return task_type(seeded(NETS[name]), num_classes=4, lr=0.05)
+
+
+def examples(name: str) -> ls.FederatedDataModule:
+    """Three clients of four examples each."""
+    shape = (12, *task(name).example_input_array.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    if name == "gpt":
+        x = torch.randint(4, shape, generator=generator)
+        train = TensorDataset(x, x)
+    else:
+        train = TensorDataset(torch.randn(shape, generator=generator), torch.randint(4, (12,), generator=generator))
+    return ls.FederatedDataModule(train, ls.IIDPartitioner(num_clients=3), val=train, batch_size=4)

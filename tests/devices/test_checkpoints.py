@@ -1,0 +1,104 @@
+"""Checkpoints written on the device: they resume there, load elsewhere, and what clients left does not fill a GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import HARDLY_MOVED, Fit, same_state, seeded
+from lightning.pytorch.callbacks import ModelCheckpoint
+from slow_cases import slow_but
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from toy_models import LitSmall, Remembering
+
+import lightning_spectral as ls
+
+pytestmark = [
+    pytest.mark.filterwarnings(HARDLY_MOVED),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
+]
+MEMORY: dict[str, Any] = {
+    "store": Remembering(),
+    "StaleUpdates": ls.StaleUpdates(),
+    "StaleUpdates, terms": ls.StaleUpdates(num_terms=1),
+    "Scaffold": ls.Scaffold(),
+}
+"""Algorithms with which the server remembers clients."""
+OTHERS: dict[str, Any] = {
+    "SpectralSharding": ls.SpectralSharding(keep_ratio=0.5),
+    "Zampling": ls.Zampling(compression=2, degree=3),
+    "LoRA": ls.LoRA(2, train=["net.1.*"]),
+    "step widths": ls.WidthSharding(keep_ratio=0.8, step_widths=(0.4, 0.8), averages_per_width=True),
+}
+
+
+def lit() -> LitSmall:
+    return seeded(LitSmall, momentum=0.0)
+
+
+def every_round(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        folder, "{epoch}", save_top_k=-1, auto_insert_metric_name=False, enable_version_counter=False
+    )
+
+
+SAVING = {"enable_checkpointing": True}
+
+
+class Saved(pl.Callback):
+    """Keeps what a checkpoint holds, before it is written."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.checkpoint = checkpoint
+
+
+def ours(checkpoint: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that this package puts into a checkpoint, beside the weights and states that Lightning saves."""
+    own = [value for name, value in checkpoint.items() if name.startswith("federation")]
+    yield from (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_the_server_keeps_of_clients_is_on_the_cpu(
+    name: str, data: Any, there: Fit, tmp_path: Path, device: Any
+) -> None:
+    saved = Saved()
+    there(lit(), data, algorithm=MEMORY[name], callbacks=[saved, every_round(tmp_path)], trainer=SAVING)
+    kept = list(ours(saved.checkpoint))
+    assert len(kept) >= 4  # one for each client
+    assert {tensor.device.type for tensor in kept} == {"cpu"}
+    weights = saved.checkpoint["state_dict"]
+    assert weights["module.net.0.weight"].device == device.torch  # or the test would show nothing
+
+
+def test_what_a_sampler_knows_is_on_the_cpu(data: Any, there: Fit, tmp_path: Path) -> None:
+    saved = Saved()
+    model = ls.FederatedModule(lit(), participation=ls.LossVarianceReduced(active=4))
+    there(model, data, callbacks=[saved, every_round(tmp_path)], trainer=SAVING)
+    assert {tensor.device.type for tensor in ours(saved.checkpoint)} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", slow_but(["store", "Zampling"], [*MEMORY, *OTHERS]))
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, data: Any, there: Fit, tmp_path: Path) -> None:
+    options = {"algorithm": {**MEMORY, **OTHERS}[name], "max_epochs": 3, "trainer": SAVING}
+    whole = there(lit(), data, callbacks=[every_round(tmp_path)], **options)
+    resumed = there(lit(), data, callbacks=[every_round(tmp_path)], ckpt_path=tmp_path / "0.ckpt", **options)
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed.rows == whole.rows
+
+
+@pytest.mark.parametrize("name", slow_but(["StaleUpdates, terms", "Scaffold"], [*MEMORY, *OTHERS]))
+def test_a_machine_without_the_device_goes_on(
+    name: str, data: Any, fit: Fit, there: Fit, agree: Any, tmp_path: Path
+) -> None:
+    options = {"algorithm": {**MEMORY, **OTHERS}[name], "max_epochs": 2, "trainer": SAVING}
+    whole = there(lit(), data, callbacks=[every_round(tmp_path)], **options)
+    resumed = fit(lit(), data, callbacks=[every_round(tmp_path)], ckpt_path=tmp_path / "0.ckpt", **options)
+    agree(resumed, whole)
+    loaded = ls.load_user_module(tmp_path / "1.ckpt", LitSmall, map_location="cpu")
+    assert same_state(loaded.state_dict(), whole.state)
+    assert torch.load(tmp_path / "1.ckpt", map_location="cpu", weights_only=True)["epoch"] == 1

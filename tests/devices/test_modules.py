@@ -1,0 +1,141 @@
+"""What is asked of a module outside a fit, while the module is on the device."""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, same_state, seeded
+from torch import Tensor, nn
+from toy_models import LitSmall
+
+import lightning_spectral as ls
+from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
+from lightning_spectral.nn.plan.trace import as_input
+
+EXAMPLE = torch.zeros(2, 6)
+
+
+@pytest.fixture
+def lit(device: Any) -> LitSmall:
+    return seeded(LitSmall).to(device.torch)
+
+
+def on_cpu() -> LitSmall:
+    return seeded(LitSmall)
+
+
+REPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "validate": lambda net, x: ls.validate(net, x),
+    "cost_table": lambda net, x: ls.cost_table(net, [0.5, 1.0], x),
+    "keep_ratio_for": lambda net, x: ls.keep_ratio_for(net, x, budget_macs=300),
+    "width_plan": lambda net, x: ls.width_plan(net, x),
+    "sub_model_cost_table": lambda net, x: ls.sub_model_cost_table(net, ls.WidthSharding(), [0.5, 1.0], x),
+    "lora_cost_table": lambda net, x: ls.lora_cost_table(net, [1, 2], x),
+    "zampling_cost_table": lambda net, x: ls.zampling_cost_table(net, [2, 8]),
+}
+"""Functions that report on a module with an example input."""
+
+
+@pytest.mark.parametrize("example", [EXAMPLE, None], ids=["given", "its own"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_is_that_of_the_cpu(name: str, example: Tensor | None, lit: LitSmall) -> None:
+    assert str(REPORTS[name](lit, example)) == str(REPORTS[name](on_cpu(), example))
+
+
+class Batch(UserDict[str, Tensor]):
+    """What a tokenizer returns."""
+
+    def to(self, device: Any) -> "Batch":
+        self.data = {name: tensor.to(device) for name, tensor in self.data.items()}
+        return self
+
+
+def test_examples_of_every_kind_are_moved(lit: LitSmall, device: Any) -> None:
+    batch = Batch({"x": EXAMPLE})
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 6), torch.zeros(1, 6)])
+    x, named, rows, own, text = as_input(lit.double(), (EXAMPLE, {"y": torch.ones(1)}, packed, batch, "text"))
+    assert text == "text"
+    assert isinstance(own, Batch)
+    assert (own["x"].device, batch["x"].device) == (device.torch, EXAMPLE.device)
+    assert {tensor.device for tensor in (x, named["y"], rows.data)} == {device.torch}
+    assert {tensor.dtype for tensor in (x, named["y"], rows.data)} == {torch.float64}
+
+
+def test_replaced_layers_stay_on_the_device(lit: LitSmall, device: Any) -> None:
+    here, there = ls.replace_layers(on_cpu(), 0.5), ls.replace_layers(lit, 0.5)
+    assert {tensor.device for tensor in there.state_dict().values()} == {device.torch}
+    assert_same(there, here)
+    assert_same_outputs(there, here, device)
+
+
+def test_a_spectral_start_is_that_of_the_cpu(lit: LitSmall) -> None:
+    here = on_cpu()
+    assert str(ls.spectral_start(lit, 0.5)) == str(ls.spectral_start(here, 0.5))
+    assert_same(lit, here)
+
+
+def test_zampled_weights_stay_on_the_device_and_are_the_cpus(lit: LitSmall, device: Any) -> None:
+    here, there = (ls.zample(net, compression=2, degree=3) for net in (on_cpu(), lit))
+    assert_same_outputs(there, here, device)
+    there(EXAMPLE.to(device.torch)).sum().backward()
+    assert there._zampling.scores.grad.device == device.torch
+    plain = ls.unzample(there)
+    assert {parameter.device for parameter in plain.parameters()} == {device.torch}
+    assert_same(plain, ls.unzample(here))
+
+
+def test_q_is_multiplied_in_double_precision_where_scores_are(device: Any) -> None:
+    matrix = InfluenceMatrix((LayerRows(seed=1, num_rows=40, scale=0.5),), num_columns=20, degree=3)
+    for product, size in ((matrix.expand, 20), (matrix.pull_back, 40)):
+        x = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(product(x.to(device.torch)).cpu(), product(x), rtol=1e-12, atol=1e-12)
+
+
+def test_zampled_weights_move_there_and_back(device: Any) -> None:
+    net = ls.zample(on_cpu(), compression=2, degree=3)
+    before = copy.deepcopy(net.state_dict())
+    outputs = net.eval()(EXAMPLE + 1)
+    assert_same_outputs(net.to(device.torch), copy.deepcopy(net).cpu(), device)
+    assert same_state(net.cpu().state_dict(), before)
+    torch.testing.assert_close(net(EXAMPLE + 1), outputs)
+
+
+def test_an_estimate_runs_there(data: Any, quiet: dict[str, Any], device: Any) -> None:
+    model = ls.FederatedModule(seeded(LitSmall), algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=4)
+    before = copy.deepcopy(model.state_dict())
+    trainer = pl.Trainer(max_epochs=3, **{**quiet, "accelerator": "auto", **device.trainer()})
+    assert ls.estimate(trainer, model, data).num_rounds == 3
+    assert same_state(model.state_dict(), before)
+
+
+def test_a_narrow_model_is_that_of_the_cpu(data: Any, there: Fit, device: Any) -> None:
+    algorithm = ls.WidthSharding(keep_ratio=0.8, step_widths=(0.4, 0.8), averages_per_width=True)
+    model = there(seeded(LitSmall), data, algorithm=algorithm).model
+    here = ls.narrow_model(model, 0.4)
+    small = ls.narrow_model(model.to(device.torch), 0.4)
+    assert {tensor.device for tensor in small.state_dict().values()} == {device.torch}
+    assert_same(small, here)
+
+
+def test_a_peft_adapter_is_that_of_the_cpu(data: Any, there: Fit, device: Any, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = there(seeded(LitSmall), data, algorithm=ls.LoRA(2, layers=["net.*"], train=["net.1.*"])).model
+    for name in ("here", "there"):
+        ls.save_peft_adapter(model.to("cpu" if name == "here" else device.torch), tmp_path / name, submodule="net")
+    one, two = (safetensors.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("here", "there"))
+    assert same_state(one, two)
+
+
+def assert_same(there: nn.Module, here: nn.Module) -> None:
+    moved = {name: tensor.cpu() for name, tensor in there.state_dict().items()}
+    torch.testing.assert_close(moved, dict(here.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def assert_same_outputs(there: nn.Module, here: nn.Module, device: Any) -> None:
+    x = torch.arange(12.0).view(2, 6)
+    torch.testing.assert_close(there.eval()(x.to(device.torch)).cpu(), here.eval()(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,90 @@
+"""Engines, precisions, samplers, server optimizers, hooks and faults, each as on the CPU."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from federation import HARDLY_MOVED, Fit, seeded
+from lightning.pytorch.plugins import MixedPrecision
+from slow_cases import slow_but
+from toy_models import LitSmall
+
+import lightning_spectral as ls
+
+HALF = ls.SpectralSharding(keep_ratio=0.5)
+BITS, NORM = ls.Zampling(compression=2, degree=3), ["net.1.*"]
+pytestmark = [
+    pytest.mark.filterwarnings(HARDLY_MOVED),
+    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FedAvgM": {"server_optimizer": ls.FedAvgM()},
+    "FedAdam": {"server_optimizer": ls.FedAdam()},
+    "FedYogi, spectral": {"server_optimizer": ls.FedYogi(), "algorithm": HALF},
+    "FedAdagrad, bits": {"server_optimizer": ls.FedAdagrad(), "algorithm": BITS},
+    "Uniform": {"participation": ls.Uniform(active=4)},
+    "RoundRobin": {"participation": ls.RoundRobin(active=4)},
+    "FullParticipation": {"participation": ls.FullParticipation(), "algorithm": HALF},
+    "LossVarianceReduced": {"participation": ls.LossVarianceReduced(active=4)},
+    "UpdateVarianceReduced": {"participation": ls.UpdateVarianceReduced(active=4), "algorithm": HALF},
+    "StaleUpdateVarianceReduced": {
+        "participation": ls.StaleUpdateVarianceReduced(active=4),
+        "algorithm": ls.StaleUpdates(),
+    },
+    "ProximalTerm and GradientClip": {"local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.1)], "algorithm": HALF},
+    "MaskedLogits": {"local_hooks": [ls.MaskedLogits("net.6")], "algorithm": HALF},
+    "ClientDropout": {"dropout": ls.ClientDropout(0.4)},
+    "VirtualClock": {"clock": ls.VirtualClock(ls.DeviceProfile(1e6, 1e6, 1e6)), "algorithm": HALF},
+    "no training": {"local_epochs": 0, "algorithm": HALF},
+}
+"""Options of a federation."""
+ALGORITHMS = {"dense": ls.FedAvg(), "spectral": HALF, "bits": BITS, "adapters": ls.LoRA(2, train=NORM)}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    by_default = {} if "participation" in SETTINGS[name] else {"clients_per_round": 4}
+    return {**by_default, **SETTINGS[name]}
+
+
+SLOW = {"FedAvgM", "FedAdam", "FedAdagrad, bits", "Uniform", "RoundRobin", "UpdateVarianceReduced", "no training"}
+
+
+@pytest.mark.parametrize("name", slow_but(SETTINGS.keys() - SLOW, SETTINGS))
+def test_a_setting_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
+    models = [ls.FederatedModule(seeded(LitSmall), **options_of(name)) for _ in range(2)]
+    agree(*(run(model, data, max_epochs=2) for run, model in zip((fit, there), models, strict=True)))
+
+
+@pytest.mark.parametrize("name", slow_but(["spectral", "bits"], ALGORITHMS))
+def test_the_trainer_engine_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
+    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "client_engine": "trainer"}
+    agree(*(run(seeded(LitSmall), data, **options) for run in (fit, there)))
+
+
+KEPT = [("64-true", "bits"), ("64-true", "spectral"), ("bf16-true", "adapters")]
+PRECISIONS = list(itertools.product(["64-true", "bf16-true"], ALGORITHMS))
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    slow_but([("64-true", "bits"), ("64-true", "spectral"), ("bf16-true", "adapters")], PRECISIONS),
+)
+def test_a_precision_is_the_same(
+    precision: str, name: str, data: Any, fit: Fit, there: Fit, agree: Any, device: Any
+) -> None:
+    if precision == "bf16-true" and not device.is_pretended:
+        pytest.skip("a GPU rounds to bfloat16 elsewhere")
+    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "trainer": {"precision": precision}}
+    agree(*(run(seeded(LitSmall), data, **options) for run in (fit, there)))
+
+
+@pytest.mark.parametrize("name", slow_but(["spectral"], ["dense", "spectral", "adapters"]))
+def test_mixed_precision_trains(name: str, data: Any, there: Fit, device: Any) -> None:
+    """On the CPU the numbers differ: autocast casts other operations there."""
+    before = seeded(LitSmall).net[0].weight
+    mixed = {"plugins": [MixedPrecision("bf16-mixed", device.torch.type)]}  # Lightning's own is for CPU and CUDA
+    after = there(seeded(LitSmall), data, algorithm=ALGORITHMS[name], trainer=mixed).module.net[0].weight
+    assert after.dtype == torch.float32
+    assert bool(torch.isfinite(after).all())
+    assert not torch.equal(after.cpu(), before)

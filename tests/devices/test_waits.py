@@ -1,0 +1,102 @@
+"""How often the host waits for the device in a round: a fixed number of times, however long clients train.
+
+`docs/devices.md` shows these numbers. Fewer are better: lower them here and there.
+"""
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pretend_device
+import pytest
+import torch
+from federation import HARDLY_MOVED, Fit, seeded
+from pretend_device import WAITS
+from slow_cases import slow_but
+from toy_models import LitSmall
+
+import lightning_spectral as ls
+
+pytestmark = [
+    pytest.mark.filterwarnings(HARDLY_MOVED),
+    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
+]
+PER_ROUND: dict[str, tuple[Any, int]] = {
+    "FedAvg": (ls.FedAvg(), 20),
+    "SpectralSharding": (ls.SpectralSharding(keep_ratio=0.5), 41),
+    "Zampling": (ls.Zampling(compression=2, degree=3), 55),
+    "WidthSharding": (ls.WidthSharding(), 106),
+    "FIARSE": (ls.FIARSE(keep_ratio=0.5), 50),
+    "LoRA": (ls.LoRA(2, train=["net.1.*"]), 42),
+    "Scaffold": (ls.Scaffold(), 88),
+    "StaleUpdates": (ls.StaleUpdates(), 87),
+}
+"""Waits in a round of four clients, three layers and a BatchNorm, without validation."""
+
+
+class CountWaits(pl.Callback):
+    """Counts the waits of every round, with all that Lightning does in it."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Counter[str]] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch > 0:
+            self.rounds.append(Counter(WAITS))
+        WAITS.clear()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.rounds.append(Counter(WAITS))
+
+
+@pytest.fixture(autouse=True)
+def counting(device: Any) -> None:
+    if not device.is_pretended:
+        pytest.skip("waits are counted on the pretended device; on a GPU use torch.cuda.set_sync_debug_mode")
+
+
+def waits_of(there: Fit, data: Any, algorithm: Any, **options: Any) -> Counter[str]:
+    """Waits of the second round, which builds nothing that the first has built."""
+    count, trainer = CountWaits(), {"limit_val_batches": 0}
+    lit = seeded(LitSmall, momentum=0.0)
+    there(lit, data, algorithm=algorithm, max_epochs=3, callbacks=[count], trainer=trainer, **options)
+    return count.rounds[1]
+
+
+@pytest.mark.parametrize("name", PER_ROUND)
+def test_waits_are_the_documented_ones_however_many_local_steps(name: str, data: Any, there: Fit) -> None:
+    algorithm, expected = PER_ROUND[name]
+    one, three = (waits_of(there, data, algorithm, local_epochs=n) for n in (1, 3))
+    assert one == three
+    assert one.total() == expected
+
+
+@pytest.mark.parametrize("name", slow_but([], PER_ROUND))
+def test_waits_of_the_trainer_engine_do_not_depend_on_local_steps(name: str, data: Any, there: Fit) -> None:
+    algorithm, _ = PER_ROUND[name]
+    one, three = (waits_of(there, data, algorithm, local_epochs=n, client_engine="trainer") for n in (1, 3))
+    assert one == three
+
+
+# what the server has of a client is moved only if it has taken part before
+FORGETFUL = [name for name in PER_ROUND if name not in ("Scaffold", "StaleUpdates")]
+
+
+@pytest.mark.parametrize("name", slow_but(["SpectralSharding"], FORGETFUL))
+def test_waits_grow_with_clients_by_a_fixed_number(name: str, data: Any, there: Fit) -> None:
+    algorithm, _ = PER_ROUND[name]
+    two, four, six = (waits_of(there, data, algorithm, clients_per_round=n).total() for n in (2, 4, 6))
+    assert six - four == four - two
+
+
+def test_the_device_refuses_what_a_gpu_would_and_counts() -> None:
+    here, there = torch.ones(2, 3), torch.ones(2, 3, device=pretend_device.NAME)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        here + there
+    with pytest.raises(TypeError, match="to numpy"):
+        there.numpy()
+    WAITS.clear()
+    assert float(there.sum()) == float(there.cpu().sum()) == 6.0
+    there.copy_(here, non_blocking=True)
+    there[there > 2]
+    assert WAITS == {"item": 1, "to host": 1, "nonzero": 1}

@@ -1,0 +1,54 @@
+"""Tensors with a type of their own keep it wherever their module goes, and lose no digits."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.client_sum import ClientSum
+from lightning_spectral.algorithms.zampling_round import ZamplingState
+from lightning_spectral.nn.zampling.zample import local_weights
+
+MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+    "double": nn.Module.double,
+    "to": lambda module: module.to(dtype=torch.float16),
+    "cpu": nn.Module.cpu,
+}
+TYPES = {"half": torch.float16, "to": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+THIRD = 1 / 3  # has no short form in any type
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_states_of_algorithms_keep_their_types(name: str) -> None:
+    bits, total = ZamplingState(torch.full((5,), THIRD), seed=0, weights=[]), ClientSum({"weight": (2, 2)})
+    bits.probs.grad = torch.full((5,), THIRD)
+    total.values.fill_(THIRD)
+    probs, before = bits.probs, bits.probs.detach().clone()
+    MOVES[name](nn.ModuleList([bits, total]))
+    assert bits.probs is probs  # optimizers hold it
+    assert bits.probs.dtype == bits.probs.grad.dtype == torch.float32
+    assert torch.equal(bits.probs, before)
+    assert total.values.tolist() == [THIRD] * 4
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_scores_keep_at_least_single_precision(name: str) -> None:
+    net = ls.zample(nn.Linear(30, 10), compression=4)
+    scores = local_weights(net).scores
+    before = scores.detach().clone()
+    MOVES[name](net)
+    assert local_weights(net).scores is scores
+    assert scores.dtype == (torch.float64 if name == "double" else torch.float32)
+    assert torch.equal(scores.float(), before)
+    x = torch.ones(1, 30, dtype=TYPES.get(name, torch.float32))
+    assert net(x).dtype == x.dtype
+
+
+def test_moving_to_the_meta_device_moves_everything() -> None:
+    bits, total = ZamplingState(torch.zeros(5), seed=0, weights=[]), ClientSum({"weight": (2, 2)})
+    nn.ModuleList([bits, total]).to("meta")
+    assert (bits.probs.device.type, total.values.device.type) == ("meta", "meta")

@@ -1,0 +1,36 @@
+"""Callbacks that would do nothing, without rounds or without a logger, say so."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from federation import Fit, seeded
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+
+OF_ROUNDS = [
+    ls.RoundHistory,
+    ls.CommunicationLedger,
+    ls.RoundDashboard,
+    ls.SpectralDiagnostics,
+    ls.UpdateAlignment,
+]
+
+
+@pytest.mark.filterwarnings("ignore:RoundDashboard shows:lightning_spectral.SpectralWarning")
+@pytest.mark.parametrize("callback", OF_ROUNDS)
+def test_callbacks_of_rounds_warn_where_nothing_is_federated(callback: Any, toy: Any, quiet: Any) -> None:
+    trainer = pl.Trainer(max_epochs=1, limit_train_batches=1, callbacks=[callback()], log_every_n_steps=1, **quiet)
+    with pytest.warns(ls.SpectralWarning, match=f"{callback.__name__} acts on the rounds .*LitMLP is trained on batch"):
+        trainer.fit(seeded(LitMLP), DataLoader(toy, batch_size=8), DataLoader(toy, batch_size=60))
+    trainer.test(seeded(LitMLP), DataLoader(toy, batch_size=60), verbose=False)  # no fit, no rounds to miss
+
+
+def test_a_dashboard_without_a_logger_that_can_hold_it_says_so(lit: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
+    with pytest.warns(ls.SpectralWarning, match="RoundDashboard shows .* the Trainer has none of them"):
+        fit(lit, data, callbacks=[ls.RoundDashboard()])
+    fit(lit, data, callbacks=[ls.RoundDashboard()], trainer={"logger": CSVLogger(tmp_path)})
+    fit(lit, data, callbacks=[ls.RoundDashboard()], trainer={"fast_dev_run": True, "logger": CSVLogger(tmp_path)})

@@ -1,0 +1,102 @@
+"""What a sampler needs of an algorithm and of the number of clients, checked before the first round."""
+
+from typing import Any
+
+import pytest
+import torch
+from federation import Fit, seeded
+from torch.utils.data import TensorDataset
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.plugin.sampler_checks import check_sampler
+from lightning_spectral.protocol.records import Upload
+from lightning_spectral.server import sampled_cohorts
+
+
+class ChangeSide(DenseSide):
+    def collect(self, client: Any, download: Any) -> Upload:
+        after = super().collect(client, download).tensors
+        return Upload(download.unit, {name: after[name] - download.tensors[name] for name in after})
+
+
+class SendsChanges(ls.FedAvg):
+    """Uploads changes, and does not say so."""
+
+    side = ChangeSide
+
+    def add(self, opened: Any, receipt: Any, upload: Any) -> None:
+        sums = {name: before + upload.tensors[name] for name, before in opened.mean.before.items()}
+        opened.mean.add(sums, receipt.unit.coefficient)
+
+
+class SaysSo(SendsChanges):
+    updates_have_norms = False
+
+
+class AddsOtherwise(ls.FedAvg):
+    """Uploads new values, as its class says, and adds them with other weights."""
+
+    updates_have_norms = True
+
+    def add(self, opened: Any, receipt: Any, upload: Any) -> None:
+        opened.mean.add(upload.tensors, receipt.unit.coefficient / 2)
+
+
+class Renamed(ls.FedAvg):
+    """Differs in nothing that concerns uploads."""
+
+
+NORMS = ls.UpdateVarianceReduced(active=3, design=ls.ConditionalPoisson(), measure="last")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (SendsChanges(), "SendsChanges defines what is uploaded or how it is added, but not .*`updates_have_norms`"),
+        (SaysSo(), "SaysSo uploads none; use LossVarianceReduced"),
+    ],
+)
+def test_norms_of_uploads_that_may_be_changes_are_refused(algorithm: Any, message: str, data: Any, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(seeded(LitMLP), data, algorithm=algorithm, participation=NORMS, clients_per_round=None)  # type: ignore[arg-type]
+    for sampler in (ls.Uniform(active=3), ls.LossVarianceReduced(active=3)):
+        fit(seeded(LitMLP), data, algorithm=algorithm, participation=sampler, clients_per_round=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(ls.FedAvg(), Renamed(), AddsOtherwise(), ls.StaleUpdates(), ls.FIARSE(0.5), ls.LoRA(2)),
+        *(ls.WidthSharding(), ls.SpectralSharding(keep_ratio=0.5)),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_norms_of_new_values_are_known(algorithm: Any) -> None:
+    check_sampler(NORMS, {"": algorithm})
+
+
+def test_a_logged_variance_does_not_need_a_matrix_of_all_clients(
+    data: Any, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = ls.Uniform(4, design=ls.ConditionalPoisson())
+
+    def logged() -> dict[str, float]:
+        return fit(seeded(LitMLP), data, participation=sampler, clients_per_round=None).rows[-1]  # type: ignore[arg-type]
+
+    few = logged()
+    monkeypatch.setattr(sampled_cohorts, "MOST_PROCESSORS", 11)  # of twelve clients
+    many = logged()
+    assert set(few) - set(many) == {"fl/step_size_variance"}
+    assert all(many[name] == few[name] for name in many)
+
+
+def test_a_cohort_that_no_sum_has_room_for_is_refused_before_the_first_round(fit: Fit) -> None:
+    many = 2**13 + 1
+    data = ls.FederatedDataModule(
+        TensorDataset(torch.zeros(many, 6), torch.zeros(many, dtype=torch.long)), ls.IIDPartitioner(num_clients=many)
+    )
+    for sampler in (ls.FullParticipation(), ls.Uniform(many, design=ls.ConditionalPoisson())):
+        with pytest.raises(ValueError, match="room for 8192 clients per model; 8193 turns a round are more than 8192"):
+            fit(seeded(LitMLP), data, clients_per_round=None, participation=sampler)  # type: ignore[arg-type]

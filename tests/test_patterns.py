@@ -1,0 +1,63 @@
+"""Patterns that match nothing are refused before the first round, whichever algorithm they are given to."""
+
+from typing import Any
+
+import pytest
+from federation import Fit, seeded
+from toy_models import LitSmall
+
+import lightning_spectral as ls
+
+BUFFER = r"`keep_buffers` pattern 'nope' matches no buffer; there are: net\.1\.running_mean, "
+PARAMETER = r"`(exclude|include)` pattern 'nope' matches no parameter"
+UNMATCHED: dict[str, tuple[Any, str]] = {
+    "FedAvg, buffers": (lambda *nope: ls.FedAvg(keep_buffers=nope), BUFFER),
+    "Scaffold, buffers": (lambda *nope: ls.Scaffold(keep_buffers=nope), BUFFER),
+    "StaleUpdates, buffers": (lambda *nope: ls.StaleUpdates(keep_buffers=nope), BUFFER),
+    "FIARSE, buffers": (lambda *nope: ls.FIARSE(keep_buffers=nope), BUFFER),
+    "LoRA, buffers": (lambda *nope: ls.LoRA(2, keep_buffers=nope), BUFFER),
+    "WidthSharding, buffers": (lambda *nope: ls.WidthSharding(keep_buffers=nope), BUFFER),
+    "Zampling, buffers": (lambda *nope: ls.Zampling(8, degree=2, keep_buffers=nope), BUFFER),
+    "SpectralSharding, buffers": (
+        lambda *nope: ls.SpectralSharding(layers=ls.LayerChoices(keep_buffers=nope), keep_ratio=0.5),
+        BUFFER,
+    ),
+    "FIARSE, exclude": (lambda *nope: ls.FIARSE(exclude=nope), PARAMETER),
+    "Zampling, exclude": (lambda *nope: ls.Zampling(8, degree=2, exclude=nope), PARAMETER),
+    "Zampling, include": (lambda *nope: ls.Zampling(8, degree=2, include=nope), PARAMETER),
+    "WidthSharding, exclude": (lambda *nope: ls.WidthSharding(exclude=nope), "`exclude` pattern 'nope' matches no"),
+    "SpectralSharding, exclude": (lambda *nope: ls.SpectralSharding(exclude=nope), "`exclude` pattern 'nope'"),
+}
+# One that matches next to one that does not: each counts on its own.
+MATCHING = {"buffers": "net.1.*", "exclude": "net.0*", "include": "net.0.weight"}
+
+
+@pytest.mark.parametrize("name", UNMATCHED)
+def test_a_pattern_that_matches_nothing_is_refused(name: str) -> None:
+    make, message = UNMATCHED[name]
+    matching = MATCHING[name.partition(", ")[2]]
+    for patterns in (["nope"], [matching, "nope"]):
+        with pytest.raises(ValueError, match=message):
+            prepared(make(*patterns))
+    decided = prepared(make(matching))
+    assert prepared(decided) == decided  # what was decided matches too
+
+
+def prepared(algorithm: Any) -> Any:
+    """As it is before the first round."""
+    algorithm.check(seeded(LitSmall))
+    return algorithm.prepare(seeded(LitSmall))
+
+
+def test_a_fit_is_refused_before_its_first_round(data: Any, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=BUFFER):
+        fit(seeded(LitSmall), data, algorithm=ls.FedAvg(keep_buffers=["nope"]))
+
+
+def test_tables_of_costs_refuse_them_too() -> None:
+    for table in (
+        lambda: ls.zampling_cost_table(seeded(LitSmall), [2], degree=2, keep_buffers=["nope"]),
+        lambda: ls.lora_cost_table(seeded(LitSmall), [2], keep_buffers=["nope"]),
+    ):
+        with pytest.raises(ValueError, match=BUFFER):
+            table()

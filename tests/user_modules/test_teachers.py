@@ -1,0 +1,146 @@
+"""Teachers, target networks and averages of weights, which a user's hooks update on clients."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from federation import Fit, said_during, seeded
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import lightning_spectral as ls
+
+ALGORITHMS = [
+    *(ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.FIARSE(keep_ratio=0.5), ls.Zampling(2), ls.StaleUpdates()),
+]
+
+
+def with_teacher(lit_mlp: Any, **attributes: Any) -> Any:
+    """A module whose teacher follows the student, layer by layer."""
+
+    class Lit(lit_mlp):  # type: ignore[misc]
+        example_input_array = torch.zeros(2, 6)
+
+        def __init__(self) -> None:
+            super().__init__(momentum=0.0)
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+        @torch.no_grad()
+        def on_train_batch_end(self, *args: Any) -> None:
+            for own, of in zip(self.teacher, self.net, strict=True):
+                if isinstance(own, nn.Linear):
+                    own.weight.data = 0.5 * own.weight.data + 0.5 * of.weight.detach()
+                    own.bias.lerp_(of.bias, 0.5)
+
+    for name, value in attributes.items():
+        setattr(Lit, name, value)
+    return seeded(Lit)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_changes_of_a_teacher_that_are_lost_are_named_once(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    module = with_teacher(lit_mlp)
+    start = copy.deepcopy(module.teacher.state_dict())
+    said = said_during(lambda: fit(module, data, algorithm=algorithm, max_epochs=3))
+    (warning,) = [text for text in said if "without an optimizer" in text]
+    assert warning.startswith("Round 0: clients change teacher.0.bias, teacher.0.weight, teacher.2.bias and 3 more")
+    assert all(torch.equal(value, start[name]) for name, value in module.teacher.state_dict().items())
+
+
+def test_a_teacher_that_nobody_updates_is_not_mentioned(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    module = with_teacher(lit_mlp, on_train_batch_end=lambda *args: None)
+    said = said_during(lambda: fit(module, data, algorithm=ls.FedAvg()))
+    assert not any("optimizer" in text for text in said)
+
+
+def test_an_average_of_weights_that_needs_gradients_is_named(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.ema = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.ema.update_parameters(self.net)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    with pytest.warns(ls.SpectralWarning, match=r"clients change ema\.module\.0\.bias.*averaged_parameters"):
+        fit(Lit(), data, algorithm=ls.FedAvg(), max_epochs=1)
+
+
+@pytest.mark.parametrize("engine", ["loop", "trainer"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, ls.Scaffold()])
+def test_a_teacher_that_is_named_is_averaged(algorithm: Any, engine: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    module = with_teacher(lit_mlp, averaged_parameters=["teacher.*"])
+    start = copy.deepcopy(module.teacher.state_dict())
+    said = said_during(lambda: fit(module, data, algorithm=algorithm, client_engine=engine))
+    assert not any("without an optimizer" in text for text in said)
+    assert not any(torch.equal(value, start[name]) for name, value in module.teacher.state_dict().items())
+
+
+def test_a_teacher_is_the_clients_mean(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Spy(ls.RoundCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
+            seen.append(turn.upload.tensors["teacher.2.weight"].clone())
+
+    module = with_teacher(lit_mlp, averaged_parameters=["teacher.*"])
+    fit(module, data, algorithm=ls.FedAvg(), max_epochs=1, callbacks=[Spy()])
+    assert len(seen) == 3
+    torch.testing.assert_close(module.teacher[2].weight, torch.stack(seen).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_teacher_may_be_updated_at_the_server(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Follow(ls.RoundCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+            pl_module.module.teacher.load_state_dict(pl_module.module.net.state_dict())
+
+    module = with_teacher(lit_mlp, on_train_batch_end=lambda *args: None)
+    fit(module, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), callbacks=[Follow()])
+    assert torch.equal(module.teacher[2].weight, module.net[2].weight)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["tutor.*"], r"`averaged_parameters`: 'tutor\.\*' matches no parameter"),
+        (["net.*"], r"`averaged_parameters`: 'net\.\*' matches parameters that need a gradient"),
+        ("teacher.*", "averaged_parameters"),
+    ],
+)
+def test_patterns_that_name_no_teacher_are_refused(
+    patterns: Any, message: str, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        fit(with_teacher(lit_mlp, averaged_parameters=patterns), data)
+
+
+def by_parameters(module: Any, *args: Any) -> None:
+    for own, of in zip(module.teacher.parameters(), module.net.parameters(), strict=False):
+        own.data.mul_(0.5).add_(of.data, alpha=0.5)
+
+
+def by_state(module: Any, *args: Any) -> None:
+    module.teacher.load_state_dict(module.net.state_dict())
+
+
+@pytest.mark.parametrize("update", [by_parameters, by_state])
+@pytest.mark.parametrize("algorithm", [ls.SpectralSharding(keep_ratio=0.5), ls.WidthSharding(keep_ratio=0.5)])
+def test_a_teacher_that_does_not_fit_smaller_layers_is_explained(
+    algorithm: Any, update: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    module = with_teacher(lit_mlp, on_train_batch_end=update)
+    with pytest.raises(
+        ls.ClientError, match=r"(?s)Round 0, client \d+, local training.*a teacher, a target network.*exclude"
+    ):
+        fit(module, data, algorithm=algorithm)
+
+
+def test_an_error_of_the_users_own_shapes_has_no_such_advice(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    module = with_teacher(lit_mlp, on_train_batch_end=lambda *args: torch.zeros(3) + torch.zeros(2))
+    with pytest.raises(ls.ClientError) as error:
+        fit(module, data, algorithm=ls.FedAvg())
+    assert "teacher" not in str(error.value)

@@ -29,7 +29,6 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -51,14 +50,14 @@ Setup = tuple[str, float]  # name of the strategy, keep ratio
 Results = Mapping[Setup, Mapping[int, Sequence[float]]]  # for each setup and seed, test accuracy after each round
 
 
-def setups() -> dict[Setup, ls.Algorithm[Any]]:
+def setups() -> dict[Setup, ls.Algorithm]:
     """Return every strategy at every keep ratio, and FedAvg, which has none."""
     pairs = product(KEEP_RATIOS, STRATEGIES)
     sharded = {(name, r): ls.SpectralSharding.published(STRATEGIES[name], r) for r, name in pairs}
     return {**sharded, DENSE: ls.FedAvg()}
 
 
-def train(algorithm: ls.Algorithm[Any], seed: int, num_rounds: int) -> list[float]:
+def train(algorithm: ls.Algorithm, seed: int, num_rounds: int) -> list[float]:
     """Train one run and return its test accuracy after each round."""
     quiet_lightning()
     # random weights without a spectral start: this example studies the sub-models of the papers' recipe

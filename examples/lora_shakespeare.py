@@ -119,7 +119,7 @@ def deal_speakers(seed: int) -> ls.FederatedDataModule:
 
 
 def fine_tune(
-    algorithm: ls.Algorithm[Any], module: LitGPT2, num_rounds: int, seed: int
+    algorithm: ls.Algorithm, module: LitGPT2, num_rounds: int, seed: int
 ) -> tuple[ls.FederatedModule, dict[str, list[float]]]:
     """Train on the speakers; also return perplexity and megabytes so far, before the first and after each round."""
     model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=CLIENTS_PER_ROUND, seed=seed)

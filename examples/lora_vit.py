@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -96,7 +95,7 @@ def deal_clothes(seed: int) -> ls.FederatedDataModule:
 
 
 def fine_tune(
-    algorithm: ls.Algorithm[Any], module: LitViT, num_rounds: int, seed: int
+    algorithm: ls.Algorithm, module: LitViT, num_rounds: int, seed: int
 ) -> tuple[ls.FederatedModule, dict[str, list[float]]]:
     """Train on the clients; also return accuracy in % and megabytes so far, before the first and after each round."""
     model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=CLIENTS_PER_ROUND, seed=seed)

@@ -14,7 +14,6 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -105,7 +104,7 @@ def deal_digits(seed: int) -> ls.FederatedDataModule:
     return ls.FederatedDataModule(train, partitioner, val=test, batch_size=BATCH_SIZE, seed=seed)
 
 
-def federate(algorithm: ls.Algorithm[Any], num_rounds: int, seed: int) -> ls.FederatedModule:
+def federate(algorithm: ls.Algorithm, num_rounds: int, seed: int) -> ls.FederatedModule:
     """Wrap the module for training on clients."""
     torch.manual_seed(seed)  # for the initial weights
     return ls.FederatedModule(

@@ -288,7 +288,7 @@ RESUMED = "spectral, FedAdam"
 LOST = {"the last ends": (-1, 0.0, 60.0), "the first ends": (0, 0.0, 60.0), "the last is away": (-1, 6.0, 4.0)}
 
 
-def several_models(algorithms: dict[str, ls.Algorithm[Any]], seed: int) -> tuple[Any, Any]:
+def several_models(algorithms: dict[str, ls.Algorithm], seed: int) -> tuple[Any, Any]:
     """A model for each algorithm; clients are drawn by losses that all processes must measure alike."""
     models = {name: ls.FederatedModule(LitMLP(), algorithm=algorithm) for name, algorithm in algorithms.items()}
     models["dense"].module.net[0].requires_grad_(False)
@@ -309,7 +309,7 @@ def run(
     trainer: dict[str, Any] | None = None,
     num_processes: int = 1,
     patience: float = 60.0,
-    models: dict[str, ls.Algorithm[Any]] | None = None,
+    models: dict[str, ls.Algorithm] | None = None,
     held_out: float = 0.0,
     dashboard: bool = False,
     **federation: Any,

@@ -32,7 +32,7 @@ class DirectRounds:
         absolute: Whether coefficients are those of an unbiased sampler.
     """
 
-    algorithm: ls.Algorithm[Any]
+    algorithm: ls.Algorithm
     server: nn.Module
     shares: Mapping[int, float]
     absolute: bool = True

@@ -18,9 +18,7 @@ UNBIASED_PRISM = ls.PriSM(compensation="wallenius", marginals="manly")  # with t
 class Setup(Protocol):
     """One row of a table."""
 
-    def algorithm(
-        self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
-    ) -> ls.Algorithm[Any]:
+    def algorithm(self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None) -> ls.Algorithm:
         """Return the algorithm at a keep ratio.
 
         Args:
@@ -36,9 +34,7 @@ class Setup(Protocol):
 class Whole:
     """The whole model on every client."""
 
-    def algorithm(
-        self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
-    ) -> ls.Algorithm[Any]:
+    def algorithm(self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None) -> ls.Algorithm:
         return ls.FedAvg()
 
 
@@ -46,9 +42,7 @@ class Whole:
 class Width:
     """HeteroFL: the first channels of every layer; called OrigDrop in PriSM's paper."""
 
-    def algorithm(
-        self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
-    ) -> ls.Algorithm[Any]:
+    def algorithm(self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None) -> ls.Algorithm:
         assert keep_ratio is not None, "a row of a grid lacks its keep ratio"
         return ls.WidthSharding(ls.PrefixChannels(), keep_ratio, scaler=True)
 
@@ -69,9 +63,7 @@ class Spectral:
     published: bool = True
     uncut: Sequence[str] = SHORTCUTS
 
-    def algorithm(
-        self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None
-    ) -> ls.Algorithm[Any]:
+    def algorithm(self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None) -> ls.Algorithm:
         assert keep_ratio is not None, "a row of a grid lacks its keep ratio"
         make = ls.SpectralSharding.published if self.published else ls.SpectralSharding
         cut: dict[str, Any] = {"output_ratio": output_ratio, "exclude": self.uncut} if output_ratio else {}

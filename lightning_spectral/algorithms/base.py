@@ -1,56 +1,123 @@
-"""The interface of the server half of an algorithm."""
+"""The contract of an algorithm: a choice is bound to the server's module, opens rounds, and talks to devices."""
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, assign
-from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
+from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
-RoundT = TypeVar("RoundT")
-AlgorithmT = TypeVar("AlgorithmT", bound="Algorithm[Any]")
-# Methods of `ClientSide`, except `start`, which both halves have.
+# Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("build", "load", "local_optimizer", "collect", "watched")
 
 
-class Algorithm(ABC, Generic[RoundT]):
-    """Decides what the server sends, and how it averages the uploads. The other half, `ClientSide`, runs on devices.
+class Round(ABC):
+    """One open round: what the server read from its weights, and the running sums of what clients send back."""
 
-    An algorithm is immutable, so several runs can use it at once. The state of a round belongs to the value that `open`
-    returns and other methods receive; state that lasts between rounds belongs to the module that `start` returns.
+    @abstractmethod
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """The download of one unit, and the receipt that the server keeps of it.
+
+        Random draws depend only on the run's seed, the round and ``unit.ids``.
+        """
+
+    @abstractmethod
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add one unit's update to the running sums."""
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """The running sums, which several processes add up before `close`.
+
+        Raises:
+            NotImplementedError: By default. An algorithm that does not define it trains in a single process.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} runs in one process; define the property `sums`, the `MeanChange` and "
+            "`MeanTermChange` objects of the round, to let several processes add them up."
+        )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the average: set pseudo-gradients of the server's or the state's parameters, and buffers in place."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures to log for the round, by name. By default none."""
+        return {}
+
+
+class ServerHalf(ABC):
+    """An algorithm bound to the server's module for one fit: all that follows from the module is computed once.
+
+    Attributes:
+        server: The server's module.
+        state: What `Algorithm.new_state` made, as it is now.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _check_no_device_methods(cls)
+
+    def __init__(self, server: nn.Module, state: nn.Module | None = None) -> None:
+        self.server = server
+        self.state = state
+
+    @property
+    @abstractmethod
+    def device_half(self) -> ClientSide:
+        """The other half, which is sent once to each device."""
+
+    @abstractmethod
+    def open(self, cohort: Cohort) -> Round:
+        """Open a round: prepare it from the server's weights for the clients that take part."""
+
+    def frozen_tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of every download that do not change between rounds, by name: each client is sent them once.
+
+        The names are the same in every round; a value that does change is sent again. By default, the parameters that
+        need no gradient.
+        """
+        return frozen_parameters(self.server)
+
+    def settle(self) -> None:
+        """Update the server's module from the state, before the first round and after each server step.
+
+        By default nothing. Evaluation and checkpoints see the weights that the module has afterwards.
+        """
+        return None
+
+
+class Algorithm(ABC):
+    """Decides what the server sends, and how it averages the uploads: a frozen choice, compared and printed.
+
+    Several runs can use it at once. What follows from a module belongs to the `ServerHalf` that `bind` returns, what
+    happens in a round to its `Round`, and what a device does to its `ClientSide`. What only some algorithms need is in
+    `lightning_spectral.algorithms.capabilities`.
 
     Attributes:
         updates_have_norms: Whether devices send back new values of the tensors that they were sent. A class that
-            defines `add` or `client_side` says so itself, or samplers that go by norms of updates refuse it.
-        acts_alone: Whether the server takes a step even in a round without clients, e.g. from what it has stored of
-            them.
+            changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
+        updates_are_expected: Whether its rounds satisfy `ExpectsUpdates`.
+        steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
+            stored of them.
     """
 
     updates_have_norms: ClassVar[bool] = True
-    acts_alone: ClassVar[bool] = False
+    updates_are_expected: ClassVar[bool] = False
+    steps_without_clients: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Refuse a class that defines methods of the device half, which would never be called here.
-
-        Raises:
-            TypeError: If the class defines a method of `ClientSide`.
-        """
         super().__init_subclass__()
-        if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
-            raise TypeError(
-                f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
-                "return that from `client_side`."
-            )
+        _check_no_device_methods(cls)
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""
@@ -60,163 +127,42 @@ class Algorithm(ABC, Generic[RoundT]):
         """Raise ``ValueError`` if this algorithm cannot train ``server``. By default it can train any module."""
         return None
 
-    def prepare(self: AlgorithmT, server: nn.Module) -> AlgorithmT:
-        """Decide everything that depends on the server's module, once for all rounds, and return the result.
-
-        By default the algorithm is returned unchanged.
-        """
-        return self
-
-    def decisions(self) -> Mapping[str, Any]:
-        """What `prepare` has decided from the initial weights, as plain values for checkpoints. By default nothing."""
-        return {}
-
-    def resume(self: AlgorithmT, server: nn.Module, decisions: Mapping[str, Any]) -> AlgorithmT:
-        """`prepare` for a resumed run: what the initial weights decided stays decided. By default just `prepare`.
-
-        Args:
-            server: The server's module, with the weights of a checkpoint.
-            decisions: What `decisions` returned when the run began; empty if the checkpoint has none.
-        """
-        return self.prepare(server)
-
-    def leave_untrained(self: AlgorithmT, server: nn.Module, names: Collection[str]) -> AlgorithmT:
-        """Leave parameters as they are that need a gradient, but that no optimizer of the user steps.
-
-        Called on the algorithm that `prepare` returned. By default it is returned unchanged: clients and server step
-        only the parameters in the user's optimizers.
-
-        Args:
-            server: The server's module.
-            names: Names of these parameters.
-
-        Raises:
-            ValueError: If the algorithm would change them without any training.
-        """
-        return self
-
-    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Check one of the user's optimizers, over ``server``'s parameters, before training. By default any will do."""
-        return None
-
-    def check_server_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` if the server cannot step with ``optimizer``. By default any will do."""
-        return None
-
-    @abstractmethod
-    def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half, which is built once and sent once to each device."""
-
-    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
-        """Change the server's initial weights, once, before the first round of a run that is not resumed.
-
-        By default they are unchanged.
-
-        Args:
-            server: The server's module; this algorithm was prepared for it.
-            workers: The processes of the run. All of them call this, and must end up with the same weights.
-
-        Returns:
-            What the user should know of it, one sentence a line; empty if there is nothing to say.
-        """
-        return ""
-
-    def start(self, server: nn.Module, seed: int) -> nn.Module | None:
-        """The state that the algorithm keeps between rounds, as a module; by default ``None``.
+    def new_state(self, server: nn.Module, seed: int) -> nn.Module | None:
+        """What the algorithm keeps between rounds, as a module; by default ``None``.
 
         The ``FederatedModule`` registers it as ``state``, so Lightning saves, moves and resumes it, and the server
-        optimizer steps those of its parameters that have a gradient after `close`.
+        optimizer steps those of its parameters that have a gradient after `Round.close`.
 
         Args:
-            server: The server's module.
+            server: The server's module, as it is before any fit.
             seed: The run's seed, for random draws.
         """
         return None
 
-    def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
-        """The tensors of every download that do not change between rounds: they are sent to each client once.
-
-        A value that does change is sent again. By default, the parameters that need no gradient.
+    @abstractmethod
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Decide everything that depends on the server's module, once, when a fit starts.
 
         Args:
             server: The server's module.
-            state: What `start` returned.
-
-        Returns:
-            Tensors by their names in the download; the names are the same in every round.
-        """
-        return frozen_parameters(server)
-
-    @abstractmethod
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> RoundT:
-        """Open a round: prepare it from the server's weights.
-
-        Args:
-            server: The server's module.
-            state: What `start` returned.
-            cohort: The clients that take part.
+            state: What `new_state` returned, perhaps with the values of a checkpoint.
+            untrained: Names of parameters that need a gradient, but that no optimizer of the user steps; they must
+                stay as they are.
+            decisions: For a resumed run, what its half had decided (see `capabilities.Decides`): it stays decided.
         """
 
-    @abstractmethod
-    def send(self, opened: RoundT, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """The download of one unit, and the receipt that the server keeps of it.
 
-        Random draws depend only on the run's seed, the round and ``unit.ids``.
-        """
-
-    @abstractmethod
-    def add(self, opened: RoundT, receipt: Receipt, upload: Upload) -> None:
-        """Add one unit's update to the round's running sums."""
-
-    def largest_summand(self, opened: RoundT, receipt: Receipt, upload: Upload) -> float:
-        """Largest magnitude that `add` will compute from an update and sum exactly, or a bound on it.
-
-        If it is too large for an exact sum, the client is left out even if the values it sent are small enough. By
-        default 0, for algorithms that sum the uploaded values themselves.
-        """
-        return 0.0
-
-    def expected_update(self, opened: RoundT, unit: WorkUnit) -> Mapping[str, Tensor]:
-        """The change that the server expects before a unit trains, by name, e.g. its last one. By default none."""
-        return {}
-
-    def running_means(self, opened: RoundT) -> Sequence[RunningMean]:
-        """The round's running sums, which several processes add up before `close`.
-
-        Raises:
-            NotImplementedError: By default. An algorithm that does not define this method trains in a single process.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} runs in one process; define `running_means(opened)`, which returns the "
-            "`MeanChange` and `MeanTermChange` objects of the round, to let several processes add them up."
+def _check_no_device_methods(cls: type) -> None:
+    """Raise ``TypeError`` if a class of the server's defines methods of the device half."""
+    if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
+        raise TypeError(
+            f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
+            "return that from `ServerHalf.device_half`."
         )
-
-    @abstractmethod
-    def close(self, server: nn.Module, state: nn.Module | None, opened: RoundT) -> None:
-        """Finish the average: set pseudo-gradients of ``server``'s or ``state``'s parameters, and buffers in place."""
-
-    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Update ``server`` from the state, before the first round and after each step of the server optimizer.
-
-        By default this does nothing. Evaluation and checkpoints see the weights that ``server`` has afterwards.
-        """
-        return None
-
-    def averages_may_rest(self, server: nn.Module) -> bool:
-        """Whether BatchNorm's running averages may stay unchanged in a round in which clients train.
-
-        If not, a warning says so after the first round. By default they may not.
-        """
-        return False
-
-    def concerns(self, opened: RoundT) -> Sequence[str]:
-        """Warnings for the user before the first round trains, each with its remedy. By default none."""
-        return ()
-
-    def concerns_after(self, summary: RoundSummary) -> Sequence[str]:
-        """Warnings for the user after round 0 if clients trained in it, each with its remedy. By default none."""
-        return ()
-
-    def diagnostics(self, opened: RoundT) -> Mapping[str, float]:
-        """Figures to log for a round, by name. By default none."""
-        return {}

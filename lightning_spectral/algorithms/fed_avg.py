@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.arguments import as_patterns, check_fields
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
@@ -72,7 +72,7 @@ class DenseRound:
 
 
 @dataclass(frozen=True)
-class FedAvg(Algorithm[DenseRound]):
+class FedAvg(ClassicAlgorithm[DenseRound]):
     """The dense baseline, "no sharding" in the papers: the example-weighted mean of whole models.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.adapter_round import AdapterAggregation, OpenAdapter, drawn_rows
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.lora_checks import (
     check_brought,
@@ -58,7 +58,7 @@ ALPHA = 8.0
 
 
 @dataclass(frozen=True)
-class LoRA(Algorithm[LoRARound]):
+class LoRA(ClassicAlgorithm[LoRARound]):
     r"""Clients train adapters of linear layers, :math:`W_0 + s B A`, and the rest of the model is frozen.
 
     The server's module keeps plain weights: after each round they are :math:`W_0 + s B A`. Clients hold the frozen

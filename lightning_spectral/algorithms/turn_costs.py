@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +20,7 @@ NOTHING = CountedPass(0, 0, 0, ())
 
 
 def turn_cost(
-    algorithm: Algorithm[Any],
+    algorithm: Algorithm,
     server: nn.Module,
     keep_ratio: float,
     example: Example,
@@ -31,7 +30,7 @@ def turn_cost(
     """Open a round for one client, and count what it is sent, holds and sends back, and one forward pass.
 
     Args:
-        algorithm: The algorithm, prepared for ``server``.
+        algorithm: The algorithm.
         server: A copy of the user's module.
         keep_ratio: The client's keep ratio.
         example: Input of the pass; ``None`` to count none.
@@ -39,15 +38,15 @@ def turn_cost(
         moving: Names of frozen tensors that change between rounds, and travel in each.
     """
     unit = WorkUnit(0, coefficient=1.0)
-    state = algorithm.start(server, 0)
-    opened = algorithm.open(server, state, Cohort(0, round_idx, {keep_ratio: (unit,)}))
-    download, _ = algorithm.send(opened, unit)
+    half = algorithm.bind(server, algorithm.new_state(server, 0))
+    opened = half.open(Cohort(0, round_idx, {keep_ratio: (unit,)}))
+    download, _ = opened.send(unit)
     download = replace(download, round_idx=round_idx)  # tells the device what it trains
-    side = algorithm.client_side(server)
+    side = half.device_half
     client = side.build(server, download.capacity)
     side.load(client, download)
     counted = NOTHING if example is None else count_pass(client, example)
-    once = algorithm.frozen_tensors(server, state).keys() - set(moving)
+    once = half.frozen_tensors().keys() - set(moving)
     frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
     return passed(counted) + Cost(
         parameters=sum(parameter.numel() for parameter in client.parameters()),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.zampling_checks import check_none_untrained, check_score_groups, hardly_moved
 from lightning_spectral.algorithms.zampling_round import (
@@ -45,7 +45,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 
 
 @dataclass(frozen=True)
-class Zampling(Algorithm[ZamplingRound]):
+class Zampling(ClassicAlgorithm[ZamplingRound]):
     r"""Weights are sparse random combinations w = Qz of bits, and clients train the probabilities of these bits.
 
     Q is derived from the run's seed and never travels. A client gets the n probabilities p and trains scores that start

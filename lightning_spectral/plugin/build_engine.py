@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop
@@ -81,23 +82,30 @@ class Owner(Trained, Protocol):
         """Create the executor that runs the device half of a run's rounds."""
 
 
-def prepared(owner: Trained, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """The algorithm with everything decided that depends on the module and on what the user's optimizers train.
+def bind(
+    owner: Trained,
+    server: pl.LightningModule,
+    algorithm: Algorithm,
+    state: nn.Module | None = None,
+    decisions: Mapping[str, Any] | None = None,
+) -> ServerHalf:
+    """Bind an algorithm to a module, of which the user's optimizers may not train every parameter.
 
     Args:
         owner: The module that a Trainer fits.
         server: The module whose weights are the server's; the user's own, or a copy.
         algorithm: The algorithm.
+        state: The algorithm's state between rounds.
+        decisions: What was decided when the run began, if it is resumed.
     """
     untrained = untrained_parameters(owner.templates(), owner.module)
-    return algorithm.prepare(server).leave_untrained(server, untrained)
+    return algorithm.bind(server, state, untrained=untrained, decisions=decisions)
 
 
 def build_engine(
     owner: Owner,
-    server: pl.LightningModule,
-    algorithm: Algorithm[Any],
-    state: nn.Module | None = None,
+    algorithm: Algorithm,
+    half: ServerHalf,
     conditions: Conditions | None = None,
     store: ClientStore | None = None,
     frozen_base: FrozenBase | None = None,
@@ -106,21 +114,18 @@ def build_engine(
 
     Args:
         owner: The module that a Trainer fits.
-        server: The module whose weights are the server's; the user's own, or a copy.
         algorithm: The algorithm.
-        state: The algorithm's state between rounds.
+        half: The algorithm, bound to the module whose weights are the server's; the user's own, or a copy.
         conditions: Simulated dropout and device speed; ``None`` if all clients report back.
         store: State that the server keeps for single clients; ``None`` for a new, empty store.
         frozen_base: The frozen parameters that they have already; ``None`` if none.
     """
-    check_functions(server)
-    algorithm = prepared(owner, server, algorithm)
+    check_functions(half.server)
     store = ClientStore() if store is None else store
     store.to(owner.device)
     run = Run(
-        server,
         algorithm,
-        state,
+        half,
         algorithm.keep_ratios(owner.data.num_clients, owner.seed),
         seed=owner.seed,
         local_epochs=owner.local_epochs,
@@ -155,7 +160,7 @@ def sequential_executor(owner: Owner, run: Run, local_trainer: LocalTrainer | No
     """
     device = Device(
         run.server,
-        run.algorithm.client_side(run.server),
+        run.half.device_half,
         # looked up in the user's module: a copy of it has parameters with the same names
         [recipe_of(template, owner.module) for template in owner.templates()],
         owner.data.client_data,

@@ -77,7 +77,7 @@ class Trained(Protocol):
     """The interface of one model of a federation for callbacks, which are called once for each of them."""
 
     module: pl.LightningModule
-    algorithm: Algorithm[Any]
+    algorithm: Algorithm
     state: nn.Module | None
     seed: int
 
@@ -89,7 +89,7 @@ class Trained(Protocol):
     def engine(self) -> Engine:
         """The engine that runs its rounds."""
 
-    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run."""
 
     def templates(self) -> list[Optimizer]:

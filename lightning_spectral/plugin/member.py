@@ -14,6 +14,14 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.capabilities import (
+    ChecksOptimizers,
+    ChecksServerOptimizer,
+    Decides,
+    Initializes,
+    MayRestAverages,
+)
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.optimizer_checks import (
     check_optimizer,
@@ -21,7 +29,7 @@ from lightning_spectral.client.optimizer_checks import (
     check_still_own,
     trainable_parameters,
 )
-from lightning_spectral.plugin.build_engine import build_engine, prepared, sequential_executor
+from lightning_spectral.plugin.build_engine import bind, build_engine, sequential_executor
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
@@ -127,9 +135,9 @@ class Member(ServerHooks, Trained):
         """
         return sequential_executor(self, run)
 
-    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm[Any]) -> Engine:
+    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
-        return build_engine(self, server, algorithm)
+        return build_engine(self, algorithm, bind(self, server, algorithm))
 
     def make_optimizers(self) -> tuple[list[Optimizer], list[RoundScheduler]]:
         """Return the server optimizer with the user's own, on which clients' are modelled, and the user's schedules."""
@@ -141,13 +149,15 @@ class Member(ServerHooks, Trained):
         for template in templates:
             check_optimizer(template)
             check_own_parameters(template, self.module, self.module.configure_optimizers)
-            self.algorithm.check_optimizer(template, self.module)
+            if isinstance(self.algorithm, ChecksOptimizers):
+                self.algorithm.check_optimizer(template, self.module)
         self.seat.num_optimizers = 1 + len(templates)
         parameters = self._server_parameters(templates)
         server = SGD(parameters, lr=1.0) if self.server_optimizer is None else self.server_optimizer(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
-        self.algorithm.check_server_optimizer(server)
+        if isinstance(self.algorithm, ChecksServerOptimizer):
+            self.algorithm.check_server_optimizer(server)
         self._name_optimizers(server, templates)
         return [server, *templates], schedulers
 
@@ -171,31 +181,27 @@ class Member(ServerHooks, Trained):
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
         self.module.on_fit_start()
-        algorithm = self._prepared(resumed)
-        self._decisions = algorithm.decisions()
+        half = bind(self, self.module, self.algorithm, self.state, self._decisions if resumed else None)
+        self._decisions = half.decisions if isinstance(half, Decides) else {}
         if not resumed:
             self._frozen_base = FrozenBase()
-            self._initialize(algorithm)
+            self._initialize(half)
         unreached = self._unreached if resumed else None
-        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._averages_may_rest(algorithm))
+        self._first_rounds = FirstRounds(self.processes.rank == 0, unreached, self._averages_may_rest(half))
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         kept = self._store, self._frozen_base
-        self._engine = build_engine(self, self.module, algorithm, self.state, self.conditions, *kept)
+        self._engine = build_engine(self, self.algorithm, half, self.conditions, *kept)
 
-    def _prepared(self, resumed: bool) -> Algorithm[Any]:
-        algorithm = self.algorithm.resume(self.module, self._decisions) if resumed else self.algorithm
-        return prepared(self, self.module, algorithm)
-
-    def _averages_may_rest(self, algorithm: Algorithm[Any]) -> bool:
+    def _averages_may_rest(self, half: ServerHalf) -> bool:
         """Whether running averages may stay unchanged in a round: the algorithm says so, or a callback sets them."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         is_set = any(isinstance(callback, BatchNormEstimation) for callback in callbacks)
-        return is_set or algorithm.averages_may_rest(self.module)
+        return is_set or (isinstance(half, MayRestAverages) and half.averages_may_rest)
 
-    def _initialize(self, algorithm: Algorithm[Any]) -> None:
+    def _initialize(self, half: ServerHalf) -> None:
         with suspecting_weights(self.module, 0):
-            done = algorithm.initialize(self.module, self.processes)
-        algorithm.settle(self.module, self.state)
+            done = half.initialize(self.processes) if isinstance(half, Initializes) else ""
+        half.settle()
         for line in done.splitlines():
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
@@ -209,13 +215,13 @@ class Member(ServerHooks, Trained):
             check_still_own(template, self.module)
         sizes = self.num_examples(units)
         opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
-        self._first_rounds.begin(self.engine.run.algorithm, opened.opened, round_idx)
+        self._first_rounds.begin(opened.opened, round_idx)
         return opened
 
     def apply_round(self) -> RoundSummary:
         """Turn the round's sums into pseudo-gradients."""
         summary = self.engine.apply_round()
-        self._first_rounds.end(self.engine.run.algorithm, self.module, summary)
+        self._first_rounds.end(self.engine.run.half, summary)
         return summary
 
     def on_train_end(self) -> None:

@@ -100,8 +100,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self,
         module: pl.LightningModule,
         *,
-        # without type arguments: jsonargparse builds no subclasses of a class that has them
-        algorithm: Algorithm | None = None,  # type: ignore[type-arg]
+        algorithm: Algorithm | None = None,
         clients_per_round: int | None = None,
         participation: Sampler | None = None,
         local_epochs: int = 1,
@@ -121,7 +120,7 @@ class FederatedModule(SavedRounds, Member, Host):
         warn_of_compiled_in_place(module)
         self.automatic_optimization = False
         self.module = module
-        self.algorithm: Algorithm[Any] = FedAvg() if algorithm is None else algorithm
+        self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
         check_algorithm(self.algorithm)
         check_suits(self.algorithm, module)
         self.clients_per_round = clients_per_round
@@ -135,7 +134,7 @@ class FederatedModule(SavedRounds, Member, Host):
         check_is("faults", self.faults, Faults)
         self.conditions = Conditions(dropout, clock)
         self.schedules = RoundSchedules((), "")
-        self.state = self.algorithm.start(module, seed)
+        self.state = self.algorithm.new_state(module, seed)
         self.seat = Seat()
         self._limit, self._sampled = 1.0, None
         self._store, self._engine, self._first_rounds = ClientStore(), None, FirstRounds()

@@ -117,7 +117,7 @@ def check_algorithm(algorithm: Any) -> None:
     check_is("algorithm", algorithm, Algorithm)
 
 
-def check_suits(algorithm: Algorithm[Any], module: pl.LightningModule) -> None:
+def check_suits(algorithm: Algorithm, module: pl.LightningModule) -> None:
     """Raise ``ValueError`` if an algorithm cannot train a module, with a hint if its layers are not there yet."""
     try:
         algorithm.check(module)

@@ -63,10 +63,10 @@ class RoundHooks(CohortHooks):
         units = self.cohort(round_idx)
         for key, member in self.by_key.items():
             own = [unit for unit in units if unit.model == key]
-            if own or member.algorithm.acts_alone:
+            if own or member.algorithm.steps_without_clients:
                 opened = member.open_round(round_idx, own)
                 for callback in self._round_callbacks():
-                    callback.on_round_start(self.trainer, member, opened.opened)
+                    callback.on_round_start(self.trainer, member, getattr(opened.opened, "opened", opened.opened))
 
     def _open_members(self) -> list[Member]:
         return [member for member in self.members.values() if member.engine.round_is_open]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 
@@ -11,10 +10,10 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Sampler
 from lightning_spectral.simulation import Conditions
 
-UPLOADING = ("add", "client_side", "side")  # what decides the meaning of an upload
+UPLOADING = ("bind", "round", "side", "add", "client_side")  # what decides the meaning of an upload
 
 
-def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) -> None:
+def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None:
     """Check that the figures a sampler is based on are available.
 
     Args:
@@ -38,8 +37,7 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
                 f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} uploads "
                 "none; use LossVarianceReduced."
             )
-        expects = type(algorithm).expected_update is not Algorithm.expected_update
-        if sampler.figure == "stale update" and not expects:
+        if sampler.figure == "stale update" and not algorithm.updates_are_expected:
             raise ValueError(
                 f"{type(sampler).__name__} goes by how far updates are from the last ones, which "
                 f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
@@ -47,7 +45,7 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm[Any]]) ->
             )
 
 
-def _norms_are_unknown(kind: type[Algorithm[Any]]) -> bool:
+def _norms_are_unknown(kind: type[Algorithm]) -> bool:
     """Whether a class inherits `updates_have_norms` from a class with other uploads, of which alone it is known."""
     owners = {name: _place(kind, name) for name in ("updates_have_norms", *UPLOADING)}
     return owners["updates_have_norms"] > min(owners[name] for name in UPLOADING)

@@ -102,7 +102,7 @@ class Engine:
 
     def settle(self) -> None:
         """Update the server's module from the algorithm's state, after the server optimizer's step."""
-        self.run.algorithm.settle(self.run.server, self.run.state)
+        self.run.half.settle()
         self.server_is_stepping = False
 
     def check_server_rests(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.base import Round, ServerHalf
+from lightning_spectral.algorithms.capabilities import Warns, WarnsAfterwards
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
@@ -49,29 +49,23 @@ class FirstRounds:
         self._unreached = UnreachedLayers(unreached)
         self._last_watched = -1
 
-    def begin(self, algorithm: Algorithm[Any], opened: Any, round_idx: int) -> None:
-        """Pass on the algorithm's concerns about its first round, before any client trains.
-
-        Args:
-            algorithm: The algorithm.
-            opened: The round as the algorithm opened it.
-            round_idx: Communication round, from 0.
-        """
-        if self._speaks and round_idx == 0:
-            for concern in algorithm.concerns(opened):
+    def begin(self, opened: Round, round_idx: int) -> None:
+        """Pass on what the algorithm finds wrong with its first round, before any client trains."""
+        if self._speaks and round_idx == 0 and isinstance(opened, Warns):
+            for concern in opened.warnings():
                 _warn(round_idx, concern)
 
-    def end(self, algorithm: Algorithm[Any], server: nn.Module, summary: RoundSummary) -> None:
-        """Check a closed round, before the server's step, and pass on the algorithm's concerns about the first one.
+    def end(self, half: ServerHalf, summary: RoundSummary) -> None:
+        """Check a closed round, before the server's step, and pass on what the algorithm finds wrong with the first.
 
         Args:
-            algorithm: The algorithm.
-            server: The server's module; its gradients are the pseudo-gradients.
+            half: The server's half; the gradients of its module are the pseudo-gradients.
             summary: The round.
         """
+        server = half.server
         has_trained = any(client.num_steps for client in summary.averaged)
-        if self._speaks and summary.round_idx == 0 and has_trained:
-            for concern in algorithm.concerns_after(summary):
+        if self._speaks and summary.round_idx == 0 and has_trained and isinstance(half, WarnsAfterwards):
+            for concern in half.warnings_after(summary):
                 _warn(summary.round_idx, concern)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
             self._look_at_update(server, summary.round_idx)

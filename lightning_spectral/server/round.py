@@ -8,8 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
+from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.capabilities import ExpectsUpdates
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
@@ -57,8 +58,8 @@ class OpenRound:
         run.store.discard()
         with self.clock.measure("refresh"), suspecting_weights(run.server, round_idx):
             self.cohort = self._cohort()
-            run.frozen_base.refresh(run.algorithm.frozen_tensors(run.server, run.state))
-            self.opened: Any = run.algorithm.open(run.server, run.state, self.cohort)
+            run.frozen_base.refresh(run.half.frozen_tensors())
+            self.opened: Round = run.half.open(self.cohort)
             tasks = {unit: self._simulated_task(unit) for unit in num_examples}
             self.simulated = run.simulation.outcomes(round_idx, tasks)
 
@@ -76,7 +77,7 @@ class OpenRound:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
         run, size = self.run, SubModelSize()
         if run.conditions.clock is not None:
-            size = run.sizes.of(run.algorithm, run.server, self.opened, unit, self.cohort.keep_ratio_of(unit))
+            size = run.sizes.of(run.half, self.opened, unit, self.cohort.keep_ratio_of(unit))
             size = size._replace(downlink_bytes=size.downlink_bytes - run.frozen_base.bytes_held_by(unit))
         num_examples = run.examples_per_epoch(self.num_examples[unit.key])
         return SimulatedTask(self.cohort.keep_ratio_of(unit), num_examples, run.local_epochs, *size)
@@ -84,7 +85,7 @@ class OpenRound:
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with the fields that all downloads share."""
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
-            download, receipt = self.run.algorithm.send(self.opened, unit)
+            download, receipt = self.opened.send(unit)
         run, base = self.run, self.run.frozen_base
         common = replace(
             download,
@@ -101,8 +102,9 @@ class OpenRound:
         """Norm of one unit's update if this run's sampler uses it, NaN otherwise."""
         if download is None or self.run.figure not in ("update", "stale update"):
             return math.nan
-        stale = self.run.figure == "stale update"
-        expected = self.run.algorithm.expected_update(self.opened, upload.unit) if stale else None
+        expected = None
+        if self.run.figure == "stale update" and isinstance(self.opened, ExpectsUpdates):
+            expected = self.opened.expected_update(upload.unit)
         return update_norm(download.tensors, upload.tensors, expected)
 
     @contextmanager
@@ -135,8 +137,8 @@ class OpenRound:
             _warn_no_client_left(self.round_idx, outcomes)
         else:
             with self.clock.measure("aggregate"):
-                if self.run.processes.size > 1:  # an algorithm without running means trains in a single process
-                    add_up(self.run.processes, self.run.algorithm.running_means(self.opened))
+                if self.run.processes.size > 1:  # a round without `sums` is played in a single process
+                    add_up(self.run.processes, self.opened.sums)
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
         """Exchange the outcomes of all processes; raise an error in each of them if one failed."""
@@ -166,15 +168,15 @@ class OpenRound:
 
     def _moves(self, outcomes: Sequence[ClientOutcome]) -> bool:
         """Whether the round changes the server: some client is left, or none is needed."""
-        return self.run.algorithm.acts_alone or not all(outcome.left_out for outcome in outcomes)
+        return self.run.algorithm.steps_without_clients or not all(outcome.left_out for outcome in outcomes)
 
     def apply(self) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""
         run, outcomes = self.run, self.gathered
         if self._moves(outcomes):
             with self.clock.measure("apply"):
-                run.algorithm.close(run.server, run.state, self.opened)
-        diagnostics = dict(run.algorithm.diagnostics(self.opened))
+                self.opened.close()
+        diagnostics = dict(self.opened.metrics())
         if run.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
         run.store.commit()

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.per_client import Assigned
@@ -38,9 +38,8 @@ class Run:
     """One federated run: settings and state shared by all of its rounds.
 
     Attributes:
-        server: The user's module with dense weights.
-        algorithm: The algorithm, prepared for ``server``.
-        state: What the algorithm keeps between rounds; ``None`` for nothing.
+        algorithm: The algorithm, as the user chose it.
+        half: The algorithm, bound to the user's module with dense weights.
         keep_ratios: Keep ratio of every client.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
@@ -59,9 +58,8 @@ class Run:
         profile: Maps the name of a stage to a context manager that is entered around it.
     """
 
-    server: nn.Module
-    algorithm: Algorithm[Any]
-    state: nn.Module | None
+    algorithm: Algorithm
+    half: ServerHalf
     keep_ratios: Assigned[float]
     seed: int
     local_epochs: int = 1
@@ -78,6 +76,11 @@ class Run:
     frozen_base: FrozenBase = field(default_factory=FrozenBase)
     sizes: SubModelSizes = field(default_factory=SubModelSizes)
     profile: Profile = nullcontext
+
+    @property
+    def server(self) -> nn.Module:
+        """The user's module with dense weights."""
+        return self.half.server
 
     def keep_ratio_of(self, unit: WorkUnit) -> float:
         """Share of the singular terms that a unit's client holds."""

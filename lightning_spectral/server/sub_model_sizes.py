@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
-
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.base import Round, ServerHalf
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 
@@ -30,14 +28,12 @@ class SubModelSizes:
     def __init__(self) -> None:
         self._sizes: dict[float, SubModelSize] = {}
 
-    def of(
-        self, algorithm: Algorithm[Any], server: nn.Module, opened: Any, unit: WorkUnit, keep_ratio: float
-    ) -> SubModelSize:
+    def of(self, half: ServerHalf, opened: Round, unit: WorkUnit, keep_ratio: float) -> SubModelSize:
         """The size of a unit's sub-model, in a round that the algorithm has opened."""
         if keep_ratio not in self._sizes:
-            download, _ = algorithm.send(opened, unit)
-            side = algorithm.client_side(server)
-            client = side.build(server, download.capacity)
+            download, _ = opened.send(unit)
+            side = half.device_half
+            client = side.build(half.server, download.capacity)
             num_parameters = sum(parameter.numel() for parameter in client.parameters())
             uplink_bytes = side.collect(client, download).num_bytes
             self._sizes[keep_ratio] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable
 
+from lightning_spectral.algorithms.capabilities import BoundsSummands
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.magnitudes import can_be_summed
@@ -109,10 +110,11 @@ class Turn:
         """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
         if not upload.can_be_averaged():
             return "not_finite", _too_large(upload)
-        algorithm, opened = self.round.run.algorithm, self.round.opened
-        if not can_be_summed(largest := algorithm.largest_summand(opened, self._receipt, upload)):
+        opened, receipt = self.round.opened, self._receipt
+        largest = opened.largest_summand(receipt, upload) if isinstance(opened, BoundsSummands) else 0.0
+        if not can_be_summed(largest):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
-        algorithm.add(opened, self._receipt, upload)
+        opened.add(receipt, upload)
         return None, ""
 
     def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:

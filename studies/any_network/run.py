@@ -59,7 +59,7 @@ def train(spec: Spec) -> dict[str, Any]:
     return {**asdict(spec), **curves, "bytes_per_turn": {} if error else turns, "error": error, "seconds": seconds}
 
 
-def fits(spec: Spec, module: pl.LightningModule) -> Iterator[tuple[ls.Algorithm[Any], int, int]]:
+def fits(spec: Spec, module: pl.LightningModule) -> Iterator[tuple[ls.Algorithm, int, int]]:
     """Yield each algorithm, its first round and the round after its last; two where the first rounds are dense."""
     setup = SETUPS[spec.setup]
     if setup.dense_rounds:

@@ -43,9 +43,9 @@ class Setup:
     fading: float = 0.0
     dense_rounds: int = 0
     estimated: bool = False
-    system: Callable[[Ratios, nn.Module], ls.Algorithm[Any]] | None = None
+    system: Callable[[Ratios, nn.Module], ls.Algorithm] | None = None
 
-    def algorithm(self, keep_ratio: KeepRatio, module: nn.Module) -> ls.Algorithm[Any]:
+    def algorithm(self, keep_ratio: KeepRatio, module: nn.Module) -> ls.Algorithm:
         """Return the algorithm at one keep ratio, for one module."""
         ratio = MIXED if keep_ratio == "mixed" else keep_ratio
         if self.system is not None:
@@ -75,17 +75,17 @@ def each(ratios: Ratios, change: Callable[[float], float]) -> Ratios:
     return change(ratios)
 
 
-def by_width(channels: ls.ChannelChoice, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+def by_width(channels: ls.ChannelChoice, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
     """Sub-models whose share of the channels is the square root of the keep ratio, to match its share of parameters."""
 
-    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
         plan = ls.width_plan(module, EXAMPLES)
         return ls.WidthSharding(channels, each(ratios, math.sqrt), plan=plan, **options)
 
     return make
 
 
-def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FjORD: the first channels; some steps use fewer of them, down to half of what the smallest clients have."""
     widths = each(ratios, math.sqrt)
     all_widths = list(widths) if isinstance(widths, Mapping) else [widths]
@@ -93,10 +93,10 @@ def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
     return ls.WidthSharding(keep_ratio=widths, plan=plan, step_widths=[min(all_widths) / 2, *all_widths])
 
 
-def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
     """The first channels, as many as cost no more than the terms of the same keep ratio."""
 
-    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
         algorithm = ls.WidthSharding(plan=ls.width_plan(module, EXAMPLES))
 
         def width_of(ratio: float) -> float:
@@ -110,25 +110,25 @@ def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorit
     return make
 
 
-def by_matrices(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+def by_matrices(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FedHM: the first terms, and the mean of the matrices."""
     return ls.SpectralSharding.published(ls.TopN(), ratios, aggregation=ls.MatrixMeans())
 
 
-def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
     """PriSM's memory-efficient sub-models: they also cut the outputs, to ``factor`` times the smallest keep ratio."""
 
-    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
         smallest = min(ratios) if isinstance(ratios, Mapping) else ratios
         return ls.SpectralSharding.published(ls.PriSM(), ratios, output_ratio=factor * smallest)
 
     return make
 
 
-def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm[Any]]:
+def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
     """FedMUD: updates of all linear layers but the last have a rank equal to a client's terms; the rest is whole."""
 
-    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+    def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
         *names, _ = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
         width = min(min(module.get_submodule(name).weight.shape) for name in names)
         rank: Any = each(ratios, lambda ratio: math.ceil(ratio * width))
@@ -140,7 +140,7 @@ def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[
     return make
 
 
-def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm[Any]:
+def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FIARSE: the largest weights."""
     return ls.FIARSE(ratios)
 

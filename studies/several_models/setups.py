@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import lightning_spectral as ls
 
@@ -23,7 +22,7 @@ class Setup:
     """
 
     sampler: ls.Sampler
-    algorithm: Callable[[], ls.Algorithm[Any]] = ls.FedAvg
+    algorithm: Callable[[], ls.Algorithm] = ls.FedAvg
     published: Mapping[str, float] = field(default_factory=dict)
 
 

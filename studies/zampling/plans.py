@@ -69,7 +69,7 @@ class Spec:
     task: str = MAIN_TASK
 
     @property
-    def algorithm(self) -> ls.Algorithm[Any]:
+    def algorithm(self) -> ls.Algorithm:
         """The algorithm of the run."""
         if self.setup == "FedAvg":
             return ls.FedAvg()

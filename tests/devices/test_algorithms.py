@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings(HARDLY_MOVED),
     pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
 ]
-ALGORITHMS: dict[str, ls.Algorithm[Any]] = {
+ALGORITHMS: dict[str, ls.Algorithm] = {
     "FedAvg": ls.FedAvg(),
     "store": Remembering(),
     "StaleUpdates": ls.StaleUpdates(),

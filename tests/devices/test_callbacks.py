@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings(HARDLY_MOVED),
     pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
 ]
-CALLBACKS: dict[str, tuple[ls.Algorithm[Any], Callable[[], Sequence[pl.Callback]]]] = {
+CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] = {
     "diagnostics and alignment": (HALF, lambda: [ls.SpectralDiagnostics(), ls.UpdateAlignment(every_n_rounds=1)]),
     "alignment of whole models": (ls.FedAvg(), lambda: [ls.UpdateAlignment(every_n_rounds=1)]),
     "client evaluation": (HALF, lambda: [ls.ClientEvaluation()]),

@@ -54,7 +54,7 @@ def expected(fitted: Fitted) -> list[bool]:
     return sent
 
 
-ALGORITHMS: list[ls.Algorithm[Any]] = [
+ALGORITHMS: list[ls.Algorithm] = [
     ls.FedAvg(),
     ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
     ls.Zampling(4, degree=3),

@@ -147,7 +147,7 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
         )
 
 
-def check_averaged_width(algorithm: Algorithm[Any]) -> None:
+def check_averaged_width(algorithm: Algorithm) -> None:
     """Raise ``ValueError`` if the module's averages are those of a narrower model: the whole model's are estimated.
 
     Example:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -69,7 +68,7 @@ class LitNet(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
 
 
-def _one_model(algorithm: Algorithm[Any], momentum: float = 0.9) -> Callable[[], Federation]:
+def _one_model(algorithm: Algorithm, momentum: float = 0.9) -> Callable[[], Federation]:
     def make() -> Federation:
         module = FederatedModule(LitNet(momentum), algorithm=algorithm, clients_per_round=CLIENTS_PER_ROUND)
         return module, _data()
@@ -78,7 +77,7 @@ def _one_model(algorithm: Algorithm[Any], momentum: float = 0.9) -> Callable[[],
 
 
 def _two_models() -> Federation:
-    algorithms: dict[str, Algorithm[Any]] = {"dense": FedAvg(), "spectral": SpectralSharding()}
+    algorithms: dict[str, Algorithm] = {"dense": FedAvg(), "spectral": SpectralSharding()}
     models = {name: FederatedModule(LitNet(), algorithm=algorithm) for name, algorithm in algorithms.items()}
     data = MultiModelDataModule({name: _data() for name in models})
     return MultiModelModule(models, participation=Uniform(active=CLIENTS_PER_ROUND)), data

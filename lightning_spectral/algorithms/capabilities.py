@@ -1,0 +1,105 @@
+"""What only some algorithms can do or need, asked for by capability: nobody outside a system tests for its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.protocol.cohort import SharesWork
+from lightning_spectral.protocol.records import Receipt, RoundSummary, Upload
+from lightning_spectral.protocol.work_unit import WorkUnit
+
+# Of a choice
+
+
+@runtime_checkable
+class ChecksOptimizers(Protocol):
+    """An algorithm that not every optimizer of a user's suits."""
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Raise ``ValueError`` if clients cannot train with one of the user's optimizers; warn if they train worse."""
+
+
+@runtime_checkable
+class ChecksServerOptimizer(Protocol):
+    """An algorithm that not every server optimizer suits."""
+
+    def check_server_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` if the server cannot step with ``optimizer``."""
+
+
+# Of a server half
+
+
+@runtime_checkable
+class Decides(Protocol):
+    """A half whose initial weights have decided something that a resumed run must not decide again."""
+
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """What was decided, as plain values for checkpoints."""
+
+
+@runtime_checkable
+class Initializes(Protocol):
+    """A half that changes the server's initial weights, or has something to say about them."""
+
+    def initialize(self, workers: SharesWork) -> str:
+        """Change the initial weights, once, before the first round of a run that is not resumed.
+
+        Args:
+            workers: The processes of the run. All of them call this, and must end up with the same weights.
+
+        Returns:
+            What the user should know of it, one sentence a line; empty if there is nothing to say.
+        """
+
+
+@runtime_checkable
+class WarnsAfterwards(Protocol):
+    """A half that may find something wrong with the first round."""
+
+    def warnings_after(self, summary: RoundSummary) -> Sequence[str]:
+        """Warnings for the user after round 0 if clients trained in it, each with its remedy."""
+
+
+@runtime_checkable
+class MayRestAverages(Protocol):
+    """A half whose clients may leave BatchNorm's running averages as they are, without a warning."""
+
+    @property
+    def averages_may_rest(self) -> bool:
+        """Whether they may, with this module."""
+
+
+# Of a round
+
+
+@runtime_checkable
+class Warns(Protocol):
+    """A round that may find something wrong before any client trains."""
+
+    def warnings(self) -> Sequence[str]:
+        """Warnings for the user before round 0, each with its remedy."""
+
+
+@runtime_checkable
+class BoundsSummands(Protocol):
+    """A round that sums other values than the uploaded ones."""
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """Largest magnitude that `Round.add` will compute from an upload and sum exactly, or a bound on it.
+
+        If it is too large for an exact sum, the client is left out even if the values it sent are small enough.
+        """
+
+
+@runtime_checkable
+class ExpectsUpdates(Protocol):
+    """A round that expects something of a unit's update before it trains, e.g. its last one."""
+
+    def expected_update(self, unit: WorkUnit) -> Mapping[str, Tensor]:
+        """The expected change of the server's tensors, by name."""

@@ -38,15 +38,15 @@ def test_a_pattern_that_matches_nothing_is_refused(name: str) -> None:
     matching = MATCHING[name.partition(", ")[2]]
     for patterns in (["nope"], [matching, "nope"]):
         with pytest.raises(ValueError, match=message):
-            prepared(make(*patterns))
-    decided = prepared(make(matching))
-    assert prepared(decided) == decided  # what was decided matches too
+            bind(make(*patterns))
+    bind(make(matching))
 
 
-def prepared(algorithm: Any) -> Any:
-    """As it is before the first round."""
-    algorithm.check(seeded(LitSmall))
-    return algorithm.prepare(seeded(LitSmall))
+def bind(algorithm: Any) -> None:
+    """Do what is done before the first round."""
+    server = seeded(LitSmall)
+    algorithm.check(server)
+    algorithm.bind(server, algorithm.new_state(server, 0))
 
 
 def test_a_fit_is_refused_before_its_first_round(data: Any, fit: Fit) -> None:

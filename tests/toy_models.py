@@ -80,11 +80,15 @@ class Detour(nn.Module):
         return self.head(self.mid(x) if twice else x)
 
 
+class RememberingRound(DenseRound):
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        store, unit = self.cohort.store, receipt.unit
+        turns = store[unit]["turns"] + 1 if unit in store else torch.tensor(1)
+        self.mean.add(upload.tensors, unit.coefficient / int(turns))
+        store[unit] = {"loss": torch.tensor(upload.loss, dtype=torch.float64), "turns": turns}
+
+
 class Remembering(ls.FedAvg):
     """Keeps each client's last loss at the server, and gives a client less weight the more often it has trained."""
 
-    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        store, unit = opened.cohort.store, receipt.unit
-        turns = store[unit]["turns"] + 1 if unit in store else torch.tensor(1)
-        opened.mean.add(upload.tensors, unit.coefficient / int(turns))
-        store[unit] = {"loss": torch.tensor(upload.loss, dtype=torch.float64), "turns": turns}
+    round = RememberingRound

@@ -3,16 +3,15 @@
 from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.factor_means import AlternatingFactors, FrozenA, PaddedFactors
-from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.lora import LoRA
 from lightning_spectral.algorithms.matrix_means import MatrixMeans
+from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
 from lightning_spectral.algorithms.product_means import StackedProducts, TruncatedProducts
 from lightning_spectral.algorithms.sampled_terms import SampledTerms
-from lightning_spectral.algorithms.scaffold import Scaffold
 from lightning_spectral.algorithms.spectral import SpectralSharding
 from lightning_spectral.algorithms.spectral_side import SpectralSide
-from lightning_spectral.algorithms.stale_updates import StaleUpdates
 from lightning_spectral.algorithms.term_aggregation import TermAggregation, TermMeans
 from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
@@ -22,6 +21,7 @@ __all__ = [
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
+    "DenseHalf",
     "DenseRound",
     "DenseSide",
     "FedAvg",

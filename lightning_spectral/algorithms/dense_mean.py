@@ -1,9 +1,10 @@
-"""The running mean of tensors that travel whole, for any algorithm."""
+"""Running means and sums over whole tensors, for any algorithm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
@@ -25,3 +26,14 @@ def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) 
     """
     averages = averaged_parameters(server).union(name for name, _ in server.named_buffers())
     return MeanChange(before, cohort.total, cohort.absolute, always_divided=averages & before.keys())
+
+
+def sum_of(like: Mapping[str, Tensor], cohort: Cohort) -> MeanChange:
+    """A running sum, or mean, of float64 tensors that are given for each client, not of changes of the server's.
+
+    Args:
+        like: Mapping[str, Tensor] of the same names, shapes and device.
+        cohort: Who takes part; its coefficients are the weights.
+    """
+    zeros = {name: tensor.new_zeros((), dtype=torch.float64).expand(tensor.shape) for name, tensor in like.items()}
+    return MeanChange(zeros, cohort.total, cohort.absolute)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.classic import ClassicAlgorithm
+from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.arguments import as_patterns, check_fields
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
@@ -24,7 +25,7 @@ from lightning_spectral.protocol.exchange import (
     travelling_tensors,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 
@@ -56,24 +57,71 @@ class DenseSide(ClientSide):
         return Upload(download.unit, select_tensors(client, self.returned))
 
 
-@dataclass(frozen=True, eq=False)
-class DenseRound:
+class DenseRound(Round):
     """One open round in which tensors travel whole.
 
     Attributes:
+        half: The server's half.
         cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         mean: Running mean of the clients' changes.
     """
 
-    cohort: Cohort
-    tensors: Mapping[str, Tensor]
-    mean: MeanChange
+    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+        self.half = half
+        self.cohort = cohort
+        self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server)
+        self.mean = dense_mean(half.server, half.averaged(), cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Send the whole model; nothing is drawn."""
+        return Download(unit, 1.0, self.tensors), Receipt(unit, 1.0)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change, weighted by its coefficient."""
+        self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """The single sum over whole tensors."""
+        return [self.mean]
+
+    def close(self) -> None:
+        """Set the pseudo-gradients, which are minus the mean changes."""
+        apply_mean_change(self.half.server, self.mean.finish())
+
+
+class DenseHalf(ServerHalf):
+    """Federated averaging, bound to a module.
+
+    Attributes:
+        algorithm: The choice, or that of a subclass with fields of its own.
+    """
+
+    def __init__(self, algorithm: FedAvg, server: nn.Module, state: nn.Module | None = None) -> None:
+        super().__init__(server, state)
+        self.algorithm = algorithm
+        self._kept = kept_buffers(server, algorithm.keep_buffers)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The trainable parameters and the averaged buffers of the server's module, as they are now."""
+        return averaged_tensors(self.server, keep_buffers=self._kept)
+
+    @cached_property
+    def device_half(self) -> ClientSide:
+        """Whole models, of which trainable parameters and averaged buffers travel back."""
+        return self.algorithm.side(tuple(self.averaged()))
+
+    def open(self, cohort: Cohort) -> Round:
+        """Collect the tensors that every client starts from."""
+        return self.algorithm.round(self, cohort)
 
 
 @dataclass(frozen=True)
-class FedAvg(ClassicAlgorithm[DenseRound]):
+class FedAvg(Algorithm):
     """The dense baseline, "no sharding" in the papers: the example-weighted mean of whole models.
+
+    A subclass that changes only what a device or a round does names its own `side`, `round` or `half`.
 
     Args:
         keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
@@ -85,11 +133,13 @@ class FedAvg(ClassicAlgorithm[DenseRound]):
         McMahan et al. (2017), Algorithm 1.
 
     Example:
-        >>> FedAvg().client_side(nn.Linear(3, 2))
+        >>> FedAvg().bind(nn.Linear(3, 2)).device_half
         DenseSide(returned=('weight', 'bias'))
     """
 
     side: ClassVar[type[DenseSide]] = DenseSide
+    round: ClassVar[type[DenseRound]] = DenseRound
+    half: ClassVar[type[DenseHalf]] = DenseHalf
     updates_have_norms: ClassVar[bool] = True
 
     keep_buffers: Sequence[str] = ()
@@ -97,31 +147,13 @@ class FedAvg(ClassicAlgorithm[DenseRound]):
     def __post_init__(self) -> None:
         check_fields(self, keep_buffers=as_patterns)
 
-    def prepare(self, server: nn.Module) -> FedAvg:
-        """Decide which buffers keep the server's value, once for all rounds."""
-        return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
-
-    def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half: trainable parameters and averaged buffers travel back."""
-        return type(self).side(tuple(averaged_tensors(server, keep_buffers=self.keep_buffers)))
-
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> DenseRound:
-        """Collect the tensors that every client starts from."""
-        before = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return DenseRound(cohort, travelling_tensors(server), dense_mean(server, before, cohort))
-
-    def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the whole model; nothing is drawn."""
-        return Download(unit, 1.0, opened.tensors), Receipt(unit, 1.0)
-
-    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change, weighted by its coefficient."""
-        opened.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
-
-    def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
-        """The single sum over whole tensors."""
-        return [opened.mean]
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        """Set the pseudo-gradients, which are minus the mean changes."""
-        apply_mean_change(server, opened.mean.finish())
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Decide which buffers keep the server's value."""
+        return self.half(self, server, state)

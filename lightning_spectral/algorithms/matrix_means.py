@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_spectral.algorithms.client_sum import sum_of
 from lightning_spectral.algorithms.cut_outputs import with_absent_rows
+from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.algorithms.term_aggregation import LayerMean, TermAggregation, TrainedTerms
 from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.protocol.cohort import Cohort

@@ -16,7 +16,7 @@ from lightning_spectral.algorithms.adapter_round import (
     OpenAdapter,
     drawn_rows,
 )
-from lightning_spectral.algorithms.client_sum import sum_of
+from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.magnitudes import largest_within

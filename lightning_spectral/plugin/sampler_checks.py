@@ -10,7 +10,7 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Sampler
 from lightning_spectral.simulation import Conditions
 
-UPLOADING = ("bind", "round", "side", "add", "client_side")  # what decides the meaning of an upload
+UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
 
 
 def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None:

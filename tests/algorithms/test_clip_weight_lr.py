@@ -35,9 +35,10 @@ def sub_model(
 ) -> tuple[nn.Module, LocalOptimizer]:
     """What one client trains, and its optimizer at the start of its turn."""
     template = torch.optim.SGD(server.parameters(), lr=lr, weight_decay=weight_decay)
-    opened = algorithm.open(server, None, Cohort(0, 0, {keep_ratio: (WorkUnit(0),)}))
-    download, _ = algorithm.send(opened, WorkUnit(0))
-    side = algorithm.client_side(server)
+    half = algorithm.bind(server)
+    opened = half.open(Cohort(0, 0, {keep_ratio: (WorkUnit(0),)}))
+    download, _ = opened.send(WorkUnit(0))
+    side = half.device_half
     client = side.build(server, download.capacity)
     side.load(client, download)
     local = side.local_optimizer(recipe_of(template, server), client)

@@ -1,4 +1,4 @@
-"""Algorithms that own something from round to round: what `start` returns is saved, stepped and resumed."""
+"""Algorithms that own something from round to round: what `new_state` returns is saved, stepped and resumed."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fed_avg import DenseRound
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound
 
 BETA = 0.7
 
@@ -25,21 +25,24 @@ class Velocity(nn.Module):
             self.register_buffer(f"velocity_{index}", torch.zeros_like(parameter))
 
 
+class MomentumRound(DenseRound):
+    def close(self) -> None:
+        super().close()
+        algorithm: Any = self.half.algorithm
+        for parameter, velocity in zip(self.half.server.parameters(), self.half.state.buffers(), strict=True):
+            velocity.mul_(algorithm.beta).add_(parameter.grad)
+            parameter.grad = velocity.clone()
+
+
 @dataclass(frozen=True)
 class ServerMomentum(ls.FedAvg):
     """``v <- beta v + pseudo-gradient`` in the algorithm, and a plain step of ``v`` at the server."""
 
+    round = MomentumRound
     beta: float = BETA
 
-    def start(self, server: nn.Module, seed: int) -> nn.Module:
+    def new_state(self, server: nn.Module, seed: int) -> nn.Module:
         return Velocity(server)
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        super().close(server, state, opened)
-        assert state is not None
-        for parameter, velocity in zip(server.parameters(), state.buffers(), strict=True):
-            velocity.mul_(self.beta).add_(parameter.grad)
-            parameter.grad = velocity.clone()
 
 
 class Master(nn.Module):
@@ -50,23 +53,27 @@ class Master(nn.Module):
         self.weights = nn.ParameterList(p.detach().clone() for p in server.parameters())
 
 
+class MasterRound(DenseRound):
+    def close(self) -> None:
+        super().close()
+        for own, master in zip(self.half.server.parameters(), self.half.state.parameters(), strict=True):
+            own.grad, master.grad = None, own.grad
+
+
+class MasterHalf(DenseHalf):
+    def settle(self) -> None:
+        with torch.no_grad():
+            for own, master in zip(self.server.parameters(), self.state.parameters(), strict=True):
+                own.copy_(master)
+
+
 class MasterWeights(ls.FedAvg):
     """The server's weights are a copy of those in the state."""
 
-    def start(self, server: nn.Module, seed: int) -> nn.Module:
+    round, half = MasterRound, MasterHalf
+
+    def new_state(self, server: nn.Module, seed: int) -> nn.Module:
         return Master(server)
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        super().close(server, state, opened)
-        assert state is not None
-        for own, master in zip(server.parameters(), state.parameters(), strict=True):
-            own.grad, master.grad = None, own.grad
-
-    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        assert state is not None
-        with torch.no_grad():
-            for own, master in zip(server.parameters(), state.parameters(), strict=True):
-                own.copy_(master)
 
 
 @pytest.fixture
@@ -120,7 +127,7 @@ def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
 
 def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_mlp: Any) -> None:
     class Drawn(ls.FedAvg):
-        def start(self, server: nn.Module, seed: int) -> nn.Module:
+        def new_state(self, server: nn.Module, seed: int) -> nn.Module:
             return nn.ParameterList([torch.tensor(float(seed))])
 
     algorithm = Drawn()

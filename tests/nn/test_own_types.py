@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.client_sum import ClientSum
+from lightning_spectral.algorithms.memory.client_sum import ClientSum
 from lightning_spectral.algorithms.zampling_round import ZamplingState
 from lightning_spectral.nn.zampling.zample import local_weights
 

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.plugin.sampler_checks import check_sampler
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.server import sampled_cohorts
@@ -21,27 +21,32 @@ class ChangeSide(DenseSide):
         return Upload(download.unit, {name: after[name] - download.tensors[name] for name in after})
 
 
+class ChangeRound(DenseRound):
+    def add(self, receipt: Any, upload: Any) -> None:
+        sums = {name: before + upload.tensors[name] for name, before in self.mean.before.items()}
+        self.mean.add(sums, receipt.unit.coefficient)
+
+
 class SendsChanges(ls.FedAvg):
     """Uploads changes, and does not say so."""
 
-    side = ChangeSide
-
-    def add(self, opened: Any, receipt: Any, upload: Any) -> None:
-        sums = {name: before + upload.tensors[name] for name, before in opened.mean.before.items()}
-        opened.mean.add(sums, receipt.unit.coefficient)
+    side, round = ChangeSide, ChangeRound
 
 
 class SaysSo(SendsChanges):
     updates_have_norms = False
 
 
+class HalfWeightRound(DenseRound):
+    def add(self, receipt: Any, upload: Any) -> None:
+        self.mean.add(upload.tensors, receipt.unit.coefficient / 2)
+
+
 class AddsOtherwise(ls.FedAvg):
     """Uploads new values, as its class says, and adds them with other weights."""
 
+    round = HalfWeightRound
     updates_have_norms = True
-
-    def add(self, opened: Any, receipt: Any, upload: Any) -> None:
-        opened.mean.add(upload.tensors, receipt.unit.coefficient / 2)
 
 
 class Renamed(ls.FedAvg):

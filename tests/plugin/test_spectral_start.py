@@ -13,6 +13,7 @@ from federation import Fit, Fitted, same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseHalf
 
 
 def started(module: nn.Module, keep_ratio: float, **options: Any) -> dict[str, Tensor]:
@@ -81,14 +82,18 @@ class TestInAFit:
         assert "Layer 'net.2' cannot be factorised" in str(raised.value.__cause__)
 
 
+class DoublingHalf(DenseHalf):
+    def initialize(self, workers: Any) -> str:
+        with torch.no_grad():
+            for parameter in self.server.parameters():
+                parameter *= 2
+        return "doubled all parameters"
+
+
 class Doubles(ls.FedAvg):
     """Dense, with initial weights of its own."""
 
-    def initialize(self, server: nn.Module, workers: Any) -> str:
-        with torch.no_grad():
-            for parameter in server.parameters():
-                parameter *= 2
-        return "doubled all parameters"
+    half = DoublingHalf
 
 
 class TestResume:

@@ -10,6 +10,7 @@ from federation import Fit, same_state, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
 from lightning_spectral.client.local_task import LocalSettings
@@ -60,18 +61,17 @@ def played(
 ) -> tuple[dict[str, Tensor], list[RoundSummary]]:
     """Play rounds of all clients with plain averaging; return the server's weights and the summaries."""
     (template,), _ = server.configure_optimizers()
-    algorithm = algorithm.prepare(server)
+    half = algorithm.bind(server)
     run = Run(
-        server,
         algorithm,
-        None,
+        half,
         algorithm.keep_ratios(data.num_clients, 0),
         seed=0,
         local_epochs=2,
         options=lambda: (options_of(template),),
         **conditions,
     )
-    side, recipes = algorithm.client_side(server), [recipe_of(template, server)]
+    side, recipes = half.device_half, [recipe_of(template, server)]
     engine = Engine(run, lambda: make_executor(Device(server, side, recipes, data.client_data, LocalSettings())))
     optimizer, summaries = torch.optim.SGD(server.parameters(), lr=1.0), []
     units = {WorkUnit(client_id, coefficient=size): size for client_id, size in enumerate(SIZES)}
@@ -110,7 +110,8 @@ def test_a_round_without_lightning_is_that_of_a_trainer(
 ) -> None:
     fitted = fit(seeded(lit_mlp), uneven, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
     server = seeded(lit_mlp)
-    algorithm.initialize(server, Alone())
+    if isinstance(half := algorithm.bind(server), Initializes):
+        half.initialize(Alone())
     weights, _ = played(algorithm, executor, server, uneven, rounds=1)
     assert same_state(weights, fitted.state)
 

@@ -95,9 +95,9 @@ class TestUpdates:
             nn.init.constant_(layer.weight, 1.0)
             layer.weight.grad = torch.full_like(layer.weight, push)
         watch = FirstRounds()
-        (message,) = said_during(lambda: [watch.end(ls.FedAvg(), server, summary_of(9, 1.0)) for _ in range(2)])
+        (message,) = said_during(lambda: [watch.end(ls.FedAvg().bind(server), summary_of(9, 1.0)) for _ in range(2)])
         assert message.startswith("Round 9: the clients' mean update of '1.weight' is 30 times")
-        assert said_during(lambda: FirstRounds().end(ls.FedAvg(), server, summary_of(10, 1.0))) == []
+        assert said_during(lambda: FirstRounds().end(ls.FedAvg().bind(server), summary_of(10, 1.0))) == []
 
 
 def summary_of(round_idx: int, loss: float) -> RoundSummary:
@@ -125,7 +125,7 @@ class TestLosses:
 
         def run(watch: FirstRounds) -> None:
             for round_idx, loss in enumerate(losses):
-                watch.end(ls.FedAvg(), nn.Linear(1, 1), summary_of(round_idx, loss))
+                watch.end(ls.FedAvg().bind(nn.Linear(1, 1)), summary_of(round_idx, loss))
 
         assert [text.split(" Lower")[0] for text in said_during(lambda: run(watch))] == ([told] if told else [])
         assert said_during(lambda: run(silent)) == []
@@ -176,10 +176,10 @@ class TestSubModels:
     def test_the_worst_keep_ratio_is_named(self) -> None:
         algorithm, server = random_start(), seeded(LitWide)
         cohort = Cohort(0, 0, {ratio: (WorkUnit(2 * i), WorkUnit(2 * i + 1)) for i, ratio in enumerate((0.5, 0.1))})
-        opened = algorithm.open(server, None, cohort)
+        opened: Any = algorithm.bind(server).open(cohort)
         errors = opened.layers["net.2"].client_errors()
         assert errors[0.1] > 1 > errors[0.5]
-        (told,) = algorithm.concerns(opened)
+        (told,) = opened.warnings()
         assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
         assert f"the expected squared error of one is {errors[0.1]:.3g} times" in told
 
@@ -188,11 +188,11 @@ class TestSubModels:
         server, num_draws = seeded(LitWide), 2000
         units = tuple(map(WorkUnit, range(num_draws)))
         algorithm = random_start(strategy=strategy, keep_ratio=0.3)
-        opened = algorithm.open(server, None, Cohort(0, 0, {0.3: units}))
+        opened: Any = algorithm.bind(server).open(Cohort(0, 0, {0.3: units}))
         weight = server.net[2].weight.detach()
         errors = []
         for unit in units:
-            sent = algorithm.send(opened, unit)[0].tensors
+            sent = opened.send(unit)[0].tensors
             sub_model = (sent["net.2.u"] * sent["net.2.omega"]) @ sent["net.2.v"]
             errors.append(float((weight - sub_model).square().sum() / weight.square().sum()))
         found = torch.tensor(errors)

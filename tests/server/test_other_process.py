@@ -61,7 +61,7 @@ class Elsewhere(ls.FederatedModule):
     def make_executor(self, run: Run) -> Executor:
         recipes = [recipe_of(template, self.module) for template in self.templates()]
         trainer, self.module.trainer = self.module._trainer, None
-        side = run.algorithm.client_side(run.server)
+        side = run.half.device_half
         data = sorted_data_of_clients if self.local_hooks else data_of_clients
         self.executor = OtherProcess(self.worker, side, self.module, recipes, data, self.local_hooks)
         self.module.trainer = trainer

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.client_sum import ClientSum, by_share, own_sum, sum_of
-from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
-from lightning_spectral.algorithms.stale_entry import compress, restore, update_of
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.dense_mean import dense_mean, sum_of
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, FedAvg
+from lightning_spectral.algorithms.memory.client_sum import ClientSum, by_share
+from lightning_spectral.algorithms.memory.stale_entry import compress, restore, update_of
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.records import Receipt, Upload
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Coefficients = Literal["sampled", "data"]
@@ -29,23 +30,26 @@ Tensors = Mapping[str, Tensor]
 SEEN = "share:seen"  # next to the parameters in the server's sum: 1 for each client in the table, weighted by its share
 
 
-@dataclass(frozen=True, eq=False)
 class StaleRound(DenseRound):
     """One open round with stale updates.
 
     Attributes:
-        unseen: What a client that has never taken part contributes.
         total: The sum H of all clients' stale updates, as it was when the round opened.
         entries: What the table held of the round's clients when it opened, on the CPU.
         drawn: Running mean of their stale updates, with the weights of their new ones.
         table: Running sum of the changes of H.
     """
 
-    unseen: Unseen
-    total: ClientSum
-    entries: Mapping[tuple[int, str], Tensors]
-    drawn: MeanChange
-    table: MeanChange
+    def __init__(self, half: StaleHalf, cohort: Cohort) -> None:
+        super().__init__(half, cohort)
+        self.choice, self.total = half.choice, half.total
+        weighted = by_share(cohort) if self.choice.coefficients == "data" else cohort
+        self.mean = dense_mean(half.server, self.mean.before, weighted)
+        trained = {name: tensor for name, tensor in self.mean.before.items() if name in self.total.pieces()}
+        units = [unit for units in cohort.groups.values() for unit in units]
+        self.entries = {unit.key: cohort.store.kept(unit) for unit in units if unit in cohort.store}
+        self.drawn = sum_of(trained, weighted)
+        self.table = self.total.change([*trained, SEEN], cohort)
 
     @property
     def trained(self) -> Tensors:
@@ -62,7 +66,7 @@ class StaleRound(DenseRound):
         """The sum of shares times stale updates over all clients; unseen clients contribute what `unseen` says."""
         pieces = self.total.pieces()
         seen = float(pieces[SEEN])
-        divisor = seen if self.unseen == "mean" and seen > 0.0 else 1.0
+        divisor = seen if self.choice.unseen == "mean" and seen > 0.0 else 1.0
         return {name: pieces[name] / divisor for name in self.drawn.names}
 
     @cached_property
@@ -76,9 +80,77 @@ class StaleRound(DenseRound):
 
     def stale_update(self, unit: WorkUnit) -> Tensors:
         """What a client contributes unless it takes part, float64."""
-        if unit.key in self.entries or self.unseen == "zero":
+        if unit.key in self.entries or self.choice.unseen == "zero":
             return self.entry(unit)
         return self.over_all
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's update and its stale one, and put the new one into the table."""
+        unit = receipt.unit
+        share = self.cohort.shares[unit.key]
+        weight = share if self.choice.coefficients == "data" else unit.coefficient
+        entry = compress(update_of(self.trained, upload.tensors), self.choice.num_terms)
+        new, old = restore(entry, self.trained), self.entry(unit)
+        is_new = torch.tensor(float(unit.key not in self.entries), dtype=torch.float64, device=self.total.values.device)
+        self.mean.add(upload.tensors, weight, upload.largest)
+        self.drawn.add(self.stale_update(unit), weight)
+        self.table.add({**{name: new[name] - old[name] for name in new}, SEEN: is_new}, share)
+        self.cohort.store[unit] = entry
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """Twice the client's largest change, or a bound on it: the table changes by the difference of two updates.
+
+        No entry of an update's leading terms exceeds the norm of the update.
+        """
+        norms = [
+            math.sqrt(before.numel()) * (upload.largest[name] + self.largest[name])
+            for name, before in self.trained.items()
+        ]
+
+        def doubled() -> Tensor:
+            entry = compress(update_of(self.trained, upload.tensors), self.choice.num_terms)
+            return 2 * nn.utils.parameters_to_vector(restore(entry, self.trained).values())
+
+        return largest_within(2 * max(norms, default=0.0), doubled)
+
+    def expected_update(self, unit: WorkUnit) -> Tensors:
+        """The client's stale update times beta, as it was when the round opened, even if it has trained since."""
+        return {name: self.choice.beta * stale for name, stale in self.stale_update(unit).items()}
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """The sums of updates, of stale updates, and of the changes of the table."""
+        return [self.mean, self.drawn, self.table]
+
+    def close(self) -> None:
+        """Set the corrected pseudo-gradients, then update the sum over all clients."""
+        apply_mean_change(self.half.server, self._corrected())
+        self.total.add(self.table)
+
+    def _corrected(self) -> Iterator[tuple[str, Tensor]]:
+        drawn = dict(self.drawn.finish()) if self.choice.beta else {}
+        for name, change in self.mean.finish():
+            if name in drawn:
+                change.add_(self.over_all[name] - drawn[name], alpha=self.choice.beta)
+            yield name, change
+
+    def metrics(self) -> Mapping[str, float]:
+        """The share of all examples whose clients are in the table, and the norm of the sum over all clients."""
+        pieces = self.total.pieces()
+        share = float(pieces.pop(SEEN))
+        return {"stale_share": share, "stale_norm": float(nn.utils.parameters_to_vector(pieces.values()).norm())}
+
+
+class StaleHalf(DenseHalf):
+    """Stale updates, bound to a module."""
+
+    def __init__(self, choice: StaleUpdates, server: nn.Module, total: ClientSum) -> None:
+        super().__init__(choice, server, total)
+        self.choice, self.total = choice, total
+
+    def open(self, cohort: Cohort) -> StaleRound:
+        """Look up what the table holds for the round's clients; `StaleRound.add` replaces it."""
+        return StaleRound(self, cohort)
 
 
 @dataclass(frozen=True)
@@ -133,7 +205,8 @@ class StaleUpdates(FedAvg):
     """
 
     updates_have_norms: ClassVar[bool] = True
-    acts_alone: ClassVar[bool] = True
+    updates_are_expected: ClassVar[bool] = True
+    steps_without_clients: ClassVar[bool] = True
 
     beta: float = 1.0
     coefficients: Coefficients = "sampled"
@@ -155,88 +228,18 @@ class StaleUpdates(FedAvg):
         """MIFA: the mean of all clients' latest updates, with a table that starts at zero."""
         return cls(coefficients="data")
 
-    def start(self, server: nn.Module, seed: int) -> ClientSum:
+    def new_state(self, server: nn.Module, seed: int) -> ClientSum:
         """The sum over all clients, initially zero."""
         return ClientSum({**{name: p.shape for name, p in server.named_parameters()}, SEEN: ()})
 
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> StaleRound:
-        """Look up what the table holds for the round's clients; `add` replaces it."""
-        weighted = by_share(cohort) if self.coefficients == "data" else cohort
-        dense, total = super().open(server, state, cohort), own_sum(state)
-        mean = dense_mean(server, dense.mean.before, weighted)
-        trained = {name: tensor for name, tensor in mean.before.items() if name in total.pieces()}
-        units = [unit for units in cohort.groups.values() for unit in units]
-        return StaleRound(
-            cohort,
-            dense.tensors,
-            mean,
-            self.unseen,
-            total,
-            {unit.key: cohort.store.kept(unit) for unit in units if unit in cohort.store},
-            sum_of(trained, weighted),
-            total.change([*trained, SEEN], cohort),
-        )
-
-    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's update and its stale one, and put the new one into the table."""
-        own, unit = own_round(opened), receipt.unit
-        share = own.cohort.shares[unit.key]
-        weight = share if self.coefficients == "data" else unit.coefficient
-        entry = compress(update_of(own.trained, upload.tensors), self.num_terms)
-        new, old = restore(entry, own.trained), own.entry(unit)
-        is_new = torch.tensor(float(unit.key not in own.entries), dtype=torch.float64, device=own.total.values.device)
-        own.mean.add(upload.tensors, weight, upload.largest)
-        own.drawn.add(own.stale_update(unit), weight)
-        own.table.add({**{name: new[name] - old[name] for name in new}, SEEN: is_new}, share)
-        own.cohort.store[unit] = entry
-
-    def largest_summand(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> float:
-        """Twice the client's largest change, or a bound on it: the table changes by the difference of two updates.
-
-        No entry of an update's leading terms exceeds the norm of the update.
-        """
-        own = own_round(opened)
-        norms = [
-            math.sqrt(before.numel()) * (upload.largest[name] + own.largest[name])
-            for name, before in own.trained.items()
-        ]
-
-        def doubled() -> Tensor:
-            entry = compress(update_of(own.trained, upload.tensors), self.num_terms)
-            return 2 * nn.utils.parameters_to_vector(restore(entry, own.trained).values())
-
-        return largest_within(2 * max(norms, default=0.0), doubled)
-
-    def expected_update(self, opened: DenseRound, unit: WorkUnit) -> Tensors:
-        """The client's stale update times beta, as it was when the round opened, even if it has trained since."""
-        return {name: self.beta * stale for name, stale in own_round(opened).stale_update(unit).items()}
-
-    def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
-        """The sums of updates, of stale updates, and of the changes of the table."""
-        own = own_round(opened)
-        return [own.mean, own.drawn, own.table]
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        """Set the corrected pseudo-gradients, then update the sum over all clients."""
-        own = own_round(opened)
-        apply_mean_change(server, self._corrected(own))
-        own_sum(state).add(own.table)
-
-    def _corrected(self, own: StaleRound) -> Iterator[tuple[str, Tensor]]:
-        drawn = dict(own.drawn.finish()) if self.beta else {}
-        for name, change in own.mean.finish():
-            if name in drawn:
-                change.add_(own.over_all[name] - drawn[name], alpha=self.beta)
-            yield name, change
-
-    def diagnostics(self, opened: DenseRound) -> Mapping[str, float]:
-        """The share of all examples whose clients are in the table, and the norm of the sum over all clients."""
-        pieces = own_round(opened).total.pieces()
-        share = float(pieces.pop(SEEN))
-        return {"stale_share": share, "stale_norm": float(nn.utils.parameters_to_vector(pieces.values()).norm())}
-
-
-def own_round(opened: DenseRound) -> StaleRound:
-    """The round as `StaleUpdates` opened it."""
-    assert isinstance(opened, StaleRound)
-    return opened
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Bind to the sum that `new_state` returned."""
+        assert isinstance(state, ClientSum), "made by `new_state`"
+        return StaleHalf(self, server, state)

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.nn.own_types import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.statistics import MeanChange
@@ -65,23 +66,6 @@ class ClientSum(nn.Module):
         pieces = self.pieces()
         for name, piece in change.finish():
             pieces[name].add_(piece)
-
-
-def own_sum(state: nn.Module | None) -> ClientSum:
-    """The state of an algorithm that starts with a `ClientSum`."""
-    assert isinstance(state, ClientSum)
-    return state
-
-
-def sum_of(like: Tensors, cohort: Cohort) -> MeanChange:
-    """A running sum, or mean, of float64 tensors that are given for each client, not of changes of the server's.
-
-    Args:
-        like: Tensors of the same names, shapes and device.
-        cohort: Who takes part; its coefficients are the weights.
-    """
-    zeros = {name: tensor.new_zeros((), dtype=torch.float64).expand(tensor.shape) for name, tensor in like.items()}
-    return MeanChange(zeros, cohort.total, cohort.absolute)
 
 
 def by_share(cohort: Cohort) -> Cohort:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.client_sum import ClientSum, own_sum
-from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
-from lightning_spectral.algorithms.plain_sgd import check_plain_sgd
-from lightning_spectral.algorithms.scaffold_side import CORRECTION, LEARNING_RATE, ScaffoldSide, corrections
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.memory.client_sum import ClientSum
+from lightning_spectral.algorithms.memory.scaffold_device import (
+    CORRECTION,
+    LEARNING_RATE,
+    ScaffoldSide,
+    check_plain_sgd,
+    corrections,
+)
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
+from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 
-@dataclass(frozen=True, eq=False)
 class ScaffoldRound(DenseRound):
     """One open round of SCAFFOLD.
 
@@ -31,8 +36,43 @@ class ScaffoldRound(DenseRound):
         change: Running sum of its change.
     """
 
-    control: ClientSum
-    change: MeanChange
+    def __init__(self, half: ScaffoldHalf, cohort: Cohort) -> None:
+        super().__init__(half, cohort)
+        self.control = half.control
+        trained = [n for n, p in half.server.named_parameters() if p.requires_grad and n in self.mean.names]
+        self.change = self.control.change(trained, cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Send the whole model and the client's correction, which the receipt also holds."""
+        server = self.control.pieces()
+        correction = {
+            f"{CORRECTION}{name}": (server[name] - control).to(self.tensors[name].dtype)
+            for name, control in self.controls(unit).items()
+        }
+        return Download(unit, 1.0, {**self.tensors, **correction}), Receipt(unit, 1.0, correction)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change, and the change of its control."""
+        super().add(receipt, upload)
+        unit, distance = receipt.unit, _distance(upload)
+        if distance == 0.0:
+            return  # nothing to learn from: the control is unchanged
+        before, after = self.controls(unit), self.new_controls(receipt, upload, distance)
+        self.change.add({name: after[name].double() - before[name] for name in after}, self.cohort.shares[unit.key])
+        self.cohort.store[unit] = after
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        r"""Largest magnitude in the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound."""
+        distance = _distance(upload)
+        if distance == 0.0:
+            return 0.0
+        bounds = [(upload.largest[n] + weight) / distance + control for n, (weight, control) in self.largest.items()]
+
+        def change() -> Tensor:
+            before, after = self.controls(receipt.unit), self.new_controls(receipt, upload, distance)
+            return nn.utils.parameters_to_vector([after[name].double() - before[name] for name in after])
+
+        return largest_within(max(bounds, default=0.0), change)
 
     def controls(self, unit: WorkUnit) -> dict[str, Tensor]:
         """The control of one client, float64; zeros if it has none yet."""
@@ -54,6 +94,37 @@ class ScaffoldRound(DenseRound):
         weights = largest_magnitudes({name: self.tensors[name] for name in names})
         controls = largest_magnitudes({name: pieces[name] for name in names})
         return {name: (weights[name], controls[name]) for name in names}
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """The sum of the model's changes, and that of the control's changes."""
+        return [self.mean, self.change]
+
+    def close(self) -> None:
+        """Set the pseudo-gradients, and update the server's control."""
+        super().close()
+        self.control.add(self.change)
+
+    def metrics(self) -> Mapping[str, float]:
+        """The norm of the server's control."""
+        return {"control_norm": float(self.control.values.norm())}
+
+
+def _distance(upload: Upload) -> float:
+    """Number of steps times learning rate."""
+    return upload.num_steps * float(upload.tensors[LEARNING_RATE])
+
+
+class ScaffoldHalf(DenseHalf):
+    """SCAFFOLD, bound to a module."""
+
+    def __init__(self, choice: Scaffold, server: nn.Module, control: ClientSum) -> None:
+        super().__init__(choice, server, control)
+        self.control = control
+
+    def open(self, cohort: Cohort) -> ScaffoldRound:
+        """Collect the tensors and the control that every client starts from."""
+        return ScaffoldRound(self, cohort)
 
 
 @dataclass(frozen=True)
@@ -94,76 +165,21 @@ class Scaffold(FedAvg):
     updates_have_norms: ClassVar[bool] = True
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Check that clients step by the learning rate times the gradient.
-
-        Raises:
-            ValueError: If the optimizer is not plain SGD with one learning rate, over all trainable parameters.
-        """
+        """Raise ``ValueError`` unless clients step all trainable parameters by one learning rate times the gradient."""
         check_plain_sgd(template, server)
 
-    def start(self, server: nn.Module, seed: int) -> ClientSum:
+    def new_state(self, server: nn.Module, seed: int) -> ClientSum:
         """The server's control, initially zero."""
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
 
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ScaffoldRound:
-        """Collect the tensors that every client starts from."""
-        dense, control = super().open(server, state, cohort), own_sum(state)
-        trained = [n for n, p in server.named_parameters() if p.requires_grad and n in dense.mean.names]
-        return ScaffoldRound(cohort, dense.tensors, dense.mean, control, control.change(trained, cohort))
-
-    def send(self, opened: DenseRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the whole model and the client's correction, which the receipt also holds."""
-        own = own_round(opened)
-        server = own.control.pieces()
-        correction = {
-            f"{CORRECTION}{name}": (server[name] - control).to(own.tensors[name].dtype)
-            for name, control in own.controls(unit).items()
-        }
-        return Download(unit, 1.0, {**own.tensors, **correction}), Receipt(unit, 1.0, correction)
-
-    def add(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change, and the change of its control."""
-        super().add(opened, receipt, upload)
-        own, unit, distance = own_round(opened), receipt.unit, _distance(upload)
-        if distance == 0.0:
-            return  # nothing to learn from: the control is unchanged
-        before, after = own.controls(unit), own.new_controls(receipt, upload, distance)
-        own.change.add({name: after[name].double() - before[name] for name in after}, own.cohort.shares[unit.key])
-        own.cohort.store[unit] = after
-
-    def largest_summand(self, opened: DenseRound, receipt: Receipt, upload: Upload) -> float:
-        r"""Largest magnitude in the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound."""
-        own, distance = own_round(opened), _distance(upload)
-        if distance == 0.0:
-            return 0.0
-        bounds = [(upload.largest[n] + weight) / distance + control for n, (weight, control) in own.largest.items()]
-
-        def change() -> Tensor:
-            before, after = own.controls(receipt.unit), own.new_controls(receipt, upload, distance)
-            return nn.utils.parameters_to_vector([after[name].double() - before[name] for name in after])
-
-        return largest_within(max(bounds, default=0.0), change)
-
-    def running_means(self, opened: DenseRound) -> Sequence[RunningMean]:
-        """The sum of the model's changes, and that of the control's changes."""
-        return [opened.mean, own_round(opened).change]
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: DenseRound) -> None:
-        """Set the pseudo-gradients, and update the server's control."""
-        super().close(server, state, opened)
-        own_sum(state).add(own_round(opened).change)
-
-    def diagnostics(self, opened: DenseRound) -> Mapping[str, float]:
-        """The norm of the server's control."""
-        return {"control_norm": float(own_round(opened).control.values.norm())}
-
-
-def own_round(opened: DenseRound) -> ScaffoldRound:
-    """The round as `Scaffold` opened it."""
-    assert isinstance(opened, ScaffoldRound)
-    return opened
-
-
-def _distance(upload: Upload) -> float:
-    """Number of steps times learning rate."""
-    return upload.num_steps * float(upload.tensors[LEARNING_RATE])
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Bind to the control that `new_state` returned."""
+        assert isinstance(state, ClientSum), "made by `new_state`"
+        return ScaffoldHalf(self, server, state)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.lora_state import adapters_of
 from lightning_spectral.functional.low_rank import balanced_factors
 from lightning_spectral.models import CharTransformer, LitNextToken
 
@@ -66,7 +65,7 @@ class BareLoop:
     def __init__(self, model: ls.FederatedModule, steps: int) -> None:
         self.steps = steps
         server = copy.deepcopy(model.module)
-        side = ALGORITHM.client_side(server)
+        side = ALGORITHM.bind(server, ALGORITHM.new_state(server, 0)).device_half
         self.clients = [side.build(server, rank / max(RANKS)) for rank in RANKS]
         factors = [{n: p for n, p in client.named_parameters() if p.requires_grad} for client in self.clients]
         self.factors = factors
@@ -141,7 +140,7 @@ def timed(rounds: int, steps: int) -> tuple[list[str], ls.FederatedModule]:
 
 
 def decomposed(model: ls.FederatedModule, turns: int) -> list[list[str]]:
-    pairs = [(adapter.B.detach().double(), adapter.A.detach().double()) for adapter in adapters_of(model.state)]
+    pairs = [(adapter.B.detach().double(), adapter.A.detach().double()) for adapter in model.state.adapters]
     compact, full = [], []
     for _ in range(turns):
         compact.append(seconds(lambda: [balanced_factors(b, a, len(a), 1.0, 1e-7) for b, a in pairs]))

@@ -23,8 +23,8 @@ from lightning_spectral.algorithms import (
     WidthSharding,
     Zampling,
 )
-from lightning_spectral.algorithms.lora_budgets import rank_for
-from lightning_spectral.algorithms.lora_costs import LoRACostTable, lora_cost_table
+from lightning_spectral.algorithms.lora.budgets import rank_for
+from lightning_spectral.algorithms.lora.costs import LoRACostTable, lora_cost_table
 from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
 from lightning_spectral.algorithms.sub_model_costs import sub_model_cost_table, sub_model_keep_ratio_for
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
@@ -100,11 +100,10 @@ from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checkpoint_files import AtomicCheckpointIO, latest_checkpoint
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.exports import narrow_model, save_peft_adapter
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
-from lightning_spectral.plugin.narrow_model import narrow_model
-from lightning_spectral.plugin.peft_adapter import save_peft_adapter
 from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
 from lightning_spectral.plugin.saved_modules import load_user_module
 from lightning_spectral.protocol.schedule import Schedule

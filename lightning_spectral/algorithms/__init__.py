@@ -1,15 +1,20 @@
 """What clients hold, what travels, and how it is averaged."""
 
-from lightning_spectral.algorithms.adapter_round import AdapterAggregation
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.factor_means import AlternatingFactors, FrozenA, PaddedFactors
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
-from lightning_spectral.algorithms.lora import LoRA
+from lightning_spectral.algorithms.lora import (
+    AdapterAggregation,
+    AlternatingFactors,
+    FrozenA,
+    LoRA,
+    PaddedFactors,
+    SampledTerms,
+    StackedProducts,
+    TruncatedProducts,
+)
 from lightning_spectral.algorithms.matrix_means import MatrixMeans
 from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
-from lightning_spectral.algorithms.product_means import StackedProducts, TruncatedProducts
-from lightning_spectral.algorithms.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.spectral import SpectralSharding
 from lightning_spectral.algorithms.spectral_side import SpectralSide
 from lightning_spectral.algorithms.term_aggregation import TermAggregation, TermMeans

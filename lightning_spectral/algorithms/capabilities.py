@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -29,6 +30,30 @@ class ChecksServerOptimizer(Protocol):
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ``ValueError`` if the server cannot step with ``optimizer``."""
+
+
+@runtime_checkable
+class SavesPeftAdapters(Protocol):
+    """An algorithm whose result is an adapter on the weights with which the first fit began."""
+
+    def save_peft_adapter(self, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str) -> None:
+        """Save the adapter in PEFT's format, for a part of the module."""
+
+
+@runtime_checkable
+class Narrows(Protocol):
+    """An algorithm that trains smaller models inside the whole one."""
+
+    def narrow(self, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
+        """A copy of the server's module at a smaller width, in (0, 1]."""
+
+
+@runtime_checkable
+class ChecksAverageEstimation(Protocol):
+    """An algorithm whose server's module may hold running averages of another model than the whole one."""
+
+    def check_average_estimation(self) -> None:
+        """Raise ``ValueError`` if it does, so that averages of the whole model must not replace them."""
 
 
 # Of a server half

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.fiarse_side import HELD, FIARSESide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
@@ -54,7 +55,7 @@ class FIARSERound:
 
 
 @dataclass(frozen=True)
-class FIARSE(ByKeepRatio[FIARSERound]):
+class FIARSE(ByKeepRatio, ClassicAlgorithm[FIARSERound]):
     r"""Each client trains the largest weights of the server's model; all others are zero on the client.
 
     A client of keep ratio r gets the ceil(r m) weights of largest magnitude among all m weights of the module. Weights

@@ -110,7 +110,7 @@ def sub_model_keep_ratio_for(
 def _prepared(
     module: nn.Module, algorithm: SubModels, example: Example, counted: Example
 ) -> tuple[Callable[[float], Cost], SubModels]:
-    """The cost as a function of the keep ratio, and the algorithm as a run prepares it."""
+    """The cost as a function of the keep ratio, and the algorithm with its plan."""
     if not isinstance(algorithm, SubModels):
         raise TypeError(
             f"`algorithm` must be a WidthSharding or a FIARSE, got {algorithm!r}. SpectralSharding, LoRA and Zampling "
@@ -120,6 +120,7 @@ def _prepared(
     server: Any = copy_module(module)
     if example_of(server) is None:
         server.example_input_array = example
-    prepared = algorithm.prepare(server)
-    prepared.check(server)  # after `prepare`, so that channels are found only once
-    return lambda keep_ratio: turn_cost(prepared, server, keep_ratio, counted), prepared
+    planned = algorithm.planned(server) if isinstance(algorithm, WidthSharding) else algorithm
+    planned.check(server)
+    half = planned.bind(server, planned.new_state(server, 0))
+    return lambda keep_ratio: turn_cost(half, keep_ratio, counted), planned

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from torch import nn
-
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.nn.cost.block_costs import Cost
 from lightning_spectral.nn.cost.costs import passed
 from lightning_spectral.nn.cost.counted_pass import CountedPass, count_pass
@@ -20,8 +18,7 @@ NOTHING = CountedPass(0, 0, 0, ())
 
 
 def turn_cost(
-    algorithm: Algorithm,
-    server: nn.Module,
+    half: ServerHalf,
     keep_ratio: float,
     example: Example,
     round_idx: int = 0,
@@ -30,20 +27,18 @@ def turn_cost(
     """Open a round for one client, and count what it is sent, holds and sends back, and one forward pass.
 
     Args:
-        algorithm: The algorithm.
-        server: A copy of the user's module.
+        half: The algorithm, bound to a copy of the user's module.
         keep_ratio: The client's keep ratio.
         example: Input of the pass; ``None`` to count none.
         round_idx: Communication round, from 0.
         moving: Names of frozen tensors that change between rounds, and travel in each.
     """
     unit = WorkUnit(0, coefficient=1.0)
-    half = algorithm.bind(server, algorithm.new_state(server, 0))
     opened = half.open(Cohort(0, round_idx, {keep_ratio: (unit,)}))
     download, _ = opened.send(unit)
     download = replace(download, round_idx=round_idx)  # tells the device what it trains
     side = half.device_half
-    client = side.build(server, download.capacity)
+    client = side.build(half.server, download.capacity)
     side.load(client, download)
     counted = NOTHING if example is None else count_pass(client, example)
     once = half.frozen_tensors().keys() - set(moving)

@@ -9,7 +9,7 @@ from aggregations import AGGREGATIONS
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound, OpenAdapter
+from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterRound, OpenAdapter
 from lightning_spectral.functional.low_rank import balanced_factors, compact_svd
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort

@@ -14,7 +14,7 @@ from toy_models import LitSmall
 from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width_averages import STEP_COUNTS, WidthAverages, arrange
+from lightning_spectral.algorithms.width.averages import STEP_COUNTS, WidthAverages, arrange
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.protocol.rng import derived_generator
@@ -28,20 +28,21 @@ class Round:
 
     def __init__(self, server: Any, capacities: list[float], algorithm: Any = None) -> None:
         self.server = server
-        self.algorithm = (algorithm or ours()).prepare(server)
-        self.state: Any = self.algorithm.start(server, SEED)
-        self.algorithm.settle(server, self.state)
+        algorithm = algorithm or ours()
+        self.state: Any = algorithm.new_state(server, SEED)
+        self.half = algorithm.bind(server, self.state)
+        self.half.settle()
         for number, tensor in enumerate(self.state.buffers()):
             if tensor.is_floating_point():
                 tensor.add_(number + 1.0)
         self.before = {width: {n: t.clone() for n, t in own.items()} for width, own in self.state.widths.items()}
         self.units = [WorkUnit(c, coefficient=c + 1.0) for c in range(len(capacities))]
         groups = {r: tuple(u for u, own in zip(self.units, capacities, strict=True) if own == r) for r in capacities}
-        self.opened = self.algorithm.open(server, self.state, Cohort(SEED, 2, groups))
-        self.sent = [self.algorithm.send(self.opened, unit) for unit in self.units]
+        self.opened = self.half.open(Cohort(SEED, 2, groups))
+        self.sent = [self.opened.send(unit) for unit in self.units]
 
     def close(self) -> None:
-        self.algorithm.close(self.server, self.state, self.opened)
+        self.opened.close()
 
 
 def batches_of(client: int, num_steps: int) -> list[Tensor]:
@@ -52,7 +53,7 @@ def batches_of(client: int, num_steps: int) -> list[Tensor]:
 def played(round: Round, client: int, num_steps: int) -> Upload:
     """Train a client as a device does."""
     download = replace(round.sent[client][0], round_idx=2, seed=SEED)
-    side = round.algorithm.client_side(round.server)
+    side = round.half.device_half
     module: Any = side.build(round.server, download.capacity)
     side.load(module, download)
     actions = side.start(module, download)
@@ -72,7 +73,7 @@ class SlowClient:
     """A client that trains a physically cut copy in each step, and copies weights and averages over by hand."""
 
     def __init__(self, round: Round, client: int, capacity: float, num_steps: int) -> None:
-        plan = round.algorithm.plan
+        plan = round.half.plan
         widths = [width for width in WIDTHS if width <= capacity]
         self.module = cut(round.server, plan, capacity)
         self.averages = {
@@ -147,7 +148,7 @@ def test_each_width_averages_over_the_clients_that_took_steps_at_it(backwards: b
     whole = {name: buffer.clone() for name, buffer in server.named_buffers()}
     uploads = [played(opened, client, STEPS[client]) for client in range(len(CAPACITIES))]
     for client in reversed(range(len(uploads))) if backwards else range(len(uploads)):
-        opened.algorithm.add(opened.opened, opened.sent[client][1], uploads[client])
+        opened.opened.add(opened.sent[client][1], uploads[client])
     slow = [SlowClient(opened, client, *each) for client, each in enumerate(zip(CAPACITIES, STEPS, strict=True))]
     opened.close()
     holders = {width: [c for c, one in enumerate(slow) if one.counts[width]] for width in WIDTHS}
@@ -164,7 +165,7 @@ def test_each_width_averages_over_the_clients_that_took_steps_at_it(backwards: b
                 assert torch.equal(found[name], start)
     nobody = Round(randomised(LitNorms(), 0), [1.0])
     upload = played(nobody, 0, 1)
-    nobody.algorithm.add(nobody.opened, nobody.sent[0][1], upload)
+    nobody.opened.add(nobody.sent[0][1], upload)
     nobody.close()
     drawn = [w for w, count in zip(WIDTHS, upload.tensors[STEP_COUNTS].tolist(), strict=True) if count]
     for width, own in nobody.state.widths.items():
@@ -177,7 +178,7 @@ def test_the_order_of_clients_makes_no_difference_by_one_bit() -> None:
         opened = Round(randomised(LitNorms(), 0), CAPACITIES)
         uploads = [played(opened, client, STEPS[client]) for client in range(len(CAPACITIES))]
         for client in order:
-            opened.algorithm.add(opened.opened, opened.sent[client][1], uploads[client])
+            opened.opened.add(opened.sent[client][1], uploads[client])
         opened.close()
         states.append({**opened.state.state_dict(), **dict(opened.server.named_buffers())})
     assert same_state(*states)
@@ -285,7 +286,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 
 def test_state_is_moved_and_cast_with_the_module() -> None:
-    state = ours().start(seeded(LitNorms), 0)
+    state = ours().new_state(seeded(LitNorms), 0)
     assert isinstance(state, WidthAverages)
     half = copy.deepcopy(state).half()
     assert {t.dtype for own in half.widths.values() for t in own.values()} == {torch.float16}

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.adapter_round import drawn_rows
+from lightning_spectral.algorithms.lora.aggregation import drawn_rows
 from lightning_spectral.nn.adapters import adapted_layers
 
 RANK, LR, STEPS = 2, 0.2, 4

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.width.server import WidthRound
 
 KEEP_RATIO = {0.5: 0.5, 1.0: 0.5}
 
@@ -22,7 +23,9 @@ def fit(fit: Fit) -> Fit:
 
 
 @pytest.mark.parametrize(("step_widths", "per_width"), [((), False), ((0.5, 1.0), False), ((0.5, 1.0), True)], ids=str)
-def test_rows_of_the_head_average_over_those_who_have_the_class(step_widths: Any, per_width: bool, fit: Fit) -> None:
+def test_rows_of_the_head_average_over_those_who_have_the_class(
+    step_widths: Any, per_width: bool, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against each client's own update, in a slow loop over entries."""
     lit = seeded(LitHead)
     if per_width:
@@ -30,12 +33,14 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(step_widths: Any
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     turns: list[Any] = []
 
-    class Recording(ls.WidthSharding):
-        def add(self, opened: Any, receipt: Any, upload: Any) -> None:
-            super().add(opened, receipt, upload)
-            turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+    add = WidthRound.add
 
-    algorithm = Recording(keep_ratio=KEEP_RATIO, step_widths=step_widths, averages_per_width=per_width)
+    def recording(self: WidthRound, receipt: Any, upload: Any) -> None:
+        add(self, receipt, upload)
+        turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+
+    monkeypatch.setattr(WidthRound, "add", recording)
+    algorithm = ls.WidthSharding(keep_ratio=KEEP_RATIO, step_widths=step_widths, averages_per_width=per_width)
     data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and has large gradients with two
     hooks = [ls.MaskedLogits(), ls.GradientClip(1.0)]
     fitted = fit(lit, data, algorithm=algorithm, local_hooks=hooks, max_epochs=1)

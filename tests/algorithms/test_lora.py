@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.adapter_round import Adapter
-from lightning_spectral.algorithms.lora_state import adapters_of, write_merged
+from lightning_spectral.algorithms.lora.aggregation import Adapter
+from lightning_spectral.algorithms.lora.state import write_merged
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers
 
 LAYERS = {"net.0": (12, 6), "net.2": (12, 12), "net.5": (3, 12)}
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 def adapted_by_hand(model: ls.FederatedModule, algorithm: ls.LoRA) -> LitMLP:
     """The module of a federation, with the factors that it starts from."""
     lit = seeded(LitMLP)
-    for name, adapter in zip(LAYERS, adapters_of(model.state), strict=True):
+    for name, adapter in zip(LAYERS, model.state.adapters, strict=True):
         place = int(name.removeprefix("net."))
         lit.net[place] = Adapted(lit.net[place], adapter.B, adapter.A, algorithm.scale)
         if isinstance(algorithm.aggregation, ls.FrozenA):
@@ -64,7 +64,7 @@ def test_equal_ranks_are_a_users_own_adapters_under_fed_avg(
     expected = fit(by_hand, data, server_optimizer=server_optimizer, max_epochs=3)
     ours = fit(model, data, max_epochs=3)
     assert model.module.state_dict().keys() == LitMLP().state_dict().keys()
-    for name, adapter in zip(LAYERS, adapters_of(model.state), strict=True):
+    for name, adapter in zip(LAYERS, model.state.adapters, strict=True):
         theirs = by_hand.get_submodule(name)
         assert torch.equal(adapter.B, theirs.B)
         assert torch.equal(adapter.A, theirs.A)
@@ -155,11 +155,11 @@ def first_changes(rank: int, max_rank: int, x: Tensor) -> Tensor:
     """Change of the first layer's left factor in one step of SGD, for a client of some rank."""
     algorithm = ls.LoRA([rank, max_rank], alpha=3.0, aggregation=ls.PaddedFactors(), layers=["net.0"])
     lit = seeded(LitMLP, momentum=0.0, dropout=0.0)
-    state = algorithm.start(lit, 0)
-    side = algorithm.client_side(lit)
+    state = algorithm.new_state(lit, 0)
+    side = algorithm.bind(lit, state).device_half
     client: Any = side.build(lit, rank / max_rank)
     with torch.no_grad():
-        client.net[0].lora_A.copy_(adapters_of(state)[0].A[:rank])
+        client.net[0].lora_A.copy_(state.adapters[0].A[:rank])
     client.net(x).square().sum().backward()
     return -client.net[0].lora_B.grad
 
@@ -172,7 +172,7 @@ def test_a_rank_is_a_capacity_and_not_a_learning_rate() -> None:
     lit = seeded(LitMLP)
     for rank in (1, 6):
         algorithm, num_draws = ls.LoRA(rank, alpha=3.0, layers=["net.0"]), 500
-        drawn = [adapters_of(algorithm.start(lit, seed))[0].A.detach() for seed in range(num_draws)]
+        drawn = [algorithm.new_state(lit, seed).adapters[0].A.detach() for seed in range(num_draws)]
         step = torch.stack([algorithm.scale**2 * A.T @ A for A in drawn]).mean(0)  # times -G, the gradient of W
         # entries of A have the variance 1 / (3 c_in), and one of A^T A has at most the square root of R times that
         sigma = algorithm.scale**2 * math.sqrt(rank) / (3 * 6)
@@ -200,9 +200,10 @@ def test_an_adapter_on_a_device_is_the_servers_merged_weight(make: Any, multipli
     lit = seeded(make).eval()
     x = lit.example_input_array if make is LitTokens else torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     algorithm = ls.LoRA([2, 3], layers=["*.c_*" if make is LitTokens else "*"])
-    state, before = algorithm.start(lit, 0), lit(x)
-    client: Any = algorithm.client_side(lit).build(lit, 1.0).eval()
-    for layer, adapter in zip(algorithm.adapted(lit), adapters_of(state), strict=True):
+    state, before = algorithm.new_state(lit, 0), lit(x)
+    half = algorithm.bind(lit, state)
+    client: Any = half.device_half.build(lit, 1.0).eval()
+    for layer, adapter in zip(algorithm.adapted(lit), state.adapters, strict=True):
         nn.init.normal_(adapter.B, std=0.1, generator=torch.Generator().manual_seed(1))
         own = client.get_submodule(layer.name)
         own.lora_omega.fill_(2.0 if multiplied else 1.0)
@@ -210,7 +211,7 @@ def test_an_adapter_on_a_device_is_the_servers_merged_weight(make: Any, multipli
             own.lora_A.copy_(adapter.A)
             own.lora_B.copy_(adapter.B)
             adapter.B.mul_(2.0 if multiplied else 1.0)
-    algorithm.settle(lit, state)
+    half.settle()
     assert torch.allclose(client(x), lit(x), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(before, lit(x), rtol=1e-2, atol=1e-2)
 

@@ -40,7 +40,8 @@ def test_of_factors_that_take_turns_the_larger_one_counts(sizes: tuple[int, int]
 
 def test_parameters_and_work_are_those_of_a_clients_model() -> None:
     cost = ls.lora_cost_table(LitMLP(), [2, 4], EXAMPLE, **OPTIONS).at[2]
-    client = ls.LoRA([2, 4], **OPTIONS).client_side(LitMLP()).build(LitMLP(), 0.5)
+    algorithm, lit = ls.LoRA([2, 4], **OPTIONS), LitMLP()
+    client = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half.build(lit, 0.5)
     assert cost.parameters == sum(p.numel() for p in client.parameters())
     with FlopCounterMode(display=False) as counter:
         client(EXAMPLE)

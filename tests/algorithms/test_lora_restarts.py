@@ -11,8 +11,7 @@ from federation import Fit, check_resumes, same_state, seeded
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.adapter_round import drawn_rows
-from lightning_spectral.algorithms.lora_state import adapters_of
+from lightning_spectral.algorithms.lora.aggregation import drawn_rows
 from lightning_spectral.nn.adapters import adapted_layers
 
 MIXED = {1: 0.5, 3: 0.5}
@@ -68,7 +67,7 @@ def test_a_restart_changes_no_weight_by_one_bit(merge_every: int, data: Any, fit
     idle = fit(seeded(LitMLP), data, algorithm=algorithm, local_epochs=0, max_epochs=3)
     assert same_state(idle.state, seeded(LitMLP).state_dict())
     trained = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=2)
-    for layer, adapter in zip(adapted_layers(LitMLP(), ["*"], ()), adapters_of(trained.model.state), strict=True):
+    for layer, adapter in zip(adapted_layers(LitMLP(), ["*"], ()), trained.model.state.adapters, strict=True):
         assert torch.equal(adapter.base, trained.state[layer.weight])
         assert not adapter.B.any()
     again = fit(trained.module, data, algorithm=algorithm, local_epochs=0, max_epochs=3)
@@ -88,11 +87,11 @@ class Restarts(pl.Callback):
         self.averaged: list[int] = []
 
     def on_train_epoch_start(self, trainer: Any, model: Any) -> None:
-        self.before = adapters_of(model.state)[0].A.clone()
+        self.before = model.state.adapters[0].A.clone()
 
     def on_train_epoch_end(self, trainer: Any, model: Any) -> None:
         now = trainer.current_epoch
-        if not torch.equal(adapters_of(model.state)[0].A, self.before):
+        if not torch.equal(model.state.adapters[0].A, self.before):
             self.merged.append(now)
         if model.state.num_rounds == now + 1:
             self.averaged.append(now)
@@ -114,9 +113,9 @@ def test_a_merge_that_is_due_in_a_round_without_clients_follows_in_the_next_that
 
 def test_each_restart_has_another_a(data: Any, fit: Fit) -> None:
     factors = [
-        adapters_of(fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=1), max_epochs=rounds).model.state)[
-            0
-        ].A.detach()
+        fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=1), max_epochs=rounds)
+        .model.state.adapters[0]
+        .A.detach()
         for rounds in (1, 2)
     ]
     assert not torch.equal(*factors)
@@ -126,6 +125,6 @@ def test_what_has_no_adapters_between_rounds_is_not_merged(data: Any, fit: Fit) 
     with pytest.raises(ValueError, match=r"StackedProducts adds to the base in every round .* got 3"):
         ls.LoRA(2, aggregation=ls.StackedProducts(), merge_every=3)
     with pytest.raises(
-        ValueError, match=r"With `merge_every=3` .* as ServerAdam would step .* leave `server_optimizer` or"
+        ValueError, match=r"With `merge_every=3` .* as ServerAdam would refer to .* leave `server_optimizer` or"
     ):
         fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=3), server_optimizer=ls.FedAdam())

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width_side import NARROW_STEPS
+from lightning_spectral.algorithms.width.device import NARROW_STEPS
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -39,9 +39,8 @@ class LitShapes(LitSmall):
 
 
 def client_of(lit: Any, capacity: float, widths: Any = (*WIDTHS, 1.0)) -> tuple[Any, Any, ls.WidthPlan]:
-    algorithm = ls.WidthSharding(keep_ratio=capacity, step_widths=widths).prepare(lit)
-    side = algorithm.client_side(lit)
-    return side, side.build(lit, capacity), algorithm.plan  # type: ignore[return-value]
+    half: Any = ls.WidthSharding(keep_ratio=capacity, step_widths=widths).bind(lit)
+    return half.device_half, half.device_half.build(lit, capacity), half.plan
 
 
 def narrow_copy(lit: Any, plan: ls.WidthPlan, keep_ratio: float) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.width.server import WidthRound
 
 MIXED = {0.25: 0.5, 0.75: 0.5}
 CHANNELS = [ls.PrefixChannels(), ls.RollingChannels(), ls.RandomChannels()]
@@ -59,18 +60,20 @@ def test_small_models_travel_and_are_counted(data: Any, fit: Fit) -> None:
         assert row.uplink_bytes == 4 * values
 
 
-def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit) -> None:
+def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against each client's own update, sliced and summed in a slow loop."""
     lit = seeded(LitSmall)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     turns: list[Any] = []
 
-    class Recording(ls.WidthSharding):
-        def add(self, opened: Any, receipt: Any, upload: Any) -> None:
-            super().add(opened, receipt, upload)
-            turns.append((receipt.unit, receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+    add = WidthRound.add
 
-    algorithm = Recording(ls.RandomChannels(), keep_ratio={0.25: 0.9, 0.5: 0.1})
+    def recording(self: WidthRound, receipt: Any, upload: Any) -> None:
+        add(self, receipt, upload)
+        turns.append((receipt.unit, receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+
+    monkeypatch.setattr(WidthRound, "add", recording)
+    algorithm = ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.9, 0.5: 0.1})
     fitted = fit(lit, data, algorithm=algorithm, clients_per_round=3, max_epochs=1)
     rows = {"net.0": "net.0", "net.1": "net.0", "net.3": "net.3"}  # the group of each layer's outputs
     columns = {"net.3": "net.0", "net.6": "net.3"}
@@ -131,9 +134,8 @@ def test_a_scaler_before_averages_of_batch_norm_is_warned_of(data: Any, fit: Fit
 
 def test_the_scaler_divides_what_cut_layers_give_while_they_train() -> None:
     lit = seeded(LitSmall).eval()
-    algorithm = ls.WidthSharding(keep_ratio=0.5, scaler=True).prepare(lit)
-    plain: Any = ls.WidthSharding(keep_ratio=0.5).prepare(lit).client_side(lit).build(lit, 0.5)
-    scaled: Any = algorithm.client_side(lit).build(lit, 0.5)
+    plain: Any = ls.WidthSharding(keep_ratio=0.5).bind(lit).device_half.build(lit, 0.5)
+    scaled: Any = ls.WidthSharding(keep_ratio=0.5, scaler=True).bind(lit).device_half.build(lit, 0.5)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(scaled.eval()(x), plain.eval()(x))
     scaled.net[3].train()
@@ -160,7 +162,7 @@ def test_what_the_module_counts_itself_stays_whole(data: Any, fit: Fit) -> None:
 def test_excluded_layers_stay_whole() -> None:
     algorithm = ls.WidthSharding(exclude=["net.3"])
     module = LitSmall()
-    assert algorithm.prepare(module).plan.groups == ()
+    assert algorithm.planned(module).plan.groups == ()
     with pytest.warns(ls.SpectralWarning, match=r"cuts no channel of LitSmall: clients train all of it"):
         ls.FederatedModule(module, algorithm=algorithm, clients_per_round=1)
 

@@ -252,9 +252,9 @@ def test_averages_that_nobody_sets_are_named(algorithm: Any, data: Any, fit: Fit
 
 
 def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
-    assert ls.WidthSharding(**STEP_WIDTHS).averages_may_rest(seeded(LitNorm))
-    assert not ls.WidthSharding(**STEP_WIDTHS, **KEPT).averages_may_rest(seeded(LitNorm))
-    assert not ls.WidthSharding().averages_may_rest(seeded(LitNorm))
+    assert ls.WidthSharding(**STEP_WIDTHS).bind(seeded(LitNorm)).averages_may_rest
+    assert not ls.WidthSharding(**STEP_WIDTHS, **KEPT).bind(seeded(LitNorm)).averages_may_rest
+    assert not ls.WidthSharding().bind(seeded(LitNorm)).averages_may_rest
 
 
 def test_averages_of_clients_and_those_of_a_round_without_any_are_not_named(data: Any, fit: Fit) -> None:

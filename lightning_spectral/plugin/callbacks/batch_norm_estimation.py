@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_spectral.algorithms import Algorithm, WidthSharding
+from lightning_spectral.algorithms.capabilities import ChecksAverageEstimation
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.module_metrics import isolate_metrics
 from lightning_spectral.client.recorder import Recorder
@@ -109,7 +109,8 @@ class BatchNormEstimation(RoundCallback):
         members: Mapping[str, Trained] = pl_module.members  # type: ignore[attr-defined]
         check_estimated([member.module for member in members.values()])
         for member in members.values():
-            check_averaged_width(member.algorithm)
+            if isinstance(member.algorithm, ChecksAverageEstimation):
+                member.algorithm.check_average_estimation()
 
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Estimated, summary: RoundSummary
@@ -144,22 +145,6 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
         raise ValueError(
             f"BatchNormEstimation runs `training_step` without gradients, and that of {', '.join(manual)} optimises "
             "manually; leave the callback out."
-        )
-
-
-def check_averaged_width(algorithm: Algorithm) -> None:
-    """Raise ``ValueError`` if the module's averages are those of a narrower model: the whole model's are estimated.
-
-    Example:
-        >>> check_averaged_width(WidthSharding(keep_ratio=0.5, step_widths=[0.25, 0.5], averages_per_width=True))
-        Traceback (most recent call last):
-        ValueError: BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the ...
-    """
-    if isinstance(algorithm, WidthSharding) and algorithm.averages_per_width and algorithm.widest < 1:
-        raise ValueError(
-            "BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the module has "
-            f"those of width {algorithm.widest:g}, the largest `keep_ratio`; leave the callback out, or set "
-            "averages_per_width=False."
         )
 
 

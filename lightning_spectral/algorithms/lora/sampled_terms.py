@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.adapter_round import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
-from lightning_spectral.algorithms.factor_means import TermMeanRound
-from lightning_spectral.algorithms.product_means import set_factors
+from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
+from lightning_spectral.algorithms.lora.factor_means import TermMeanRound
+from lightning_spectral.algorithms.lora.product_means import set_factors
 from lightning_spectral.algorithms.spectral_round import LayerRound, open_layers
 from lightning_spectral.algorithms.term_aggregation import MeanOfTerms
 from lightning_spectral.designs import Design

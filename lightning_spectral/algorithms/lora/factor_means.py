@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_spectral.algorithms.adapter_round import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
+from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.adapter_round import (
+from lightning_spectral.algorithms.dense_mean import sum_of
+from lightning_spectral.algorithms.lora.aggregation import (
     ROW_NORM,
     Adapter,
     AdapterAggregation,
@@ -16,7 +17,6 @@ from lightning_spectral.algorithms.adapter_round import (
     OpenAdapter,
     drawn_rows,
 )
-from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.magnitudes import largest_within

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
-from lightning_spectral.algorithms.width_averages import (
+from lightning_spectral.algorithms.width.averages import (
     WidthAverages,
-    averages_of,
-    has_begun,
     running_averages,
 )
-from lightning_spectral.algorithms.width_checks import (
+from lightning_spectral.algorithms.width.checks import (
+    check_estimation,
     check_narrow,
     check_step_widths,
     check_step_widths_can_be_drawn,
@@ -25,32 +25,21 @@ from lightning_spectral.algorithms.width_checks import (
     warn_of_uncut_module,
     warn_of_untrained_channels,
 )
-from lightning_spectral.algorithms.width_round import WidthRound, open_width_round
-from lightning_spectral.algorithms.width_side import WidthSide
+from lightning_spectral.algorithms.width.server import WidthHalf
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
-from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
-from lightning_spectral.nn.batch_norm import names_of_averages
-from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
+from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.nn.width.sub_model import cut_copy, cut_outputs
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
     kept_buffers,
     load_tensors,
 )
-from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import (
     PerClient,
     check_per_client,
     entries_of,
 )
-from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.statistics import RunningMean
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 
 KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of a layer's channels that a client holds")
@@ -69,7 +58,7 @@ def as_widths(argument: str, widths: object) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class WidthSharding(ByKeepRatio[WidthRound]):
+class WidthSharding(ByKeepRatio):
     """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
 
     Which channels belong together is found in a forward pass of the module's ``example_input_array``
@@ -155,10 +144,6 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         for keep_ratio in sorted({*entries_of(self.keep_ratio), *self.step_widths} - {1.0}):
             check_cut(server, plan, keep_ratio)
 
-    def prepare(self, server: nn.Module) -> WidthSharding:
-        """Make the plan, and decide which buffers keep the server's value, once for all rounds."""
-        return replace(self, plan=self._plan(server), keep_buffers=kept_buffers(server, self.keep_buffers))
-
     def _plan(self, server: nn.Module) -> WidthPlan:
         if self.plan is None:
             return width_plan(server, exclude=self.exclude)
@@ -169,12 +154,9 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         """The numbers N of channels in the groups; of each, a client of keep ratio r holds ceil(r N)."""
         return {group.num_units for group in self._plan(server).groups}
 
-    def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half: small modules whose parameters and averaged buffers travel back."""
-        plan = self._plan(server)
-        returned = tuple(averaged_tensors(server, keep_buffers=self.keep_buffers))
-        scaled = cut_outputs(server, plan) if self.scaler else ()
-        return WidthSide(returned, plan, scaled, tuple(self.step_widths), self._averages(server))
+    def planned(self, server: nn.Module) -> WidthSharding:
+        """The same choice with the plan of ``server``, so that it is made only once."""
+        return replace(self, plan=self._plan(server))
 
     def _averages(self, server: nn.Module) -> tuple[str, ...]:
         """Names of the running averages of which each width has its own."""
@@ -185,19 +167,46 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         """The largest keep ratio of any client."""
         return max(entries_of(self.keep_ratio))
 
-    def start(self, server: nn.Module, seed: int) -> WidthAverages | None:
+    def new_state(self, server: nn.Module, seed: int) -> WidthAverages | None:
         """The running averages of widths narrower than the widest clients', if these have their own."""
         names, widths = self._averages(server), [width for width in self.step_widths if width < self.widest]
         return WidthAverages(server, self._plan(server), names, widths) if names and widths else None
 
-    def narrow(self, server: nn.Module, state: nn.Module | None, keep_ratio: float) -> nn.Module:
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Make the plan, and decide which buffers keep the server's value."""
+        plan = self._plan(server)
+        return WidthHalf(
+            server,
+            state if isinstance(state, WidthAverages) else None,
+            plan,
+            self.channels,
+            sorted({*entries_of(self.keep_ratio)}),
+            kept_buffers=kept_buffers(server, self.keep_buffers),
+            scaled=cut_outputs(server, plan) if self.scaler else (),
+            step_widths=tuple(self.step_widths),
+            averages=self._averages(server),
+        )
+
+    def check_average_estimation(self) -> None:
+        """Raise ``ValueError`` if the module's averages are those of a narrower model."""
+        check_estimation(self.averages_per_width, self.widest)
+
+    def narrow(self, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
         """A copy of the server's module with only the first channels, and with the averages of that width.
 
         Raises:
             ValueError: If clients do not train such a model; see `lightning_spectral.narrow_model`.
         """
+        keep_ratio = KEEP_RATIO("width", width)
         check_narrow(self.channels, self.scaler)
-        averages: Mapping[float, Mapping[str, Tensor]] = averages_of(state) if has_begun(state) else {}
+        averages = state.widths if isinstance(state, WidthAverages) and state.has_begun else {}
         if averages and keep_ratio < self.widest and keep_ratio not in averages:
             raise ValueError(
                 f"`width={keep_ratio:g}` has no running averages: with `averages_per_width` only the widths of "
@@ -207,68 +216,3 @@ class WidthSharding(ByKeepRatio[WidthRound]):
         small: nn.Module = cut_copy(server, self._plan(server), keep_ratio)
         load_tensors(small, averages.get(keep_ratio, {}))
         return small
-
-    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Before the first round, let narrower widths start from the averages that the module then has."""
-        if isinstance(state, WidthAverages):
-            state.begin(server)
-
-    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
-        """Say how large the sub-models are."""
-        plan = self._plan(server)
-        sizes = {ratio: plan.num_parameters(server, ratio) for ratio in sorted(set(entries_of(self.keep_ratio)))}
-        listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
-        total = sum(parameter.numel() for parameter in server.parameters())
-        untrained = isinstance(self.channels, PrefixChannels) and self.widest < 1 and plan.groups
-        alone = f"No client trains the channels above keep ratio {self.widest:g}, which stay in the server's module."
-        notes = "".join(f"\n{note}" for note in [*[alone] * bool(untrained), *plan.notes])
-        return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
-
-    def frozen_tensors(self, server: nn.Module, state: nn.Module | None) -> Mapping[str, Tensor]:
-        """The parameters that need no gradient and are never cut; of cut ones a client may get a new part each time."""
-        plan = self._plan(server)
-        return {name: tensor for name, tensor in frozen_parameters(server).items() if name not in plan.labels}
-
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> WidthRound:
-        """Collect the tensors that clients get parts of."""
-        averaged = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return open_width_round(
-            server, self._plan(server), cohort, averaged, averages_of(state), self._averages(server)
-        )
-
-    def send(self, opened: WidthRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Choose the unit's channels of each group, and send the part of every tensor that belongs to them."""
-        keep_ratio = opened.cohort.keep_ratio_of(unit)
-        kept = {group.name: self._kept(opened.cohort, unit, group, keep_ratio) for group in opened.plan.groups}
-        indices = opened.plan.indices(kept)
-        narrower = [width for width in self.step_widths if width < keep_ratio]
-        tensors = opened.parts(indices, keep_ratio) | opened.narrower_averages(narrower)
-        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
-
-    def _kept(self, cohort: Cohort, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
-        generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
-        return self.channels(group.num_units, group.num_kept(keep_ratio), cohort.round_idx, generator)
-
-    def add(self, opened: WidthRound, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change to the entries that it held and trained, weighted by its coefficient."""
-        opened.add(receipt, upload)
-
-    def running_means(self, opened: WidthRound) -> Sequence[RunningMean]:
-        """The single sum over entries."""
-        return [opened.mean]
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: WidthRound) -> None:
-        """Set the pseudo-gradients, which are minus the mean changes."""
-        changes = opened.mean.finish()
-        apply_mean_change(server, state.add(changes) if isinstance(state, WidthAverages) else changes)
-
-    def averages_may_rest(self, server: nn.Module) -> bool:
-        """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
-        if not self.step_widths:
-            return False
-        returned = averaged_tensors(server, keep_buffers=self.keep_buffers)
-        return any(name in returned for name in names_of_averages(server))
-
-    def diagnostics(self, opened: WidthRound) -> Mapping[str, float]:
-        """The share of all entries that at least one client of the round held."""
-        return {"entries_held": opened.mean.share_held}

@@ -1,14 +1,15 @@
-"""What federated LoRA refuses; errors name the rule, the value and the remedy."""
+"""What federated LoRA trains of a module, and what it refuses; errors name the rule, the value and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.adapter_round import AdapterAggregation
-from lightning_spectral.nn.adapters import AdaptedLayer, matches
+from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
+from lightning_spectral.nn.adapters import AdaptedLayer, factors_of, matches
+from lightning_spectral.protocol.exchange import averaged_tensors
 
 PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 
@@ -39,7 +40,7 @@ def check_merges(aggregation: AdapterAggregation, merge_every: int | None) -> No
         )
 
 
-def check_brought(
+def check_peft_adapters(
     server: nn.Module,
     layers: Sequence[AdaptedLayer],
     aggregation: AdapterAggregation,
@@ -86,14 +87,14 @@ def check_steps(optimizer: Optimizer, aggregation: AdapterAggregation, is_mixed:
     )
     if merge_every and not plain:
         raise ValueError(
-            f"With `merge_every={merge_every}` adapters restart, so that a server optimizer such as "
-            f"{type(optimizer).__name__} would step along terms that are gone; leave `server_optimizer` or "
+            f"With `merge_every={merge_every}` adapters restart, and the state of a server optimizer such as "
+            f"{type(optimizer).__name__} would refer to factors that no longer exist; leave `server_optimizer` or "
             "`merge_every` out."
         )
     if not aggregation.steps(is_mixed) and not plain:
         raise ValueError(
-            f"{type(aggregation).__name__} factorises its product anew in each round, so that a server "
-            f"optimizer such as {type(optimizer).__name__} would step along terms that are gone; leave "
+            f"{type(aggregation).__name__} factorises its product anew in each round, and the state of a server "
+            f"optimizer such as {type(optimizer).__name__} would refer to factors that no longer exist; leave "
             "`server_optimizer` out, or take PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
         )
 
@@ -106,3 +107,23 @@ def trained_parts(aggregation: AdapterAggregation) -> tuple[str, ...]:
 def changes_base(aggregation: AdapterAggregation, merge_every: int | None) -> bool:
     """Whether a fit changes the base, so that its result is not just an adapter on the weights it started from."""
     return merge_every is not None or "base" in aggregation.steps(is_mixed=True)
+
+
+def trained_whole(
+    server: nn.Module, layers: Sequence[AdaptedLayer], train: Sequence[str], keep_buffers: Sequence[str]
+) -> dict[str, Tensor]:
+    """Parameters and averaged buffers that are trained beside the factors.
+
+    Args:
+        server: The server's module.
+        layers: Its adapted layers. If PEFT has made their factors, all that it has not frozen is trained, too.
+        train: Patterns of the names of what is trained whole.
+        keep_buffers: Patterns of the names of buffers that keep the server's value.
+    """
+    by_peft = any(layer.brings_factors for layer in layers)
+    if not train and not by_peft:
+        return {}
+    factors, averaged = factors_of(layers), averaged_tensors(server, keep_buffers=keep_buffers)
+    beside = {name for name, _ in server.named_parameters() if by_peft and name in averaged}
+    chosen = {name for name in averaged if name in beside or matches(name, train)}
+    return {name: tensor for name, tensor in averaged.items() if name in chosen - factors}

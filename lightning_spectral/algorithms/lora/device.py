@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import nn
 
-from lightning_spectral.algorithms.adapter_round import AdapterAggregation
+from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.nn.adapters import AdaptedLayer

@@ -94,16 +94,6 @@ class WidthAverages(nn.Module):
                 yield name, change
 
 
-def averages_of(state: nn.Module | None) -> dict[float, dict[str, Tensor]]:
-    """The averages of each width in the state of sub-models by width; empty if widths share them."""
-    return state.widths if isinstance(state, WidthAverages) else {}
-
-
-def has_begun(state: nn.Module | None) -> bool:
-    """Whether a run has begun with averages for each width."""
-    return isinstance(state, WidthAverages) and bool(state.has_begun)
-
-
 def by_width(averages: Mapping[float, Tensors]) -> dict[str, Tensor]:
     """All averages of some widths, by the names under which they travel."""
     return {at_width(name, width): tensor for width, own in averages.items() for name, tensor in own.items()}

@@ -1,19 +1,16 @@
-"""What the server of federated LoRA holds: bases and factors between rounds, running means within one."""
+"""What the server of federated LoRA holds between rounds: bases and factors, and how they get into its module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound, drawn_rows
+from lightning_spectral.algorithms.lora.aggregation import Adapter, drawn_rows
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.change_blocks import rows_in_a_block
-from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors
-from lightning_spectral.protocol.statistics import MeanChange
 
 
 class LoRAState(nn.Module):
@@ -43,6 +40,12 @@ class LoRAState(nn.Module):
         self.register_buffer("num_rounds", torch.tensor(0))
         self.merge_is_due = False
 
+    @property
+    def pairs(self) -> list[tuple[AdaptedLayer, Adapter]]:
+        """Each adapted layer with what is held of it."""
+        held = [adapter for adapter in self.adapters if isinstance(adapter, Adapter)]
+        return list(zip(self.layers, held, strict=True))
+
     def note_round(self, round_idx: int, merge_every: int | None) -> None:
         """Note a round that is averaged; a merge is due if this round, or one without clients before it, calls for one.
 
@@ -53,23 +56,6 @@ class LoRAState(nn.Module):
         before, now = min(int(self.num_rounds), round_idx), round_idx + 1  # another fit counts from zero again
         self.merge_is_due = merge_every is not None and now // merge_every > before // merge_every
         self.num_rounds.fill_(now)
-
-
-@dataclass(frozen=True, eq=False)
-class LoRARound:
-    """One open round of federated LoRA.
-
-    Attributes:
-        cohort: The clients that take part.
-        tensors: What every client is sent: bases, and all else but factors, by name.
-        adapters: The adapted layers with their open rounds.
-        dense: Running mean of the changes of what is trained whole.
-    """
-
-    cohort: Cohort
-    tensors: Mapping[str, Tensor]
-    adapters: Mapping[AdaptedLayer, AdapterRound]
-    dense: MeanChange
 
 
 def new_adapter(server: nn.Module, layer: AdaptedLayer, rank: int, seed: int, steps: Sequence[str]) -> Adapter:
@@ -93,19 +79,8 @@ def new_adapter(server: nn.Module, layer: AdaptedLayer, rank: int, seed: int, st
     return adapter
 
 
-def adapters_of(state: nn.Module | None) -> list[Adapter]:
-    """The adapters in the state of federated LoRA."""
-    return [adapter for adapter in own_state(state).adapters if isinstance(adapter, Adapter)]
-
-
-def own_state(state: nn.Module | None) -> LoRAState:
-    """The state of an algorithm, as that of federated LoRA."""
-    assert isinstance(state, LoRAState)
-    return state
-
-
 @torch.no_grad()
-def take_in(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
+def adopt(server: nn.Module, layer: AdaptedLayer, adapter: Adapter) -> None:
     """Start from what the server's module holds of a layer: its weight, or the factors it brings."""
     if adapter.base is None:
         load_tensors(adapter, {part: server.get_parameter(name).detach() for part, name in layer.factors.items()})

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_spectral.algorithms.adapter_round import AdapterAggregation
-from lightning_spectral.algorithms.lora import LoRA
-from lightning_spectral.algorithms.lora_costs import rank_costs
-from lightning_spectral.algorithms.sampled_terms import SampledTerms
+from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
+from lightning_spectral.algorithms.lora.config import LoRA
+from lightning_spectral.algorithms.lora.costs import rank_costs
+from lightning_spectral.algorithms.lora.sampled_terms import SampledTerms
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.adapters import adapted_layers
 from lightning_spectral.nn.cost.budgets import NEEDS, Budget, only_budget

@@ -100,3 +100,19 @@ def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> N
             SpectralWarning,
             stacklevel=4,
         )
+
+
+def check_estimation(averages_per_width: bool, widest: float) -> None:
+    """Raise ``ValueError`` if the module's averages are those of a narrower model: the whole model's are estimated.
+
+    Example:
+        >>> check_estimation(averages_per_width=True, widest=0.5)
+        Traceback (most recent call last):
+        ValueError: BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the ...
+    """
+    if averages_per_width and widest < 1:
+        raise ValueError(
+            "BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the module has "
+            f"those of width {widest:g}, the largest `keep_ratio`; leave the callback out, or set "
+            "averages_per_width=False."
+        )

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_spectral.algorithms.adapter_round import AdapterAggregation
-from lightning_spectral.algorithms.lora import LoRA
-from lightning_spectral.algorithms.sampled_terms import SampledTerms
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
+from lightning_spectral.algorithms.lora.config import LoRA
+from lightning_spectral.algorithms.lora.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.turn_costs import turn_cost
 from lightning_spectral.arguments import Whole, each
 from lightning_spectral.errors import check_is
@@ -87,17 +88,17 @@ def rank_costs(algorithm: LoRA, module: nn.Module, example: Example) -> dict[flo
     """The costs of the ranks of an algorithm, in their order; passes are counted only if there is an example."""
     server = copy_module(module)
     algorithm.check(server)
-    algorithm = algorithm.prepare(server)
     ranks = list(dict.fromkeys(algorithm.rank if isinstance(algorithm.rank, Sequence) else [algorithm.max_rank]))
-    return {rank: _costlier([_cost(algorithm, server, rank, index, example) for index in (0, 1)]) for rank in ranks}
+    half = algorithm.bind(server, algorithm.new_state(server, 0))
+    return {rank: _costlier([_cost(algorithm, half, rank, index, example) for index in (0, 1)]) for rank in ranks}
 
 
 def _costlier(costs: Sequence[Cost]) -> Cost:
     return Cost(*(max(values) for values in zip(*(vars(cost).values() for cost in costs), strict=True)))
 
 
-def _cost(algorithm: LoRA, server: nn.Module, rank: int, round_idx: int, example: Example) -> Cost:
+def _cost(algorithm: LoRA, half: ServerHalf, rank: int, round_idx: int, example: Example) -> Cost:
     """The cost of one rank in one round; bases that every round adds to travel in each."""
     moves = "base" in algorithm.aggregation.steps(algorithm.is_mixed)
-    bases = {layer.weight for layer in algorithm.adapted(server) if moves}
-    return turn_cost(algorithm, server, rank / algorithm.max_rank, example, round_idx, bases)
+    bases = {layer.weight for layer in algorithm.adapted(half.server) if moves}
+    return turn_cost(half, rank / algorithm.max_rank, example, round_idx, bases)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.fed_avg import DenseSide
-from lightning_spectral.algorithms.width_averages import STEP_COUNTS, by_width
+from lightning_spectral.algorithms.width.averages import STEP_COUNTS, by_width
 from lightning_spectral.client.side import StepActions
 from lightning_spectral.nn.width.narrow_steps import NarrowSteps, narrow_to
 from lightning_spectral.nn.width.plan import WidthPlan

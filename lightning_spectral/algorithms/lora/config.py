@@ -1,0 +1,206 @@
+"""Federated LoRA: clients train low-rank adapters of different ranks on a frozen model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.base import Algorithm, ServerHalf
+from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
+from lightning_spectral.algorithms.lora.checks import (
+    changes_base,
+    check_holds,
+    check_merges,
+    check_peft_adapters,
+    check_steps,
+    check_trained,
+    trained_parts,
+    trained_whole,
+)
+from lightning_spectral.algorithms.lora.peft_export import save_adapter
+from lightning_spectral.algorithms.lora.sampled_terms import SampledTerms
+from lightning_spectral.algorithms.lora.server import LoRAHalf
+from lightning_spectral.algorithms.lora.state import LoRAState, new_adapter
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
+from lightning_spectral.errors import check_is
+from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of
+from lightning_spectral.protocol.exchange import kept_buffers
+from lightning_spectral.protocol.per_client import (
+    Assigned,
+    PerClient,
+    assign,
+    check_num_entries,
+    check_per_client,
+    entries_of,
+)
+
+ALPHA = 8.0
+
+
+@dataclass(frozen=True)
+class LoRA(Algorithm):
+    r"""Clients train adapters of linear layers, :math:`W_0 + s B A`, and the rest of the model is frozen.
+
+    The server's module keeps plain weights: after each round they are :math:`W_0 + s B A`. Clients hold the frozen
+    :math:`W_0`, which is sent to each of them once, and the factors B, ``(c_out, r)``, initially zero, and A,
+    ``(r, c_in)``. Everything else is frozen, except for what ``train`` names, which is averaged as in `FedAvg`.
+
+    If the module already has PEFT adapters, these are trained with PEFT's scaling, and so is everything that PEFT has
+    not frozen. R is their rank. Nothing is merged, so the module can be saved in PEFT's format as usual.
+
+    With R the largest rank, all clients have the same :math:`s = \alpha / \sqrt{R}`. So a term means the same to all
+    clients that hold it and learns at the same rate: a client's rank is its capacity, not its learning rate. The
+    expected first step of SGD on W at full rank, :math:`-\eta s^2 R \sigma^2 G` for entries of A of variance
+    :math:`\sigma^2`, is also the same for any R.
+
+    Args:
+        rank: Rank r of a client's adapters: one for all; ``{rank: share of clients}``; or one per client. In the ledger
+            and logs, a client's keep ratio is its rank divided by R.
+        alpha: Numerator of the scale s; ``None`` for 8. It must be ``None`` if PEFT has made the adapters, which have
+            their own scale.
+        aggregation: How the clients' adapters are combined into one.
+        layers: Patterns of the names of linear layers that get an adapter; the ``Conv1D`` of transformers counts as
+            one.
+        train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Of the buffers
+            that match, floating-point ones are averaged, and others keep the server's value. What matches gets no
+            adapter.
+        keep_buffers: Patterns of the names of buffers that keep the server's value even then.
+        merge_every: Number of rounds after which adapters are merged into the base, which is then sent to every client
+            again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
+            follows the next round that has one. ``None`` for never.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a rank is below 1, shares do not sum to 1, ``alpha`` is not positive, or patterns are not a
+            sequence of strings.
+
+    Note:
+        :math:`W_0` holds the weights at the start of the first fit; changes made to them later are lost. The server
+        keeps the adapted weights in memory twice.
+
+    Reference:
+        Hu et al. (2022), LoRA; Kalajdzievski (2023) for the square root.
+
+    Example:
+        >>> LoRA({8: 0.6, 16: 0.4}).scale
+        2.0
+    """
+
+    updates_have_norms: ClassVar[bool] = True
+
+    rank: PerClient[int] = 8
+    alpha: float | None = None
+    aggregation: AdapterAggregation = field(default_factory=SampledTerms)
+    layers: Sequence[str] = ("*",)
+    train: Sequence[str] = ()
+    keep_buffers: Sequence[str] = ()
+    merge_every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            rank=partial(check_per_client, rule=Whole(at_least=1)),
+            alpha=Number(above=0, optional=True),
+            layers=as_patterns,
+            train=as_patterns,
+            keep_buffers=as_patterns,
+            merge_every=Whole(at_least=1, optional=True),
+        )
+        check_is("aggregation", self.aggregation, AdapterAggregation)
+        check_merges(self.aggregation, self.merge_every)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank R of any client."""
+        return max(entries_of(self.rank))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether clients have different ranks."""
+        return len(set(entries_of(self.rank))) > 1
+
+    @property
+    def scale(self) -> float:
+        """The factor s on the product B A."""
+        return (ALPHA if self.alpha is None else self.alpha) / math.sqrt(self.max_rank)
+
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        """Rank of every client as a share of the largest: exact shares, drawn from the seed.
+
+        Raises:
+            ValueError: If a list of ranks has another length than ``num_clients``.
+        """
+        check_num_entries("rank", self.rank, num_clients)
+        ranks = assign(self.rank, num_clients, seed, "ranks")
+        return Assigned(tuple(rank / self.max_rank for rank in ranks.values), ranks.indices)
+
+    def adapted(self, server: nn.Module) -> tuple[AdaptedLayer, ...]:
+        """The layers of ``server`` that get an adapter."""
+        return adapted_layers(server, self.layers, self.train, self.scale)
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if a pattern matches nothing, a rank is impossible, or PEFT adapters do not fit."""
+        layers = self.adapted(server)
+        for layer in layers:
+            layer.check_rank(self.max_rank)
+        check_trained(server, self.train, factors_of(layers))
+        if any(layer.brings_factors for layer in layers):
+            check_peft_adapters(server, layers, self.aggregation, self.alpha, self.merge_every)
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Raise ``ValueError`` unless the optimizer steps everything that is to be trained."""
+        layers, parts = self.adapted(server), trained_parts(self.aggregation)
+        origins = [layer.origins[layer.parts[part]] for layer in layers for part in parts]
+        whole = trained_whole(server, layers, self.train, self.keep_buffers)
+        check_holds(template, server, [*dict.fromkeys(origins), *whole])
+
+    def check_server_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` for any but plain averaging, if its steps do not set the new factors."""
+        check_steps(optimizer, self.aggregation, self.is_mixed, self.merge_every)
+
+    def new_state(self, server: nn.Module, seed: int) -> LoRAState:
+        """Copy the adapted weights, which become the bases, and draw A; B is zero."""
+        layers, steps = self.adapted(server), self.aggregation.steps(self.is_mixed)
+        return LoRAState(layers, [new_adapter(server, layer, self.max_rank, seed, steps) for layer in layers], seed)
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
+        assert isinstance(state, LoRAState), "made by `new_state`"
+        kept = kept_buffers(server, self.keep_buffers)
+        dense = tuple(trained_whole(server, state.layers, self.train, kept))
+        return LoRAHalf(
+            server,
+            state,
+            self.aggregation,
+            is_mixed=self.is_mixed,
+            max_rank=self.max_rank,
+            merge_every=self.merge_every,
+            dense=dense,
+        )
+
+    def save_peft_adapter(self, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str) -> None:
+        """Save what was learned for a plain module in PEFT's format: see `lightning_spectral.save_peft_adapter`."""
+        assert isinstance(state, LoRAState), "made by `new_state`"
+        if changes_base(self.aggregation, self.merge_every):
+            what = "`merge_every`" if self.merge_every else type(self.aggregation).__name__
+            raise ValueError(
+                f"{what} changes the base, so that an adapter alone is not what was learned; save the module's "
+                "`state_dict`."
+            )
+        whole = trained_whole(server, state.layers, self.train, kept_buffers(server, self.keep_buffers))
+        alpha = ALPHA if self.alpha is None else self.alpha
+        save_adapter(server, state, whole, folder, submodule, r=self.max_rank, lora_alpha=alpha)

@@ -1,0 +1,105 @@
+"""Writes what federated LoRA has learned for a plain module in PEFT's format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.lora.state import LoRAState
+from lightning_spectral.extras import from_extra
+from lightning_spectral.nn.adapters import AdaptedLayer
+
+Tensors = Mapping[str, Tensor]
+PREFIX = "base_model.model."  # of all names in PEFT's files
+
+
+def save_adapter(
+    server: nn.Module, state: LoRAState, trained: Tensors, folder: Path, submodule: str, **config: float
+) -> None:
+    """Write an adapter on the part of a module that PEFT is to adapt.
+
+    Args:
+        server: The server's module.
+        state: Its adapters.
+        trained: What is trained whole beside them, by name.
+        folder: Where the two files are written; created if necessary.
+        submodule: Name of the part; empty for all of the module.
+        **config: Entries of PEFT's configuration.
+
+    Raises:
+        ValueError: If PEFT has made the adapters, or something that is trained is not part of ``submodule`` or cannot
+            be named in PEFT's configuration.
+    """
+    layers = state.layers
+    if any(layer.brings_factors for layer in layers):
+        raise ValueError("The module brings adapters of PEFT: save it with its own `save_pretrained`.")
+    names = dict(_inside(submodule, [layer.name for layer in layers]))
+    whole = _modules(server, submodule, trained, layers)
+    tensors = {name: t for module in whole for name, t in _tensors_of(server, submodule, module)}
+    for layer, adapter in state.pairs:
+        for part in ("A", "B"):
+            tensors[f"{names[layer.name]}.lora_{part}.weight"] = adapter.get_parameter(part)
+    _write(folder, {**config, **_config(layers, list(names.values()), whole)}, tensors)
+
+
+def _inside(submodule: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield names, each with its form inside the submodule."""
+    prefix = f"{submodule}." if submodule else ""
+    for name in names:
+        if not name.startswith(prefix):
+            raise ValueError(
+                f"`submodule`: {name!r} is trained but not part of {submodule!r}; give a module that contains all that "
+                "is trained, and narrow it with `layers` and `train`."
+            )
+        yield name, name.removeprefix(prefix)
+
+
+def _modules(server: nn.Module, submodule: str, trained: Tensors, layers: Sequence[AdaptedLayer]) -> list[str]:
+    """The modules that PEFT is to save whole, by their names inside the submodule.
+
+    PEFT finds them by the end of their names and wraps them, so none may be or contain an adapted layer.
+    """
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
+    found = [inside for _, inside in _inside(submodule, owners)]
+    known = [name for name, _ in server.get_submodule(submodule).named_modules()]
+    for name, inside in zip(owners, found, strict=True):
+        like = [other for other in known if other.endswith(inside) and other != inside]
+        adapted = [layer.name for layer in layers if f"{layer.name}.".startswith(f"{name}.")]
+        if like or adapted:
+            why = f"{adapted[0]!r} has an adapter" if adapted else f"PEFT would take {like[0]!r} for it, too"
+            raise ValueError(
+                f"PEFT cannot save {name!r} whole, of which `train` names tensors, since {why}. Save the module's "
+                "`state_dict`."
+            )
+    return found
+
+
+def _tensors_of(server: nn.Module, submodule: str, module: str) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in server.get_submodule(submodule).get_submodule(module).state_dict().items():
+        yield f"{module}.{name}", tensor
+
+
+def _config(layers: Sequence[AdaptedLayer], names: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "use_rslora": True,
+        "target_modules": "|".join(map(re.escape, names)),  # a pattern, which PEFT matches with the whole name
+        "fan_in_fan_out": any(layer.transposed for layer in layers),
+        "modules_to_save": list(whole) or None,
+        "inference_mode": True,
+    }
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
+    with from_extra("peft"):
+        from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {PREFIX + name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(values, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,176 @@
+"""The server's half of sub-models by width, and its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.base import Round, ServerHalf
+from lightning_spectral.algorithms.width.averages import WidthAverages, arrange, by_width, first_entries
+from lightning_spectral.algorithms.width.device import WidthSide
+from lightning_spectral.nn.batch_norm import names_of_averages
+from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
+from lightning_spectral.nn.width.sub_model import take
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.entry_mean import MeanEntryChange, without_rows
+from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.frozen_base import frozen_parameters
+from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.statistics import RunningMean
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
+
+Tensors = Mapping[str, Tensor]
+
+
+class WidthHalf(ServerHalf):
+    """Sub-models by width, bound to a module.
+
+    Args:
+        server: The server's module.
+        state: The running averages of widths narrower than the widest clients', if these have their own.
+        plan: Which channels belong together.
+        channels: Which of them a client gets.
+        keep_ratios: The clients' keep ratios, distinct and ascending.
+        kept_buffers: Names of the buffers that keep the server's value.
+        scaled: Names of the layers whose outputs are divided by the keep ratio while training.
+        step_widths: The keep ratios from which local steps draw.
+        averages: Names of the running averages of which each of these has its own.
+    """
+
+    state: WidthAverages | None
+
+    def __init__(
+        self,
+        server: nn.Module,
+        state: WidthAverages | None,
+        plan: WidthPlan,
+        channels: ChannelChoice,
+        keep_ratios: Sequence[float],
+        *,
+        kept_buffers: Sequence[str] = (),
+        scaled: tuple[str, ...] = (),
+        step_widths: tuple[float, ...] = (),
+        averages: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(server, state)
+        self.plan = plan
+        self.channels = channels
+        self.keep_ratios = tuple(keep_ratios)
+        self.scaled = scaled
+        self.step_widths = step_widths
+        self.averages = averages
+        self._kept = kept_buffers
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The tensors of the server's module that clients send back, as they are now."""
+        return averaged_tensors(self.server, keep_buffers=self._kept)
+
+    @cached_property
+    def device_half(self) -> WidthSide:
+        """Small modules whose parameters and averaged buffers travel back."""
+        return WidthSide(tuple(self.averaged()), self.plan, self.scaled, self.step_widths, self.averages)
+
+    def initialize(self, workers: SharesWork) -> str:
+        """Say how large the sub-models are."""
+        sizes = {ratio: self.plan.num_parameters(self.server, ratio) for ratio in self.keep_ratios}
+        listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
+        total = sum(parameter.numel() for parameter in self.server.parameters())
+        widest = self.keep_ratios[-1]
+        untrained = isinstance(self.channels, PrefixChannels) and widest < 1 and self.plan.groups
+        alone = f"No client trains the channels above keep ratio {widest:g}, which stay in the server's module."
+        notes = "".join(f"\n{note}" for note in [*[alone] * bool(untrained), *self.plan.notes])
+        return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
+
+    def settle(self) -> None:
+        """Before the first round, let narrower widths start from the averages that the module then has."""
+        if self.state is not None:
+            self.state.begin(self.server)
+
+    def frozen_tensors(self) -> Tensors:
+        """The parameters that need no gradient and are never cut; of cut ones a client may get a new part each time."""
+        return {name: t for name, t in frozen_parameters(self.server).items() if name not in self.plan.labels}
+
+    @property
+    def averages_may_rest(self) -> bool:
+        """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
+        return bool(self.step_widths and self.averaged().keys() & {*names_of_averages(self.server)})
+
+    def open(self, cohort: Cohort) -> WidthRound:
+        """Collect the tensors that clients get parts of."""
+        return WidthRound(self, cohort)
+
+
+class WidthRound(Round):
+    """One open round.
+
+    Attributes:
+        half: The server's half.
+        cohort: The clients that take part.
+        tensors: All tensors of the server's module, by name.
+        averages: The running averages of each width that has its own on the server, by name; other widths use the first
+            entries of the module's.
+        mean: Running mean of the clients' changes.
+    """
+
+    def __init__(self, half: WidthHalf, cohort: Cohort) -> None:
+        self.half = half
+        self.cohort = cohort
+        self.tensors: Tensors = travelling_tensors(half.server)
+        self.averages: Mapping[float, Tensors] = {} if half.state is None else half.state.widths
+        averaged, own = half.averaged(), by_width(self.averages)
+        buffers = {name for name, _ in half.server.named_buffers() if name in averaged} | own.keys()
+        self.mean = MeanEntryChange({**averaged, **own}, cohort.total, cohort.absolute, always_divided=buffers)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Choose the unit's channels of each group, and send the part of every tensor that belongs to them."""
+        keep_ratio = self.cohort.keep_ratio_of(unit)
+        kept = {group.name: self._kept(unit, group, keep_ratio) for group in self.half.plan.groups}
+        indices = self.half.plan.indices(kept)
+        narrower = [width for width in self.half.step_widths if width < keep_ratio]
+        tensors = self.parts(indices, keep_ratio) | self.narrower_averages(narrower)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
+
+    def _kept(self, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
+        cohort = self.cohort
+        generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
+        return self.half.channels(group.num_units, group.num_kept(keep_ratio), cohort.round_idx, generator)
+
+    def parts(self, indices: Mapping[str, Sequence[Tensor]], keep_ratio: float) -> dict[str, Tensor]:
+        """The entries of every tensor that a client holds, with the averages of its own width if that has some."""
+        cut = {name: take(tensor, indices.get(name, ())) for name, tensor in self.tensors.items()}
+        return {**cut, **self.averages.get(keep_ratio, {})}
+
+    def narrower_averages(self, widths: Iterable[float]) -> dict[str, Tensor]:
+        """Each width's own averages, for the narrower widths that a client may draw; empty if widths share them."""
+        return by_width({width: self._averages_at(width) for width in widths}) if self.half.averages else {}
+
+    def _averages_at(self, width: float) -> Tensors:
+        return self.averages.get(width) or first_entries(self.tensors, self.half.plan, self.half.averages, width)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add a client's change to the entries that it held and trained, weighted by its coefficient."""
+        tensors, positions, largest = upload.tensors, self.half.plan.positions(receipt.drawn), upload.largest
+        if self.averages:
+            held = arrange(upload, positions, self.half.averages, receipt.capacity, list(self.averages))
+            tensors, positions, largest = held
+        if upload.untrained_rows:
+            tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
+        self.mean.add(tensors, positions, receipt.unit.coefficient, largest)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """The single sum over entries."""
+        return [self.mean]
+
+    def close(self) -> None:
+        """Set the pseudo-gradients, which are minus the mean changes."""
+        changes, state = self.mean.finish(), self.half.state
+        apply_mean_change(self.half.server, changes if state is None else state.add(changes))
+
+    def metrics(self) -> Mapping[str, float]:
+        """The share of all entries that at least one client of the round held."""
+        return {"entries_held": self.mean.share_held}

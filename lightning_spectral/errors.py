@@ -17,6 +17,10 @@ class LostProcessError(RoundError):
     """Another process of the run has ended or hangs; the message names it, and the client whose turn it was."""
 
 
+class RecordError(ValueError):
+    """Bytes are not a record, or a record cannot be written as bytes; the message says which part and why."""
+
+
 class ReportError(ValueError):
     """A report cannot be made of these runs; the message names the file and what to do."""
 

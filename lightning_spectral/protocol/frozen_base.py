@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
+from lightning_spectral.protocol.tensor_bytes import raw_bytes
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Key = tuple[int, str]
@@ -129,10 +129,10 @@ def digest(tensor: Tensor) -> str:
     """A digest of a tensor's type, shape and values; equal digests mean equal bits.
 
     Example:
+        >>> import torch
         >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
         (True, False)
     """
-    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    hashed.update(values.numpy().data)
+    hashed.update(raw_bytes(tensor))
     return hashed.hexdigest()

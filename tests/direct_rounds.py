@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Round
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import averaged_tensors
@@ -40,28 +41,28 @@ class DirectRounds:
     store: ClientStore = field(default_factory=ClientStore)
 
     def __post_init__(self) -> None:
-        self.algorithm = self.algorithm.prepare(self.server)
-        self.state = self.algorithm.start(self.server, 0)
+        self.state: Any = self.algorithm.new_state(self.server, 0)
+        self.half = self.algorithm.bind(self.server, self.state)
 
     def copy(self) -> DirectRounds:
         """An independent copy of this federation."""
         return copy.deepcopy(self)
 
-    def open(self, coefficients: Mapping[int, float]) -> tuple[Any, list[WorkUnit]]:
+    def open(self, coefficients: Mapping[int, float]) -> tuple[Round, list[WorkUnit]]:
         """Open a round for clients with some coefficients."""
         units = [WorkUnit(client, coefficient=c) for client, c in sorted(coefficients.items())]
         shares = {(client, ""): share for client, share in self.shares.items()}
         cohort = Cohort(0, self.round_idx, {1.0: tuple(units)}, store=self.store, absolute=self.absolute, shares=shares)
-        return self.algorithm.open(self.server, self.state, cohort), units
+        return self.half.open(cohort), units
 
     def gradients(self, coefficients: Mapping[int, float], train: Train, left_out: tuple[int, ...] = ()) -> Tensors:
         """Play a round up to its pseudo-gradients."""
         opened, units = self.open(coefficients)
         for unit in units:
-            download, receipt = self.algorithm.send(opened, unit)
+            download, receipt = opened.send(unit)
             if unit.client_id not in left_out:
-                self.algorithm.add(opened, receipt, train(replace(download, round_idx=self.round_idx)))
-        self.algorithm.close(self.server, self.state, opened)
+                opened.add(receipt, train(replace(download, round_idx=self.round_idx)))
+        opened.close()
         self.store.commit()
         self.round_idx += 1
         return {name: p.grad.clone() for name, p in self.server.named_parameters() if p.grad is not None}

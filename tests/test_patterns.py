@@ -7,6 +7,7 @@ from federation import Fit, seeded
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 
 BUFFER = r"`keep_buffers` pattern 'nope' matches no buffer; there are: net\.1\.running_mean, "
 PARAMETER = r"`(exclude|include)` pattern 'nope' matches no parameter"
@@ -46,7 +47,9 @@ def test_a_pattern_that_matches_nothing_is_refused(name: str) -> None:
 def prepared(algorithm: Any) -> Any:
     """As it is before the first round."""
     algorithm.check(seeded(LitSmall))
-    return algorithm.prepare(seeded(LitSmall))
+    server = seeded(LitSmall)
+    algorithm.bind(server, algorithm.new_state(server, 0))
+    return algorithm.prepare(server) if isinstance(algorithm, ClassicAlgorithm) else algorithm
 
 
 def test_a_fit_is_refused_before_its_first_round(data: Any, fit: Fit) -> None:

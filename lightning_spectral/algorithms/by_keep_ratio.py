@@ -2,11 +2,11 @@
 
 # Annotations are evaluated eagerly, as in `base.py`.
 
-from lightning_spectral.algorithms.classic import ClassicAlgorithm, RoundT
+from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 
 
-class ByKeepRatio(ClassicAlgorithm[RoundT]):
+class ByKeepRatio(Algorithm):
     """An algorithm with a keep ratio: one for all clients, ``{ratio: share of clients}``, or one per client.
 
     Attributes:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 from lightning_spectral.algorithms.cut_outputs import leading_entries, of_whole_tensors
 from lightning_spectral.algorithms.decomposition import (
     NamedMatrix,
@@ -58,7 +59,7 @@ from lightning_spectral.sharding import Collective, ShardingStrategy
 
 
 @dataclass(frozen=True)
-class SpectralSharding(ByKeepRatio[SpectralRound]):
+class SpectralSharding(ByKeepRatio, ClassicAlgorithm[SpectralRound]):
     """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
 
     Args:

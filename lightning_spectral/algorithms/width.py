@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.classic import ClassicAlgorithm
 from lightning_spectral.algorithms.width_averages import (
     WidthAverages,
     averages_of,
@@ -69,7 +70,7 @@ def as_widths(argument: str, widths: object) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class WidthSharding(ByKeepRatio[WidthRound]):
+class WidthSharding(ByKeepRatio, ClassicAlgorithm[WidthRound]):
     """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
 
     Which channels belong together is found in a forward pass of the module's ``example_input_array``

@@ -62,7 +62,7 @@ def rounds() -> DirectRounds:
 
 @pytest.fixture
 def train(rounds: DirectRounds) -> Any:
-    return partial(train_with, rounds.algorithm.client_side(rounds.server))
+    return partial(train_with, rounds.half.device_half)
 
 
 def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train: Any) -> None:
@@ -142,9 +142,9 @@ def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds:
 
 
 def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: DirectRounds) -> None:
-    side = rounds.algorithm.client_side(rounds.server)
+    side = rounds.half.device_half
     opened, (unit,) = rounds.open({0: 0.1})
-    download, _ = rounds.algorithm.send(opened, unit)
+    download, _ = opened.send(unit)
     download.tensors["correction:bias"].fill_(3.0)
     client = side.build(rounds.server, 1.0)
     client.weight.requires_grad_(False)  # as a user's hook might do

@@ -13,6 +13,7 @@ from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.capabilities import ExpectsUpdates
 from lightning_spectral.algorithms.stale_entry import compress, restore
 from lightning_spectral.algorithms.stale_updates import SEEN
 from lightning_spectral.protocol.exchange import averaged_tensors
@@ -189,10 +190,11 @@ def test_the_expected_update_is_the_stale_one_even_after_the_client_has_trained(
     opened, units = rounds.open(COEFFICIENTS)
     stale = {unit: rounds.store[unit] for unit in units if unit.client_id < 2}
     for unit in units:
-        download, receipt = rounds.algorithm.send(opened, unit)
+        download, receipt = opened.send(unit)
         upload = train(download)
-        rounds.algorithm.add(opened, receipt, upload)
-        expected = rounds.algorithm.expected_update(opened, unit)
+        opened.add(receipt, upload)
+        assert isinstance(opened, ExpectsUpdates)
+        expected = opened.expected_update(unit)
         for name, _ in rounds.server.named_parameters():
             assert torch.equal(expected[name], 0.5 * stale[unit][name] if unit in stale else expected[name] * 0)
         assert update_norm(download.tensors, upload.tensors, expected) > 0.1

@@ -50,7 +50,7 @@ def test_bytes_are_those_of_a_round(place: int, data: Any, fit: Fit) -> None:
 def test_parameters_and_work_are_those_of_a_clients_model(algorithm: Any) -> None:
     table, server = ls.sub_model_cost_table(LitFrozen(), algorithm, RATIOS, EXAMPLE), LitFrozen()
     for keep_ratio, cost in table.at.items():
-        client: Any = algorithm.prepare(server).client_side(server).build(server, keep_ratio)
+        client: Any = algorithm.bind(server).device_half.build(server, keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())
         with FlopCounterMode(display=False) as counter:
             client(EXAMPLE)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Round
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import averaged_tensors
@@ -47,7 +48,7 @@ class DirectRounds:
         """An independent copy of this federation."""
         return copy.deepcopy(self)
 
-    def open(self, coefficients: Mapping[int, float]) -> tuple[Any, list[WorkUnit]]:
+    def open(self, coefficients: Mapping[int, float]) -> tuple[Round, list[WorkUnit]]:
         """Open a round for clients with some coefficients."""
         units = [WorkUnit(client, coefficient=c) for client, c in sorted(coefficients.items())]
         shares = {(client, ""): share for client, share in self.shares.items()}

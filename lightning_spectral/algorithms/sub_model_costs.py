@@ -18,7 +18,7 @@ from lightning_spectral.nn.cost.budgets import Budget, fractions_of, largest_rat
 from lightning_spectral.nn.cost.costs import required_example, whole_cost
 from lightning_spectral.nn.cost.table import CostTable
 from lightning_spectral.nn.plan.trace import Example, example_of
-from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.exchange import copy_module, kept_buffers
 
 SubModels: TypeAlias = WidthSharding | FIARSE
 
@@ -59,8 +59,8 @@ def sub_model_cost_table(
     """
     ratios = each("keep_ratios", keep_ratios, KEEP_RATIO)
     example = required_example(module, example_input)
-    cost_at, prepared = _prepared(module, algorithm, example, example)
-    full = whole_cost(module, example, prepared.keep_buffers)
+    cost_at, _ = _prepared(module, algorithm, example, example)
+    full = whole_cost(module, example, kept_buffers(module, algorithm.keep_buffers))
     return CostTable(full, {keep_ratio: cost_at(keep_ratio) for keep_ratio in ratios})
 
 

@@ -22,9 +22,6 @@ class FittedDesign(ABC):
         Returns:
             Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the
             generator's device.
-
-        Raises:
-            ValueError: If ``num_samples`` is below one.
         """
 
 
@@ -90,9 +87,6 @@ class Design(ABC):
 
         Returns:
             Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``.
-
-        Raises:
-            ValueError: If an argument is invalid.
         """
         return self.fit(inclusion_probs).draw(num_samples, generator)
 
@@ -110,7 +104,4 @@ class JointDesign(Design):
         Returns:
             Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; each row
             sums to n times its diagonal entry.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
         """

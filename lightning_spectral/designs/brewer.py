@@ -27,18 +27,7 @@ class Brewer(Design):
     """
 
     def fit(self, inclusion_probs: Tensor) -> "FittedBrewer":
-        """Set aside the certain and the impossible terms; there is nothing to fit.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
-                than 1e-13 to 0 or 1 count as 0 or 1.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
-        """
+        """Set aside the certain and the impossible terms; there is nothing to fit."""
         return FittedBrewer(open_terms(inclusion_probs))
 
 

@@ -49,18 +49,7 @@ class ConditionalPoisson(JointDesign):
         check_fields(self, fixed_uniforms=flag)
 
     def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
-        """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
-                than 1e-13 to 0 or 1 count as 0 or 1.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
-        """
+        """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`."""
         return self._prepared(inclusion_probs, fit_conditional_poisson(inclusion_probs))
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:

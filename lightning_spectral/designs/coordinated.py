@@ -29,17 +29,7 @@ class Coordinated(Design):
     draws_cohort = True
 
     def fit(self, inclusion_probs: Tensor) -> "FittedCoordinated":
-        """Check the probabilities; there is nothing to fit.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
-
-        Returns:
-            The design, ready to draw.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
-        """
+        """Check the probabilities; there is nothing to fit."""
         return FittedCoordinated(as_inclusion_probs(inclusion_probs)[0])
 
     def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:

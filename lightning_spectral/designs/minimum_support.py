@@ -32,18 +32,7 @@ class MinimumSupport(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> "FittedMinimumSupport":
-        """List the samples; see :func:`~lightning_spectral.functional.sampling.minimum_support`.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
-                than 1e-13 to 0 or 1 count as 0 or 1.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid, or more than 8191 open terms are to be drawn.
-        """
+        """List the samples; see :func:`~lightning_spectral.functional.sampling.minimum_support`."""
         return FittedMinimumSupport(minimum_support(inclusion_probs))
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ class SuccessiveSampling(JointDesign):
             :func:`~lightning_spectral.functional.successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
             give the inclusion probabilities, in a few tenths of a second.
 
-    Raises:
-        TypeError: If ``log_sizes`` is not a tensor.
-
     Example:
         >>> design = SuccessiveSampling()
         >>> design.sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=3, generator=torch.Generator()).shape
@@ -38,18 +35,7 @@ class SuccessiveSampling(JointDesign):
             check_is("log_sizes", self.log_sizes, Tensor)
 
     def fit(self, inclusion_probs: Tensor) -> "FittedSuccessiveSampling":
-        """Find the sizes, or use the known ones.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Without known
-                sizes, entries within 1e-11 of one count as one.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid, or differs in length from the known sizes.
-        """
+        """Find the sizes, or use the known ones."""
         _, num_terms = as_inclusion_probs(inclusion_probs)
         if self.log_sizes is None:
             return FittedSuccessiveSampling(fit_log_sizes(inclusion_probs), num_terms)

@@ -28,18 +28,7 @@ class Systematic(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> "FittedSystematic":
-        """Lay the probabilities end to end.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
-                than 1e-13 to 0 or 1 count as 0 or 1.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid, or more than 8191 open terms are to be drawn.
-        """
+        """Lay the probabilities end to end."""
         return _fit(inclusion_probs, shuffled=False)
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:

@@ -25,9 +25,6 @@ class FullParticipation(Sampler):
         normalize: Whether coefficients are numbers of examples, to be divided by their sum, instead of shares. Both
             give the same average.
 
-    Raises:
-        TypeError: If ``normalize`` is not a bool.
-
     Reference:
         The baseline "Full Participation" of Zhang et al. (2024).
 

@@ -23,10 +23,6 @@ class RoundRobin(Sampler):
             difference.
         normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
-
     Note:
         Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed
         weights, the average over a cycle (as many rounds as the least common multiple of all c) is therefore unbiased.

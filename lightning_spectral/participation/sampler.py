@@ -35,10 +35,6 @@ class Sampler(ABC):
         normalize: Whether the average is divided by the sum of its coefficients: biased, but with less variance. By
             default coefficients are used as they are, which is unbiased.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
-
     Attributes:
         figure: What the sampler is based on: nothing, the clients' losses, the norms of their updates, or the norms of
             what is new in their updates.
@@ -101,9 +97,6 @@ class Sampler(ABC):
 
         Returns:
             The assignment, which may be empty if processors draw independently.
-
-        Raises:
-            ValueError: If ``figures`` are invalid, or the method ``probs`` of a subclass breaks its contract.
         """
         scores = self.scores(population, figures)
         probs = _checked(self.probs(scores, round_idx), population.can, self)
@@ -120,9 +113,6 @@ class Sampler(ABC):
 
         Returns:
             Shape ``(P, P)``, or ``None`` if processors draw independently.
-
-        Raises:
-            TypeError: If the design does not know its joint probabilities.
         """
         if self.design is None:
             return None
@@ -133,9 +123,6 @@ class Sampler(ABC):
 
         Args:
             population: Clients, models and processors.
-
-        Raises:
-            ValueError: If ``active`` exceeds the number of processors that can train something.
         """
         able = int(population.can.any(1).sum())
         if self.active > able:

@@ -21,9 +21,6 @@ def sampling_scores(population: Population, figures: Tensor | None) -> Tensor:
         Scores, float64, shape ``(P, S)``, zero where a processor cannot train a model. If all scores of a model would
         be zero, the weights take their place: otherwise no client would ever train it.
 
-    Raises:
-        ValueError: If the shape is wrong or a figure is infinite.
-
     Example:
         >>> population = Population(torch.tensor([[30], [10]]), processors=torch.tensor([1, 1]))
         >>> sampling_scores(population, torch.tensor([[2.0], [float("nan")]]))

@@ -24,10 +24,6 @@ class Uniform(Sampler):
             difference.
         normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
-
     Reference:
         The baseline "Random" of Zhang et al. (2024).
 

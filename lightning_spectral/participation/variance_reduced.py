@@ -29,11 +29,6 @@ class VarianceReduced(Sampler):
         measure: Whose figures are measured before a round: all clients' (``"all"``, as published), no client's
             (``"last"``, which uses the last known values), or those of a random sample of this many clients, at least
             1.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``active`` is not a finite number above zero, or not whole with a design, or ``measure`` is none
-            of these.
     """
 
     measure: Literal["all", "last"] | int = "all"

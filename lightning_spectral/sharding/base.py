@@ -30,9 +30,6 @@ class ShardingStrategy(ABC):
         Returns:
             Inclusion probabilities in ``[0, 1]`` with sum n, and auxiliary multipliers, dimensionless, finite
             and positive: both of shape ``(N,)``, float64. With n = N all are one.
-
-        Raises:
-            ValueError: If an argument is out of range or a singular value is negative, infinite or NaN.
         """
 
     def for_groups(

@@ -34,9 +34,6 @@ class Collective(ShardingStrategy):
             - ``"best"``: layer by layer, whichever has the least discrepancy: either of these two, or the paper's
               probabilities with the best multipliers.
 
-    Raises:
-        ValueError: If ``cohort`` is none of these.
-
     Note:
         A lower discrepancy does not imply a better model: it measures the sub-models before any client trains. This is
         why the paper's recipe is the default.
@@ -57,39 +54,14 @@ class Collective(ShardingStrategy):
         check_fields(self, cohort=OneOf(get_args(Cohort)))
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of Theorem 3.2.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Number of clients C whose terms are averaged, any real number >= 1.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` or ``cohort_size`` is out of range, or a value is negative, infinite
-                or NaN.
-        """
+        """The optimum of Theorem 3.2."""
         probs = collective_inclusion_probs(singular_values.double(), num_terms, cohort_size)
         return probs, collective_multipliers(probs, cohort_size)
 
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Plan all groups of a cohort, jointly unless ``cohort`` is ``"group"``.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number of terms held by the clients of each group.
-            sizes: Number of clients of each group.
-
-        Returns:
-            Inclusion probabilities and multipliers of each group, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If an argument is out of range.
-        """
+        """Plan all groups of a cohort, jointly unless ``cohort`` is ``"group"``."""
         apart = super().for_groups(singular_values, num_terms, sizes)
         if self.cohort == "group" or len(apart) == 1:
             return apart

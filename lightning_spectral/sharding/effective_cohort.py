@@ -24,10 +24,6 @@ class EffectiveCohort(ShardingStrategy):
         slack: By how much the squared error of a client's sub-model may exceed that of the best sub-model of n terms,
             as a share of the latter.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``slack`` is negative.
-
     Note:
         Any mixture of the client's and the cohort's error is the cohort's error for another number of clients, so no
         strategy can improve on one of the two without making the other worse: see
@@ -46,20 +42,7 @@ class EffectiveCohort(ShardingStrategy):
         check_fields(self, slack=SLACK)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of `Collective` for the effective number of clients.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Number of clients C whose terms are averaged, any real number >= 1.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` or ``cohort_size`` is out of range, or a value is negative, infinite
-                or NaN.
-        """
+        """The optimum of `Collective` for the effective number of clients."""
         size = effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)
         return Collective()(singular_values, num_terms, size)
 

@@ -38,20 +38,7 @@ class Scaled(ShardingStrategy):
         check_is("strategy", self.strategy, ShardingStrategy)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        r"""The other strategy's inclusion probabilities, and the multipliers of the expected draw.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Passed on to ``strategy``.
-
-        Returns:
-            Inclusion probabilities and, for every term, the multiplier :math:`\sqrt{\sum s^2 / \sum \pi s^2}` that
-            preserves the mean squared norm: both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If an argument is out of range.
-        """
+        r"""The other strategy's inclusion probabilities, and the multipliers of the expected draw."""
         probs, _ = self.strategy(singular_values, num_terms, cohort_size)
         squares = as_magnitudes(singular_values, "singular_values") ** 2
         return probs, torch.full_like(probs, _norm_ratio(squares.sum(), (probs * squares).sum()))

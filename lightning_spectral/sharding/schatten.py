@@ -20,10 +20,6 @@ class Schatten(ShardingStrategy):
     Args:
         p: Order of the norm, at least 2; the paper reports 4.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``p`` is below 2.
-
     Note:
         The paper optimises numerically and finds larger p unstable. The problem is convex and separable, so it is
         solved exactly here; nothing can fail to converge, and there is no fallback.
@@ -44,18 +40,6 @@ class Schatten(ShardingStrategy):
         check_fields(self, p=ORDER)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of Eq. (10), and its inverses.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Ignored: each client's estimator is unbiased on its own.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
-        """
+        """The optimum of Eq. (10), and its inverses."""
         probs = schatten_inclusion_probs(singular_values.double(), num_terms, self.p)
         return probs, inverse_probs(probs)

@@ -21,18 +21,6 @@ class TopN(ShardingStrategy):
     """
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """One for the n largest values, with ties broken by position, and zero for the others; all multipliers are one.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Ignored.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
-        """
+        """One for the n largest values (ties by position), zero for the others; all multipliers are one."""
         probs = top_inclusion_probs(singular_values.double(), num_terms)
         return probs, torch.ones_like(probs)

@@ -29,19 +29,7 @@ class Unbiased(ShardingStrategy):
     """
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Capped proportional probabilities and their inverses.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Ignored: each client's estimator is unbiased on its own.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
-        """
+        """Capped proportional probabilities and their inverses."""
         probs = proportional_inclusion_probs(singular_values.double(), num_terms)
         return probs, inverse_probs(probs)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import check_fields, flag
-from lightning_spectral.designs.base import FittedDesign, JointDesign
+from lightning_spectral.designs.base import FittedDesign, JointDesign, Prepared
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.conditional_poisson import (
     draw_rejectively,
@@ -18,7 +18,7 @@ from lightning_spectral.functional.sampling.conditional_poisson import (
 )
 from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs
 from lightning_spectral.functional.sampling.open_terms import OpenTerms
-from lightning_spectral.functional.sampling.selection_table import SelectionTable, draw_from_table, selection_table
+from lightning_spectral.functional.sampling.selection_table import draw_from_table, selection_table
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ConditionalPoisson(JointDesign):
     def __post_init__(self) -> None:
         check_fields(self, fixed_uniforms=flag)
 
-    def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
         """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`."""
         return self._prepared(inclusion_probs, fit_conditional_poisson(inclusion_probs))
 
@@ -57,12 +57,10 @@ class ConditionalPoisson(JointDesign):
         fitted = fit_conditional_poissons(inclusion_probs)
         return [self._prepared(probs, working) for probs, working in zip(inclusion_probs, fitted, strict=True)]
 
-    def _prepared(
-        self, inclusion_probs: Tensor, working_probs: Tensor
-    ) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
+    def _prepared(self, inclusion_probs: Tensor, working_probs: Tensor) -> FittedDesign:
         _, num_terms = as_inclusion_probs(inclusion_probs)
         if self.fixed_uniforms:
-            return TabulatedConditionalPoisson(selection_table(working_probs, num_terms))
+            return Prepared(draw_from_table, selection_table(working_probs, num_terms))
         return FittedConditionalPoisson(working_probs, num_terms)
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
@@ -94,18 +92,3 @@ class FittedConditionalPoisson(FittedDesign):
     def _parts(self) -> OpenTerms:
         """The open terms, checked and centred once: in a federation every client draws separately."""
         return working_open_terms(self.working_probs, self.num_terms)
-
-
-@dataclass(frozen=True, eq=False)
-class TabulatedConditionalPoisson(FittedDesign):
-    """A table of selection probabilities, ready to draw from with N uniforms for each sample.
-
-    Attributes:
-        table: See :func:`~lightning_spectral.functional.sampling.selection_table.selection_table`.
-    """
-
-    table: SelectionTable
-
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Draw independent samples; see :meth:`FittedDesign.draw`."""
-        return draw_from_table(self.table, num_samples, generator)

@@ -18,7 +18,7 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
-from lightning_spectral.designs.successive_sampling import FittedSuccessiveSampling
+from lightning_spectral.designs.one_by_one import FittedSuccessiveSampling
 from lightning_spectral.functional import (
     collective_inclusion_probs,
     draw_from_table,

@@ -1,15 +1,38 @@
-"""Successive sampling: the law of ``numpy.random.choice`` without replacement, and so of PriSM."""
+"""Designs that draw one term after the other."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import FittedDesign, JointDesign
+from lightning_spectral.designs.base import Design, FittedDesign, JointDesign, Prepared
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.sampling.brewer import draw_one_by_one
 from lightning_spectral.functional.sampling.joint import successive_joint_probs
+from lightning_spectral.functional.sampling.open_terms import open_terms
 from lightning_spectral.functional.sampling.successive_sampling import draw_successive, fit_log_sizes
+
+
+@dataclass(frozen=True)
+class Brewer(Design):
+    """Brewer's draw-by-draw method: exact inclusion probabilities without a fit, in O(N n) for each sample.
+
+    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It is meant for reproducing the
+    comparison of Korzhenkov & Louizos (2024), Table 4. Joint probabilities have no closed form.
+
+    Reference:
+        Brewer (1975), Australian Journal of Statistics 17, 166-172.
+
+    Example:
+        >>> Brewer().sample(torch.tensor([1.0, 0.0, 1.0]), num_samples=2, generator=torch.Generator())
+        tensor([[0, 2],
+                [0, 2]])
+    """
+
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        """Set aside the certain and the impossible terms; there is nothing to fit."""
+        return Prepared(draw_one_by_one, open_terms(inclusion_probs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from lightning_spectral.functional.checks import as_magnitudes
 from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
 from lightning_spectral.functional.sampling.successive_sampling import successive_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
-from lightning_spectral.sharding.unbiased import inverse_probs
+from lightning_spectral.sharding.one_client import inverse_probs
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,7 @@ class Number:
     hint: str = ""
 
     def __call__(self, argument: str, value: Any) -> Any:
-        """Return the value as a plain number.
-
-        Raises:
-            TypeError: If it is not a number.
-            ValueError: If it is out of range.
-        """
+        """Return the value as a plain number."""
         if value is None and self.optional:
             return None
         or_none, hint = ", or None" if self.optional else "", f"; {self.hint}" if self.hint else ""
@@ -160,10 +155,6 @@ def each(argument: str, values: Any, rule: Rule) -> list[Any]:
 
     A mapping stands for its keys, since keep ratios are also given with shares of clients.
 
-    Raises:
-        TypeError: If it is a single value or a string, or an entry has the wrong type.
-        ValueError: If it is empty, or an entry is out of range.
-
     Example:
         >>> each("keep_ratios", 0.5, Number(above=0))
         Traceback (most recent call last):
@@ -179,11 +170,7 @@ def each(argument: str, values: Any, rule: Rule) -> list[Any]:
 
 
 def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
-    """Patterns as a tuple: a list of the same patterns is the same choice, and YAML has only lists.
-
-    Raises:
-        ValueError: If they are not a sequence of strings.
-    """
+    """Patterns as a tuple: a list of the same patterns is the same choice, and YAML has only lists."""
     if isinstance(patterns, str):
         raise ValueError(
             f"`{argument}` is a sequence of patterns, got the string {patterns!r}; write {argument}=({patterns!r},)."
@@ -239,10 +226,6 @@ def check_fields(choice: object, **rules: Rule) -> None:
     Args:
         choice: The dataclass.
         **rules: The rule of each field.
-
-    Raises:
-        TypeError: If the value of a field has the wrong type.
-        ValueError: If it is out of range.
     """
     for name, rule in rules.items():
         object.__setattr__(choice, name, rule(name, getattr(choice, name)))

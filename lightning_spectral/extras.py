@@ -13,9 +13,6 @@ def from_extra(extra: str) -> Iterator[None]:
     Args:
         extra: Name of the extra in the package's metadata.
 
-    Raises:
-        ModuleNotFoundError: If a package is not installed.
-
     Example:
         >>> with from_extra("examples"):
         ...     import a_package_for_drawing

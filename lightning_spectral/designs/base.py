@@ -1,8 +1,9 @@
 """The contract of a design: exact fixed-size draws with given inclusion probabilities."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,18 @@ class FittedDesign(ABC):
         Returns:
             Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the
             generator's device.
-
-        Raises:
-            ValueError: If ``num_samples`` is below one.
         """
+
+
+class Prepared(FittedDesign):
+    """A function that draws, ``function(*prepared, num_samples, generator)``, with what was prepared for it."""
+
+    def __init__(self, function: Callable[..., Tensor], *prepared: Any, **options: Any) -> None:
+        self._draw = partial(function, *prepared, **options)
+
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Call the function."""
+        return self._draw(num_samples, generator)
 
 
 class Design(ABC):
@@ -47,7 +56,8 @@ class Design(ABC):
         """Do the work that is common to all draws.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Our designs take
+                entries within 1e-13 of 0 or 1 for 0 or 1; `SuccessiveSampling` those within 1e-11 of 1 for 1.
 
         Returns:
             The fitted design; in a federation it serves every client with these probabilities.
@@ -57,14 +67,7 @@ class Design(ABC):
         """
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
-        """Fit several vectors, such as those of all layers; by default one after another.
-
-        Args:
-            inclusion_probs: Each as for :meth:`fit`.
-
-        Returns:
-            The fitted design of each vector.
-        """
+        """Fit several vectors, such as those of all layers; by default one after another."""
         return [self.fit(probs) for probs in inclusion_probs]
 
     def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
@@ -81,19 +84,7 @@ class Design(ABC):
         return multipliers
 
     def sample(self, inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Fit and draw in one call.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
-            num_samples: Number of independent samples, at least 1.
-            generator: Source of randomness.
-
-        Returns:
-            Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``.
-
-        Raises:
-            ValueError: If an argument is invalid.
-        """
+        """Fit and draw in one call: see :meth:`fit` and :meth:`FittedDesign.draw`."""
         return self.fit(inclusion_probs).draw(num_samples, generator)
 
 
@@ -105,12 +96,9 @@ class JointDesign(Design):
         """Probabilities that terms i and j are in the same sample.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
+            inclusion_probs: As for :meth:`fit`.
 
         Returns:
             Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; each row
             sums to n times its diagonal entry.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
         """

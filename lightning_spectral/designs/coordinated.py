@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import Design, FittedDesign
+from lightning_spectral.designs.base import Design, FittedDesign, Prepared
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.coordinated import coordinated_multipliers, draw_coordinated
 
@@ -21,6 +20,7 @@ class Coordinated(Design):
         The multipliers are the best for these counts and replace the strategy's.
 
     Example:
+        >>> import torch
         >>> rows = Coordinated().sample(torch.tensor([0.5, 0.25, 0.25]), num_samples=4, generator=torch.Generator())
         >>> rows.flatten().bincount()
         tensor([2, 1, 1])
@@ -28,35 +28,10 @@ class Coordinated(Design):
 
     draws_cohort = True
 
-    def fit(self, inclusion_probs: Tensor) -> "FittedCoordinated":
-        """Check the probabilities; there is nothing to fit.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
-
-        Returns:
-            The design, ready to draw.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
-        """
-        return FittedCoordinated(as_inclusion_probs(inclusion_probs)[0])
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        """Check the probabilities; there is nothing to fit."""
+        return Prepared(draw_coordinated, as_inclusion_probs(inclusion_probs)[0])
 
     def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
         """The best multipliers for coordinated counts; see `coordinated_multipliers`."""
         return coordinated_multipliers(inclusion_probs, cohort_size)
-
-
-@dataclass(frozen=True, eq=False)
-class FittedCoordinated(FittedDesign):
-    """Inclusion probabilities, ready to deal terms from.
-
-    Attributes:
-        inclusion_probs: Shape ``(N,)``, float64.
-    """
-
-    inclusion_probs: Tensor
-
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Deal terms to ``num_samples`` clients at once; the rows depend on each other."""
-        return draw_coordinated(self.inclusion_probs, num_samples, generator)

@@ -22,9 +22,6 @@ class SelfAttention(nn.Module):
     Shape:
         Input and output ``(batch, length, width)``.
 
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``.
-
     Reference:
         Vaswani et al., "Attention is all you need" (2017), section 3.2.
 

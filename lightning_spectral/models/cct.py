@@ -90,9 +90,6 @@ class CCT(nn.Module):
     Shape:
         Input ``(batch, in_channels, image_size, image_size)``, output ``(batch, num_classes)``.
 
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, or images do not have the size ``image_size``.
-
     Reference:
         Hassani et al., "Escaping the big data paradigm with compact transformers" (2021), section 3.
         Korzhenkov & Louizos (2024), section 4.1.

@@ -27,9 +27,6 @@ class FEMNISTCNN(nn.Module):
     Shape:
         Input ``(batch, in_channels, image_size, image_size)``, output ``(batch, num_classes)``.
 
-    Raises:
-        ValueError: If the image is too small for two poolings.
-
     Note:
         Table 5 of PriSM lists 64 kernels in both convolutions, 3x3 in the second, and 10 classes. This class follows
         its public code instead. By our choice, initial weights are PyTorch's; PriSM's code draws its own.

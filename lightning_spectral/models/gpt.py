@@ -68,9 +68,6 @@ class CharTransformer(nn.Module):
         Input ``(batch, length)`` of character ids, ``length <= context_length``; output
         ``(batch, length, vocab_size)``, at each position the logits of the next character.
 
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, or a sequence is longer than the context.
-
     Reference:
         Radford et al., "Language models are unsupervised multitask learners" (2019), section 2.3;
         code in ``openai/gpt-2``.

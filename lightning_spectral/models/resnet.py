@@ -61,9 +61,6 @@ class ResNet18(nn.Module):
     Shape:
         Input ``(batch, in_channels, height, width)``, output ``(batch, num_classes)``.
 
-    Raises:
-        ValueError: If ``num_groups`` does not divide ``width``.
-
     Reference:
         He et al., "Deep residual learning for image recognition" (2016).
         Hsieh et al., "The non-IID data quagmire of decentralized machine learning" (2020), on GroupNorm.

@@ -104,11 +104,7 @@ class LitClassifier(pl.LightningModule):
         self._log_step("test", self.test_accuracy, batch)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """SGD with a cosine schedule over the whole run.
-
-        Raises:
-            ValueError: If the run has no fixed length.
-        """
+        """SGD with a cosine schedule over the whole run."""
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
             raise ValueError("A cosine schedule needs the length of the run; set the Trainer's `max_epochs`.")

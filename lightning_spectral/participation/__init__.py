@@ -2,12 +2,10 @@
 
 from lightning_spectral.participation.assignment import Assignment, outcome_to_assignment
 from lightning_spectral.participation.base import Participation
-from lightning_spectral.participation.full_participation import FullParticipation
+from lightning_spectral.participation.baselines import FullParticipation, RoundRobin, Uniform
 from lightning_spectral.participation.population import Population
-from lightning_spectral.participation.round_robin import RoundRobin
 from lightning_spectral.participation.sampler import Figure, Sampler
 from lightning_spectral.participation.uniform import UniformParticipation
-from lightning_spectral.participation.uniform_sampler import Uniform
 from lightning_spectral.participation.variance_reduced import (
     LossVarianceReduced,
     StaleUpdateVarianceReduced,

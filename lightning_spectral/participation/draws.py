@@ -77,9 +77,6 @@ def processor_joint_probs(probs: Tensor, design: Design) -> Tensor:
         Shape ``(P, P)``, float64, with the row sums on the diagonal; for one model combine them with the models'
         probabilities, :func:`~lightning_spectral.functional.model_joint_probs`.
 
-    Raises:
-        TypeError: If the design does not know its joint probabilities.
-
     Example:
         >>> from lightning_spectral.designs import Systematic
         >>> processor_joint_probs(torch.tensor([[0.5], [0.5], [0.5], [0.5]]), Systematic())[0]

@@ -23,9 +23,6 @@ class Population:
         available: Whether each client could train each model if it had examples, bool, shape ``(N, S)``; by default
             always.
 
-    Raises:
-        ValueError: If a shape, a type or a number is wrong, or no client can train one of the models.
-
     Example:
         >>> population = Population(torch.tensor([[30, 10], [10, 0]]), processors=torch.tensor([2, 1]))
         >>> population.owner

@@ -14,9 +14,8 @@ from lightning_spectral.functional.sampling.assignment import model_joint_probs
 from lightning_spectral.participation.assignment import Assignment, outcome_to_assignment
 from lightning_spectral.participation.draws import draw_choices, processor_joint_probs
 from lightning_spectral.participation.population import Population
-from lightning_spectral.participation.scores import sampling_scores
 
-__all__ = ["Figure", "Sampler"]
+__all__ = ["Figure", "Sampler", "sampling_scores"]
 
 Figure = Literal["", "loss", "update", "stale update"]
 
@@ -34,10 +33,6 @@ class Sampler(ABC):
             processor draws independently, as published, and the number varies around m.
         normalize: Whether the average is divided by the sum of its coefficients: biased, but with less variance. By
             default coefficients are used as they are, which is unbiased.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``active`` is not a finite number above zero, or not whole with a design.
 
     Attributes:
         figure: What the sampler is based on: nothing, the clients' losses, the norms of their updates, or the norms of
@@ -101,9 +96,6 @@ class Sampler(ABC):
 
         Returns:
             The assignment, which may be empty if processors draw independently.
-
-        Raises:
-            ValueError: If ``figures`` are invalid, or the method ``probs`` of a subclass breaks its contract.
         """
         scores = self.scores(population, figures)
         probs = _checked(self.probs(scores, round_idx), population.can, self)
@@ -120,23 +112,13 @@ class Sampler(ABC):
 
         Returns:
             Shape ``(P, P)``, or ``None`` if processors draw independently.
-
-        Raises:
-            TypeError: If the design does not know its joint probabilities.
         """
         if self.design is None:
             return None
         return model_joint_probs(processor_joint_probs(probs, self.design), probs, model)
 
     def check(self, population: Population) -> None:
-        """Refuse a population that this sampler cannot serve; called at set-up, before any round.
-
-        Args:
-            population: Clients, models and processors.
-
-        Raises:
-            ValueError: If ``active`` exceeds the number of processors that can train something.
-        """
+        """Refuse a population that this sampler cannot serve; called at set-up, before any round."""
         able = int(population.can.any(1).sum())
         if self.active > able:
             raise ValueError(
@@ -154,3 +136,45 @@ def _checked(probs: Tensor, can: Tensor, sampler: Sampler) -> Tensor:
             f"most one and zeros where a processor cannot train a model, got {probs}."
         )
     return probs
+
+
+def sampling_scores(population: Population, figures: Tensor | None) -> Tensor:
+    """Figures of the clients, weighted as in the average, for each processor.
+
+    Args:
+        population: Clients, models and processors.
+        figures: Figure of each client for each model, e.g. its loss, shape ``(N, S)``, NaN where it is not known yet;
+            ``None`` if nothing is known. An unknown figure counts as the largest known one of the model, or as 1 if
+            there is none. Negative ones count as zero.
+
+    Returns:
+        Scores, float64, shape ``(P, S)``, zero where a processor cannot train a model. If all scores of a model would
+        be zero, the weights take their place: otherwise no client would ever train it.
+
+    Example:
+        >>> population = Population(torch.tensor([[30], [10]]), processors=torch.tensor([1, 1]))
+        >>> sampling_scores(population, torch.tensor([[2.0], [float("nan")]]))
+        tensor([[1.5000],
+                [0.5000]], dtype=torch.float64)
+    """
+    known = torch.ones_like(population.shares) if figures is None else _completed(population, figures)
+    scores = population.weights * known[population.owner]
+    return torch.where((scores == 0).all(0), population.weights, scores)
+
+
+def _completed(population: Population, figures: Tensor) -> Tensor:
+    """Non-negative figures without gaps; those of clients without examples do not matter."""
+    expected = tuple(population.num_examples.shape)
+    if tuple(figures.shape) != expected:
+        raise ValueError(f"`figures` must have shape (N, S) = {expected}, got {tuple(figures.shape)}.")
+    values = torch.where(population.num_examples > 0, figures.detach().double().cpu(), torch.nan)
+    if values.isinf().any():
+        client, model = values.isinf().nonzero()[0].tolist()
+        value = values[client, model].item()
+        raise ValueError(
+            f"`figures` must be finite, or NaN if not known, got {value} of client {client}, model {model}; "
+            "its training diverged: lower the learning rate, or pass NaN."
+        )
+    values = values.clamp(min=0.0)  # leaves NaN
+    largest = values.nan_to_num(-1.0).amax(0)
+    return torch.where(values.isnan(), torch.where(largest < 0, 1.0, largest), values)

@@ -21,10 +21,6 @@ class UniformParticipation(Participation):
     Args:
         clients_per_round: Size k of the cohort, at least 1, and at most as many as can be summed exactly.
 
-    Raises:
-        TypeError: If ``clients_per_round`` is not a whole number.
-        ValueError: If it is out of range.
-
     Example:
         >>> participation = UniformParticipation(clients_per_round=3)
         >>> cohort = participation.cohort(10**12, torch.Generator().manual_seed(0))
@@ -40,12 +36,6 @@ class UniformParticipation(Participation):
     def check(self, num_clients: int) -> None:
         """Refuse a cohort larger than the federation.
 
-        Args:
-            num_clients: Number of clients in the federation.
-
-        Raises:
-            ValueError: If ``clients_per_round`` exceeds ``num_clients``.
-
         Example:
             >>> UniformParticipation(clients_per_round=3).check(num_clients=2)
             Traceback (most recent call last):
@@ -58,18 +48,7 @@ class UniformParticipation(Participation):
             )
 
     def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
-        """Draw the cohort, at a cost proportional to k for any number of clients.
-
-        Args:
-            num_clients: Number of clients in the federation.
-            generator: CPU generator of this round.
-
-        Returns:
-            Distinct client ids, int64, shape ``(clients_per_round,)``.
-
-        Raises:
-            ValueError: If ``clients_per_round`` exceeds ``num_clients``.
-        """
+        """Draw the cohort, at a cost proportional to k for any number of clients."""
         self.check(num_clients)
         size = self.clients_per_round
         if 4 * size >= num_clients:

@@ -25,15 +25,10 @@ class VarianceReduced(Sampler):
         active: Expected number m of active processors in a round, above zero.
         design: Fixed-size design by which exactly m processors are drawn, or as many as have a positive score, if that
             is less; by default each processor draws independently. See :class:`Sampler`.
-        normalize: Whether to divide by the sum of coefficients, see :class:`Sampler`.
+        normalize: See :class:`Sampler`.
         measure: Whose figures are measured before a round: all clients' (``"all"``, as published), no client's
             (``"last"``, which uses the last known values), or those of a random sample of this many clients, at least
             1.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``active`` is not a finite number above zero, or not whole with a design, or ``measure`` is none
-            of these.
     """
 
     measure: Literal["all", "last"] | int = "all"
@@ -54,11 +49,7 @@ class LossVarianceReduced(VarianceReduced):
 
     A client whose loss is zero is not drawn.
 
-    Args:
-        active: See :class:`VarianceReduced`.
-        design: See :class:`VarianceReduced`.
-        normalize: See :class:`VarianceReduced`.
-        measure: See :class:`VarianceReduced`.
+    Its arguments are those of :class:`VarianceReduced`.
 
     Reference:
         Zhang et al. (2024), "Towards Optimal Heterogeneous Client Sampling in Multi-Model Federated Learning".
@@ -80,11 +71,7 @@ class UpdateVarianceReduced(VarianceReduced):
     Measuring an update means training: with ``measure="all"``, all clients train every model in every round, and only
     communication is saved.
 
-    Args:
-        active: See :class:`VarianceReduced`.
-        design: See :class:`VarianceReduced`.
-        normalize: See :class:`VarianceReduced`.
-        measure: See :class:`VarianceReduced`.
+    Its arguments are those of :class:`VarianceReduced`.
 
     Reference:
         Zhang et al. (2024), Eq. (5).
@@ -103,11 +90,7 @@ class StaleUpdateVarianceReduced(VarianceReduced):
 
     It suits an algorithm that keeps these stale updates and averages only the differences.
 
-    Args:
-        active: See :class:`VarianceReduced`.
-        design: See :class:`VarianceReduced`.
-        normalize: See :class:`VarianceReduced`.
-        measure: See :class:`VarianceReduced`.
+    Its arguments are those of :class:`VarianceReduced`.
 
     Reference:
         Zhang et al. (2024); Jhunjhunwala et al. (2022), FedVARP.

@@ -35,10 +35,6 @@ class DirichletPartitioner(Partitioner):
             (sum :math:`\alpha`). ``True``: concentration :math:`\alpha` for each class present (sum
             :math:`\alpha K`).
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``num_clients`` is below 1 or ``alpha`` is not positive and finite.
-
     Note:
         Two conventions use the same letter: with ten equal classes, ``alpha=1`` here is ``alpha=0.1, symmetric=True``.
         The clients served last share what is left, so their mixture follows their prior less closely: with ten equal

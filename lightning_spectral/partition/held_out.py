@@ -21,9 +21,6 @@ def hold_out(partition: Partition, fraction: float, generator: torch.Generator) 
     Returns:
         Two partitions of the same clients: the training examples, in their order in ``partition``, and the others.
 
-    Raises:
-        ValueError: If ``fraction`` is out of range.
-
     Example:
         >>> whole = Partition.from_lists([range(10), range(10, 30), [30]])
         >>> training, held_out = hold_out(whole, 0.1, torch.Generator().manual_seed(0))

@@ -21,10 +21,6 @@ class IIDPartitioner(Partitioner):
     Args:
         num_clients: Number of clients, at least 1.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``num_clients`` is below 1.
-
     Example:
         >>> partition = IIDPartitioner(num_clients=4)(10, None, torch.Generator().manual_seed(0))
         >>> sorted(partition.sizes.tolist())

@@ -32,9 +32,6 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
     Returns:
         Labels, int64, shape ``(len(dataset),)``. Stored labels are those before any ``target_transform``.
 
-    Raises:
-        ValueError: If the data set has no length or its labels are not one integer per example.
-
     Example:
         >>> data = TensorDataset(torch.randn(3, 2), torch.tensor([1, 0, 1]))
         >>> dataset_labels(Subset(data, [2, 1]))
@@ -91,10 +88,6 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
 
     Returns:
         Class indices, int64, shape ``(num_examples,)``, on the CPU.
-
-    Raises:
-        TypeError: If they are not a sequence.
-        ValueError: If there is not one label per example, or labels are neither integers nor names.
 
     Example:
         >>> class_indices(["dog", "cat", "dog"], num_examples=3)

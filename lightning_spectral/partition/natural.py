@@ -34,11 +34,6 @@ class NaturalPartitioner(Partitioner):
         client_names: Key of each client, by client id.
         client_of_example: Client id of each example, int64, shape ``(num_examples,)``.
 
-    Raises:
-        ValueError: If there are no keys, they are not one-dimensional, one of them is a tensor, NaN or not among the
-            names, or a name occurs twice.
-        TypeError: If a key is not hashable, or keys or names are not a sequence.
-
     Example:
         >>> partitioner = NaturalPartitioner(["romeo", "juliet", "romeo", "nurse"])
         >>> partitioner.client_names

@@ -37,11 +37,6 @@ class PachinkoPartitioner(Partitioner):
             :math:`\alpha` and :math:`\beta`. ``True``: :math:`\alpha` for each superclass and :math:`\beta` for each
             class.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``num_clients`` is below 1, ``alpha`` or ``beta`` is not positive and finite, there are no
-            superclasses, or, when splitting, a label has no superclass.
-
     Note:
         The two conventions differ greatly. For CIFAR-100, with 500 examples per client and concentrations of 1 and 10,
         a client with ample supply sees 22 of the 100 classes; with ``symmetric=True``, 83.

@@ -23,9 +23,6 @@ class Partition:
             CPU.
         offsets: Client c owns ``indices[offsets[c]:offsets[c + 1]]``, int64, shape ``(num_clients + 1,)``.
 
-    Raises:
-        ValueError: If the two tensors do not describe a partition.
-
     Example:
         >>> partition = Partition.from_lists([[4, 0], [], [2, 3, 1]])
         >>> partition[2], partition.sizes
@@ -79,9 +76,6 @@ class Partition:
 
         Returns:
             The partition.
-
-        Raises:
-            ValueError: If a client id is outside ``[-1, num_clients)``.
 
         Example:
             >>> list(Partition.from_assignment(torch.tensor([1, 0, -1, 1]), num_clients=2))

@@ -54,9 +54,6 @@ class PartitionReport:
         Returns:
             The average; a client without examples counts 0 classes.
 
-        Raises:
-            ValueError: If the report was made without labels.
-
         Example:
             >>> report(Partition.from_lists([[0, 1], [2]]), torch.tensor([0, 1, 1])).mean_classes()
             1.5
@@ -135,9 +132,6 @@ def report(partition: Partition, labels: Tensor | None = None) -> PartitionRepor
 
     Returns:
         The report.
-
-    Raises:
-        ValueError: If ``labels`` is shorter than the data set that was split.
 
     Example:
         >>> report(Partition.from_lists([[0, 1], [2]])).counts

@@ -34,11 +34,7 @@ class Cells(NamedTuple):
 
 
 def read_csv(path: Path) -> Run:
-    """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` next to it, and the dashboard's files.
-
-    Raises:
-        ReportError: If a file is not what the logger or the dashboard writes.
-    """
+    """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` next to it, and the dashboard's files."""
     cells = _cells(path)
     rows = [dict(zip(cells.columns, row, strict=True)) for row in cells.rows]
     logged = [*rows, *_shown(path.with_name(DASHBOARD))]

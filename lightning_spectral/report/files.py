@@ -39,9 +39,6 @@ def check_file(path: Path, megabytes: int, folder: Path | None = None) -> None:
         path: The file.
         megabytes: The largest size to accept.
         folder: The folder that it must be in, after links are followed; any by default.
-
-    Raises:
-        ReportError: If it is not an ordinary file, is too large, or leads out of the folder.
     """
     if folder is not None:
         check_inside(path, folder)

@@ -60,9 +60,6 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> tuple[list[Group]
 
     Returns:
         The groups in order of their first runs, and the names of the settings by which they differ.
-
-    Raises:
-        ReportError: If no run has one of the settings.
     """
     settings = [flat_settings(run.config) for run in runs]
     names = _named(settings, by) if by else differing([one for one in settings if one])

@@ -18,11 +18,7 @@ MAX_DIGITS = 1000  # Python converts up to 4300
 
 
 def read_hparams(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run; there are none if the file does not exist.
-
-    Raises:
-        ReportError: If it is not YAML, or not a mapping, or leads to too much.
-    """
+    """Read the settings of a run; there are none if the file does not exist."""
     path = folder / HPARAMS_FILE
     if not os.path.lexists(path):
         return {}

@@ -159,11 +159,7 @@ def with_metric(
 
 
 def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
-    """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
-
-    Raises:
-        ReportError: If a run does not have it, or if the runs share none.
-    """
+    """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have."""
     if wanted is None:
         shared = set.intersection(*map(_evaluated, runs))
         if shared:

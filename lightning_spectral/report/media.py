@@ -50,11 +50,7 @@ Media: TypeAlias = Table | Histogram
 
 
 def as_histogram(edges: Any, counts: Any) -> Histogram:
-    """Make a histogram of what a file holds.
-
-    Raises:
-        ValueError: If it is none: if edges are not finite or descend, or if a count is negative.
-    """
+    """Make a histogram of what a file holds."""
     numbers = np.array([*edges], dtype=np.float64), np.array([*counts], dtype=np.float64)
     left_to_right, each = numbers
     if not all(np.isfinite(one).all() for one in numbers) or len(left_to_right) != len(each) + 1 or not len(each):
@@ -65,11 +61,7 @@ def as_histogram(edges: Any, counts: Any) -> Histogram:
 
 
 def as_table(columns: Any, rows: Any) -> Table:
-    """Make a table of what a file holds; cells that are neither numbers nor texts become texts.
-
-    Raises:
-        ValueError: If it is none: if it has no columns, or if a row is not as long as the header.
-    """
+    """Make a table of what a file holds; cells that are neither numbers nor texts become texts."""
     if not isinstance(columns, list | tuple) or not all(isinstance(row, list | tuple) for row in [columns, *rows]):
         raise ValueError("a table has no list of columns and of rows")
     if not columns or any(len(row) != len(columns) for row in rows):

@@ -42,9 +42,6 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
     Returns:
         The runs, each once, and the reasons why other runs found in a folder are left out.
-
-    Raises:
-        ReportError: If a file that is named cannot be read, or if a folder has no readable run.
     """
     runs: dict[Path, Run] = {}
     left_out: list[str] = []
@@ -72,10 +69,6 @@ def read_run(path: Path, within: Path | None = None) -> Run:
     Args:
         path: The file.
         within: A folder that it must not lead out of.
-
-    Raises:
-        ReportError: If it does not exist, is not a run, has no round, or is not what its program writes; the message is
-            one line.
     """
     try:
         if within is not None:

@@ -70,9 +70,6 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
         path: The file that it was read from.
         config: Settings of the run.
         logged: Entries that were written together: numbers, or `Table` and `Histogram`. Anything else is ignored.
-
-    Raises:
-        ReportError: If there is no number at all, if a round is not one, or if there are too many numbers or settings.
     """
     rows: dict[int, dict[str, float]] = {}
     media: dict[str, dict[int, Media]] = {}

@@ -28,9 +28,6 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
     Objects that are written as their ``repr`` are taken apart too, so that runs can differ in one argument.
 
-    Raises:
-        ValueError: If there are too many, or if they are nested too deeply.
-
     Example:
         >>> flat_settings({"seed": 1, "federation": {"algorithm": "Sharding(TopN(), keep_ratio=0.2)"}})
         {'seed': '1', 'federation/algorithm': 'Sharding', 'federation/algorithm/0': 'TopN',

@@ -23,9 +23,6 @@ def read_tensorboard(path: Path) -> Run:
     """Read one event file, up to its last whole record, and the settings in the ``hparams.yaml`` next to it.
 
     All event files of a folder are parts of one run. Their numbers have float32 precision.
-
-    Raises:
-        ReportError: If TensorBoard is not installed, or if the file has no round.
     """
     check_file(path, LOG_MEGABYTES)
     name = "/".join(path.parent.parts[-2:])

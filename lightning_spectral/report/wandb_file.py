@@ -31,9 +31,6 @@ def read_wandb(path: Path) -> Run:
 
     Args:
         path: The ``.wandb`` file. Tables are looked up in the folder ``files`` next to it.
-
-    Raises:
-        ReportError: If wandb is not installed, if the file was not written by it, or if it has no round.
     """
     content = read_bytes(path, LOG_MEGABYTES)
     if content[: len(FILE_HEADER)] != FILE_HEADER:

@@ -42,10 +42,6 @@ def write_report(
 
     Returns:
         The files that were written.
-
-    Raises:
-        ReportError: If a run cannot be read or has no evaluation metric, if ``output`` or ``png`` cannot be written, or
-            if ``mode`` is unknown.
     """
     output, png = Path(output), Path(png) if png else None
     if mode not in (None, "min", "max"):

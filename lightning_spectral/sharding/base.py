@@ -30,57 +30,34 @@ class ShardingStrategy(ABC):
         Returns:
             Inclusion probabilities in ``[0, 1]`` with sum n, and auxiliary multipliers, dimensionless, finite
             and positive: both of shape ``(N,)``, float64. With n = N all are one.
-
-        Raises:
-            ValueError: If an argument is out of range or a singular value is negative, infinite or NaN.
         """
 
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Choose probabilities and multipliers for every group of a cohort; by default each group separately.
+        """What :meth:`__call__` returns, for each group of a cohort; by default each group on its own.
 
         Args:
             singular_values: As for :meth:`__call__`, shape ``(N,)``.
             num_terms: Number of terms held by the clients of each group.
             sizes: Number of clients of each group.
-
-        Returns:
-            What :meth:`__call__` returns, for each group.
         """
         return [self(singular_values, n, size) for n, size in zip(num_terms, sizes, strict=True)]
 
     def drawn_multipliers(self, singular_values: Tensor, multipliers: Tensor, terms: Tensor) -> Tensor:
-        """Return the multipliers of the terms that one client drew; only these are used.
+        """The multipliers that one client uses, shape ``(n,)``, float64; by default those of the terms that it drew.
 
         Args:
             singular_values: As for :meth:`__call__`, shape ``(N,)``.
             multipliers: As returned by :meth:`__call__`, shape ``(N,)``.
             terms: Drawn term indices, shape ``(n,)``.
-
-        Returns:
-            Shape ``(n,)``, float64; by default the entries of ``multipliers`` for the drawn terms.
         """
         return multipliers[terms]
 
     def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
-        """Return what the strategy chose for one layer, by name, for `SpectralDiagnostics` to log; by default nothing.
-
-        Args:
-            singular_values: As for :meth:`__call__`, shape ``(N,)``.
-            num_terms: As for :meth:`__call__`.
-            cohort_size: As for :meth:`__call__`.
-        """
+        """What the strategy chose for one layer, by name, for `SpectralDiagnostics` to log; by default nothing."""
         return {}
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> Design:
-        """Return the sampling design to use when the user names none.
-
-        Args:
-            singular_values: As for :meth:`__call__`, shape ``(N,)``.
-            num_terms: As for :meth:`__call__`.
-
-        Returns:
-            Conditional Poisson sampling, unless the strategy prescribes another design.
-        """
+        """The design to use when the user names none: conditional Poisson sampling, unless the strategy has its own."""
         return OWN_DESIGN

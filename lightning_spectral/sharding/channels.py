@@ -56,9 +56,6 @@ class RollingChannels(ChannelChoice):
     Args:
         step: Number of channels by which it moves in each round.
 
-    Raises:
-        ValueError: If ``step`` is below 1.
-
     Note:
         As in the paper, the window starts at the channel with the round's number. The authors' code moves it backwards.
 

@@ -1,6 +1,6 @@
-"""Collective: the average over the whole cohort has the least error."""
+"""Strategies for the average over a cohort, whose clients' errors cancel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lightning_spectral.arguments import OneOf, check_fields
 from lightning_spectral.functional.figures.discrepancy import cohort_discrepancy
+from lightning_spectral.functional.sampling.effective_cohort import SLACK, effective_cohort_size
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
 from lightning_spectral.functional.sampling.mixed_cohort import joint_multipliers
 from lightning_spectral.sharding.base import ShardingStrategy
 
-Cohort = Literal["group", "joint", "best"]
+CohortPlan = Literal["group", "joint", "best"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,6 @@ class Collective(ShardingStrategy):
             - ``"best"``: layer by layer, whichever has the least discrepancy: either of these two, or the paper's
               probabilities with the best multipliers.
 
-    Raises:
-        ValueError: If ``cohort`` is none of these.
-
     Note:
         A lower discrepancy does not imply a better model: it measures the sub-models before any client trains. This is
         why the paper's recipe is the default.
@@ -51,45 +49,20 @@ class Collective(ShardingStrategy):
         dtype=torch.float64))
     """
 
-    cohort: Cohort = "group"
+    cohort: CohortPlan = "group"
 
     def __post_init__(self) -> None:
-        check_fields(self, cohort=OneOf(get_args(Cohort)))
+        check_fields(self, cohort=OneOf(get_args(CohortPlan)))
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of Theorem 3.2.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Number of clients C whose terms are averaged, any real number >= 1.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` or ``cohort_size`` is out of range, or a value is negative, infinite
-                or NaN.
-        """
+        """The optimum of Theorem 3.2."""
         probs = collective_inclusion_probs(singular_values.double(), num_terms, cohort_size)
         return probs, collective_multipliers(probs, cohort_size)
 
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Plan all groups of a cohort, jointly unless ``cohort`` is ``"group"``.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number of terms held by the clients of each group.
-            sizes: Number of clients of each group.
-
-        Returns:
-            Inclusion probabilities and multipliers of each group, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If an argument is out of range.
-        """
+        """Plan all groups of a cohort, jointly unless ``cohort`` is ``"group"``."""
         apart = super().for_groups(singular_values, num_terms, sizes)
         if self.cohort == "group" or len(apart) == 1:
             return apart
@@ -113,3 +86,43 @@ def _discrepancy(singular_values: Tensor, groups: Sequence[tuple[Tensor, Tensor]
     client_group = torch.arange(len(sizes)).repeat_interleave(torch.tensor([round(size) for size in sizes]))
     weights = torch.full((len(client_group),), 1 / len(client_group))
     return float(cohort_discrepancy(singular_values, probs[client_group], multipliers[client_group], weights))
+
+
+@dataclass(frozen=True)
+class EffectiveCohort(ShardingStrategy):
+    r"""`Collective` for the largest number of clients that keeps each sub-model close to the weight.
+
+    `Collective` minimises the error of an average, in which clients' errors cancel. But each client trains its own
+    sub-model, which may be far from the weight. Layer by layer, this strategy uses the largest effective number of
+    clients for which the expected squared error of a single sub-model is at most :math:`1 + slack` times that of the n
+    largest terms. With slack 0 it is :class:`TopN`, with infinite slack :class:`Collective`.
+
+    Args:
+        slack: By how much the squared error of a client's sub-model may exceed that of the best sub-model of n terms,
+            as a share of the latter.
+
+    Note:
+        Any mixture of the client's and the cohort's error is the cohort's error for another number of clients, so no
+        strategy can improve on one of the two without making the other worse: see
+        `functional.sampling.effective_cohort`.
+
+    Example:
+        >>> import torch
+        >>> s = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+        >>> EffectiveCohort(slack=0.5)(s, num_terms=2, cohort_size=10)[0]
+        tensor([1.0000, 0.8882, 0.1118], dtype=torch.float64)
+    """
+
+    slack: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_fields(self, slack=SLACK)
+
+    def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
+        """The optimum of `Collective` for the effective number of clients."""
+        size = effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)
+        return Collective()(singular_values, num_terms, size)
+
+    def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
+        """The effective number of clients that was chosen."""
+        return {"effective_cohort": effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)}

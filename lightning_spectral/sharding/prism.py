@@ -12,7 +12,7 @@ from lightning_spectral.functional.checks import as_magnitudes
 from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
 from lightning_spectral.functional.sampling.successive_sampling import successive_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
-from lightning_spectral.sharding.unbiased import inverse_probs
+from lightning_spectral.sharding.one_client import inverse_probs
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,6 @@ class PriSM(ShardingStrategy):
         compensation: ``None`` for multipliers of one, as in PriSM; ``"wallenius"`` for 1/pi, which makes each client's
             estimator unbiased: "PriSM + Wallenius" of the 2024 paper.
         marginals: ``"exact"`` inclusion probabilities, or ``"manly"`` for Manly's approximation, which that paper used.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``exponent`` is not positive and finite, or another argument is none of the values above.
 
     Note:
         The exact inclusion probabilities are the marginals of this draw, so they belong to the strategy's
@@ -56,33 +52,13 @@ class PriSM(ShardingStrategy):
         )
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Marginals of the draw; all multipliers are one, or the inverse marginals.
-
-        Args:
-            singular_values: Shape ``(N,)``, any order.
-            num_terms: Number n of terms that a client holds.
-            cohort_size: Ignored.
-
-        Returns:
-            Inclusion probabilities and multipliers, both of shape ``(N,)``, float64.
-
-        Raises:
-            ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
-        """
+        """Marginals of the draw; all multipliers are one, or the inverse marginals."""
         marginals = successive_inclusion_probs if self.marginals == "exact" else manly_inclusion_probs
         probs = marginals(self._log_sizes(singular_values, num_terms), num_terms)
         return probs, torch.ones_like(probs) if self.compensation is None else inverse_probs(probs)
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> SuccessiveSampling:
-        """Successive sampling with the strategy's own sizes.
-
-        Args:
-            singular_values: Shape ``(N,)``, as for the call.
-            num_terms: As for the call.
-
-        Returns:
-            The design whose inclusion probabilities the call returns.
-        """
+        """Successive sampling with the strategy's own sizes."""
         return SuccessiveSampling(self._log_sizes(singular_values, num_terms))
 
     def _log_sizes(self, singular_values: Tensor, num_terms: int) -> Tensor:

@@ -25,10 +25,6 @@ class DeviceProfile:
         downlink: Bytes per second that it receives; ``float("inf")`` if transfers take no time.
         uplink: Bytes per second that it sends.
         macs_per_second: Multiply-accumulates per second that it computes while training.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a speed is not positive.
     """
 
     downlink: float
@@ -92,10 +88,6 @@ class VirtualClock:
         macs: Multiply-accumulates of a sub-model's forward pass for one example, by keep ratio: a mapping or a
             function. ``None`` for the number of the sub-model's parameters, which is right for linear layers that see
             an example once, and too low for convolutions.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If shares are not positive or do not sum to 1, or ``deadline`` or ``keep_first`` is not positive.
 
     Note:
         The server waits for a client that drops out until the deadline, or, without a deadline, not at all.

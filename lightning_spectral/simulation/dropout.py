@@ -24,10 +24,6 @@ class ClientDropout:
         probability: Probability p of dropping out of a round, in [0, 1]: one for all clients; ``{probability: share of
             clients}``; or one per client.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a probability is outside [0, 1], or shares are not positive or do not sum to 1.
-
     Example:
         >>> dropout = ClientDropout({0.0: 0.5, 0.5: 0.5})  # half of the clients are on mains power
         >>> [dropout.assign(num_clients=6, seed=0).of(client_id) for client_id in range(6)]

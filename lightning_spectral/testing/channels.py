@@ -20,10 +20,6 @@ def check_channel_choice(channels: ChannelChoice) -> None:
     Args:
         channels: The choice.
 
-    Raises:
-        TypeError: If it is something else, such as a class.
-        AssertionError: With the rule, the case and the values, at the first broken rule.
-
     Example:
         >>> from lightning_spectral import RandomChannels
         >>> check_channel_choice(RandomChannels())

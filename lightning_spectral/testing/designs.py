@@ -37,10 +37,6 @@ def check_design(design: Design, *, num_samples: int = 4000) -> None:
         design: The design. It must accept any inclusion probabilities.
         num_samples: Number of draws in each case; more draws reveal smaller deviations.
 
-    Raises:
-        TypeError: If it is something else, such as a class.
-        AssertionError: With the rule, the case and the values, at the first broken rule.
-
     Example:
         >>> from lightning_spectral.designs import ConditionalPoisson
         >>> check_design(ConditionalPoisson())

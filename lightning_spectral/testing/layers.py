@@ -31,9 +31,6 @@ def check_sharded_layer(layer_type: type[ShardedLayer], dense: nn.Module, *input
         inputs: Arguments for its forward pass, in float64.
         num_parts: Number of layers that a packed linear layer combines.
 
-    Raises:
-        AssertionError: If a rule is broken; the message names it.
-
     Example:
         >>> from lightning_spectral.nn import SpectralShardedLinear
         >>> linear = nn.Linear(5, 3, dtype=torch.float64)

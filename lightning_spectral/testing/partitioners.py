@@ -30,10 +30,6 @@ def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tenso
         labels: Class of each example, integers, shape ``(num_examples,)``; may be ``None`` if they are not
             needed.
 
-    Raises:
-        TypeError: If it is something else, such as a class.
-        AssertionError: If a rule is broken; the message names it, and the seed if it depends on one.
-
     Example:
         >>> from lightning_spectral.partition import IIDPartitioner
         >>> check_partitioner(IIDPartitioner(num_clients=3), num_examples=20)

@@ -34,10 +34,6 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
         num_samples: Number of draws for the last check; a mean is wrong if it is off by more than five of its
             standard errors.
 
-    Raises:
-        TypeError: If it is something else, such as a class.
-        AssertionError: With the rule, the population and the values, at the first broken rule.
-
     Example:
         >>> from lightning_spectral.participation import Uniform
         >>> check_sampler(Uniform(active=2), num_samples=500)

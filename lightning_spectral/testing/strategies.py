@@ -41,10 +41,6 @@ def check_strategy(strategy: ShardingStrategy, *, num_samples: int = 4000) -> No
         num_samples: Number of draws from its own design for the last check; a frequency is wrong if it is off by more
             than five standard deviations.
 
-    Raises:
-        TypeError: If it is something else, such as a class.
-        AssertionError: With the rule, the spectrum and the values, at the first broken rule.
-
     Example:
         >>> from lightning_spectral.sharding import Unbiased
         >>> check_strategy(Unbiased())

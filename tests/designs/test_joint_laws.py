@@ -19,7 +19,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.designs.conditional_poisson import FittedConditionalPoisson
-from lightning_spectral.designs.successive_sampling import FittedSuccessiveSampling
+from lightning_spectral.designs.one_by_one import FittedSuccessiveSampling
 from lightning_spectral.functional import (
     collective_inclusion_probs,
     proportional_inclusion_probs,

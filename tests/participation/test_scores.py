@@ -8,7 +8,7 @@ from populations import GAPS, MIXED
 from torch import Tensor
 
 from lightning_spectral.participation import LossVarianceReduced, Uniform
-from lightning_spectral.participation.scores import sampling_scores
+from lightning_spectral.participation.sampler import sampling_scores
 
 NAN = math.nan
 

@@ -32,10 +32,6 @@ class UpdateAlignment(RoundCallback):
     Args:
         every_n_rounds: Compare in rounds 0, n, 2n, ...
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``every_n_rounds`` is below 1.
-
     Reference:
         Korzhenkov & Louizos (2024), appendix A, Figure 4.
     """

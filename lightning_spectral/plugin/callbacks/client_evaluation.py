@@ -67,11 +67,6 @@ class ClientEvaluation(RoundCallback):
         tables: The last `ClientTable` of each model, by name; that of a single model is ``tables[""]``, or `table`.
             They are part of the checkpoint.
 
-    Raises:
-        ValueError: If a number is below 1, or ``clients`` is any other word; at set-up, if no examples are held out, or
-            there is no ``validation_step``.
-        TypeError: At set-up, if the module is not federated.
-
     Example:
         >>> evaluation = ClientEvaluation(every_n_rounds=10, clients=100)  # Trainer(callbacks=[evaluation])
     """
@@ -151,11 +146,7 @@ class ClientEvaluation(RoundCallback):
 
 
 def check_evaluated(federation: Federation) -> None:
-    """Check that some clients have held-out examples, and that their models can be validated.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Check that some clients have held-out examples, and that their models can be validated."""
     members = federation.members
     evaluated = [name for name in members if federation.data_of(name).held_out.num_assigned]
     if not evaluated:
@@ -184,9 +175,6 @@ def evaluate_clients(
 
     Returns:
         One row for each client, in the order of ``client_ids``; the same rows in all processes.
-
-    Raises:
-        ClientError: If an evaluation fails.
     """
     sizes = model.data.held_out.sizes_of(client_ids)
     processes = processes_of(trainer)

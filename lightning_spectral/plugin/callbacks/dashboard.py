@@ -57,9 +57,6 @@ class RoundDashboard(RoundCallback):
     Args:
         every_n_rounds: Show histograms and tables of rounds 0, n, 2n, ...
 
-    Raises:
-        ValueError: If ``every_n_rounds`` is below 1.
-
     Example:
         >>> dashboard = RoundDashboard(every_n_rounds=10)  # Trainer(callbacks=[dashboard], logger=WandbLogger(...))
     """

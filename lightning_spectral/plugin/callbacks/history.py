@@ -32,11 +32,7 @@ class RoundHistory(RoundCallback):
         self._new = NewlyLogged()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that rounds of another fit do not get mixed with those of a new one.
-
-        Raises:
-            ValueError: If there are any, and the fit neither continues nor resumes a run.
-        """
+        """Check that rounds of another fit do not get mixed with those of a new one."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.rows and trainer.current_epoch == 0 and trainer.ckpt_path is None:
             raise ValueError(
@@ -91,9 +87,6 @@ class RoundHistory(RoundCallback):
         Args:
             name: The metric.
             path: The image file; missing folders are created.
-
-        Raises:
-            ValueError: If no round has the metric.
         """
         points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
         if not points:
@@ -117,9 +110,6 @@ class RoundHistory(RoundCallback):
             path: The file; it is overwritten, and missing folders are created.
             config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. Values
                 that are not JSON are written as their ``repr``.
-
-        Raises:
-            TypeError: If ``config`` is not a mapping.
         """
         if config is not None:
             check_is("config", config, Mapping)
@@ -128,11 +118,7 @@ class RoundHistory(RoundCallback):
 
     @classmethod
     def load(cls, path: str | Path) -> RoundHistory:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: If it is some other file.
-        """
+        """Read what `save` wrote."""
         history = cls()
         try:
             history.load_state_dict(json.loads(Path(path).read_text()))

@@ -36,10 +36,6 @@ class RoundLines(RoundCallback):
         every_n_seconds: Minimum number of seconds between two lines; 0 for a line in every round, ``math.inf`` for
             none.
 
-    Raises:
-        TypeError: If ``every_n_seconds`` is not a number.
-        ValueError: If it is negative.
-
     Example:
         >>> lines = RoundLines(every_n_seconds=60)  # Trainer(callbacks=[lines], enable_progress_bar=False)
     """

@@ -135,9 +135,6 @@ def workspace(view: View, entity: str, project: str) -> Workspace:
         view: The page.
         entity: User or team.
         project: Project of the user or team.
-
-    Raises:
-        ModuleNotFoundError: If wandb-workspaces is not installed.
     """
     with from_extra("dashboards"):
         from wandb_workspaces import workspaces as ws

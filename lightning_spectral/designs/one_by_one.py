@@ -1,15 +1,38 @@
-"""Successive sampling: the law of ``numpy.random.choice`` without replacement, and so of PriSM."""
+"""Designs that draw one term after the other."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import FittedDesign, JointDesign
+from lightning_spectral.designs.base import Design, FittedDesign, JointDesign, Prepared
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.sampling.brewer import draw_one_by_one
 from lightning_spectral.functional.sampling.joint import successive_joint_probs
+from lightning_spectral.functional.sampling.open_terms import open_terms
 from lightning_spectral.functional.sampling.successive_sampling import draw_successive, fit_log_sizes
+
+
+@dataclass(frozen=True)
+class Brewer(Design):
+    """Brewer's draw-by-draw method: exact inclusion probabilities without a fit, in O(N n) for each sample.
+
+    Its law is close to that of :class:`ConditionalPoisson`, which is faster here. It is meant for reproducing the
+    comparison of Korzhenkov & Louizos (2024), Table 4. Joint probabilities have no closed form.
+
+    Reference:
+        Brewer (1975), Australian Journal of Statistics 17, 166-172.
+
+    Example:
+        >>> Brewer().sample(torch.tensor([1.0, 0.0, 1.0]), num_samples=2, generator=torch.Generator())
+        tensor([[0, 2],
+                [0, 2]])
+    """
+
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        """Set aside the certain and the impossible terms; there is nothing to fit."""
+        return Prepared(draw_one_by_one, open_terms(inclusion_probs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +44,6 @@ class SuccessiveSampling(JointDesign):
             the sample size n from its argument, which must be this design's own
             :func:`~lightning_spectral.functional.successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
             give the inclusion probabilities, in a few tenths of a second.
-
-    Raises:
-        TypeError: If ``log_sizes`` is not a tensor.
 
     Example:
         >>> design = SuccessiveSampling()
@@ -38,18 +58,7 @@ class SuccessiveSampling(JointDesign):
             check_is("log_sizes", self.log_sizes, Tensor)
 
     def fit(self, inclusion_probs: Tensor) -> "FittedSuccessiveSampling":
-        """Find the sizes, or use the known ones.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Without known
-                sizes, entries within 1e-11 of one count as one.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid, or differs in length from the known sizes.
-        """
+        """Find the sizes, or use the known ones."""
         _, num_terms = as_inclusion_probs(inclusion_probs)
         if self.log_sizes is None:
             return FittedSuccessiveSampling(fit_log_sizes(inclusion_probs), num_terms)

@@ -1,0 +1,146 @@
+"""Samplers that know nothing of clients' training: everyone, anyone, and models that take turns."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.arguments import check_fields, flag
+from lightning_spectral.participation.assignment import Assignment
+from lightning_spectral.participation.population import Population
+from lightning_spectral.participation.sampler import Sampler
+
+__all__ = ["FullParticipation", "RoundRobin", "Uniform", "uniform_probs"]
+
+
+@dataclass(frozen=True)
+class FullParticipation(Sampler):
+    """Every client trains every model that it can in every round, whatever its number of processors.
+
+    This is the reference that other samplers approximate; nothing is drawn. All processors count as active for every
+    model they can train, so rows of the probabilities sum to more than one.
+
+    Args:
+        normalize: Whether coefficients are numbers of examples, to be divided by their sum, instead of shares. Both
+            give the same average.
+
+    Reference:
+        The baseline "Full Participation" of Zhang et al. (2024).
+
+    Example:
+        >>> population = Population(torch.tensor([[30, 10], [10, 0]]), processors=torch.tensor([1, 1]))
+        >>> assignment = FullParticipation().assign(population, None, 0, torch.Generator())
+        >>> assignment.clients, assignment.models, assignment.coefficients
+        ([0, 0, 1], [0, 1, 0], [0.75, 1.0, 0.25])
+    """
+
+    active: float = field(default=math.inf, init=False, repr=False)
+    design: None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, normalize=flag)
+
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        """One wherever a processor has a score."""
+        return (scores > 0).double()
+
+    def assign(
+        self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
+    ) -> Assignment:
+        """All pairs, in the order of clients, then models; see :meth:`Sampler.assign`."""
+        clients, models = population.trainable.nonzero(as_tuple=True)
+        coefficients = population.num_examples.double() if self.normalize else population.shares
+        pairs = clients.tolist(), models.tolist(), coefficients[clients, models].tolist()
+        return Assignment(population.can.double(), *pairs, active=population.can.sum(0))
+
+    def check(self, population: Population) -> None:
+        """Accept every population."""
+
+
+@dataclass(frozen=True)
+class Uniform(Sampler):
+    """Every processor that can train something is equally likely to be active, with any of the models it can train.
+
+    With a design, one model and one processor per client, it draws the same cohort as
+    :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize``, its coefficients are the
+    numbers of examples too.
+
+    Args:
+        active: Expected number m of active processors in a round, above zero.
+        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, the choice makes no
+            difference.
+        normalize: See :class:`Sampler`.
+
+    Reference:
+        The baseline "Random" of Zhang et al. (2024).
+
+    Example:
+        >>> Uniform(active=1).probs(torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+        tensor([[0.2500, 0.2500],
+                [0.5000, 0.0000]], dtype=torch.float64)
+    """
+
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        """Probability ``active / P_able`` of every able processor, shared among its models; the same in all rounds."""
+        return uniform_probs(scores > 0, self.active)
+
+
+def uniform_probs(can: Tensor, active: float) -> Tensor:
+    """Equal row sums, shared equally among the models that a processor can train.
+
+    Args:
+        can: Which processor can train which model, bool, shape ``(P, S)``.
+        active: Sum m of all probabilities, at most the number of processors that can train something; larger values
+            count as that number.
+
+    Returns:
+        Probabilities, float64, shape ``(P, S)``.
+    """
+    counts = can.sum(1, keepdim=True)
+    chance = min(1.0, active / max(int((counts > 0).sum()), 1))
+    return torch.where(can, chance / counts.clamp(min=1).double(), 0.0)
+
+
+@dataclass(frozen=True)
+class RoundRobin(Sampler):
+    """Every processor is equally likely to be active; the model it then trains rotates.
+
+    In round t, processor p trains model number (p + t) mod c of the c models that it can train.
+
+    Args:
+        active: Expected number m of active processors in a round, above zero.
+        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, the choice makes no
+            difference.
+        normalize: See :class:`Sampler`.
+
+    Note:
+        Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed
+        weights, the average over a cycle (as many rounds as the least common multiple of all c) is therefore unbiased.
+        A single round is not: clients whose turn it is not are missing from a model, whoever is drawn. Variance figures
+        computed from the assignment's probabilities are those of :class:`Uniform`.
+
+    Reference:
+        Bhuyan, Moharir & Joshi (2022), "Multi-Model Federated Learning with Provable Guarantees".
+
+    Example:
+        >>> sampler, everything = RoundRobin(active=1), torch.ones(2, 2)
+        >>> sampler.probs(everything, round_idx=0)
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.5000]], dtype=torch.float64)
+        >>> sampler.probs(everything, round_idx=1)
+        tensor([[0.0000, 0.5000],
+                [0.5000, 0.0000]], dtype=torch.float64)
+    """
+
+    def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
+        """Probability ``active / P_able`` of every able processor to train the model whose turn it is."""
+        can = scores > 0
+        counts = can.sum(1, keepdim=True)
+        turn = (torch.arange(len(can))[:, None] + round_idx) % counts.clamp(min=1)
+        on_turn = can & (can.cumsum(1) - 1 == turn)
+        return uniform_probs(on_turn, self.active)
+
+    def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
+        """Probabilities over a cycle: every model that a processor can train has the same share of rounds."""
+        return uniform_probs(scores > 0, self.active)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.nn.own_types import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.statistics import MeanChange
+from lightning_spectral.sums import MeanChange
 
 Tensors = Mapping[str, Tensor]
 

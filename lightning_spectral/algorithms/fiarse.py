@@ -19,7 +19,6 @@ from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.zampling.bits import pack_bits
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.copying import normalised_weights
-from lightning_spectral.protocol.entry_mean import MeanEntryChange
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
@@ -28,8 +27,9 @@ from lightning_spectral.protocol.exchange import (
 )
 from lightning_spectral.protocol.per_client import PerClient, check_per_client
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanChange, RunningMean
+from lightning_spectral.sums.entry_mean import MeanEntryChange
 
 SHARE = Number(above=0, at_most=1, hint="it is the share of weights a client holds")
 

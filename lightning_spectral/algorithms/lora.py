@@ -51,8 +51,8 @@ from lightning_spectral.protocol.per_client import (
     entries_of,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import RunningMean
 
 ALPHA = 8.0
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.adapter_round import Adapter, AdapterRound, drawn_rows
 from lightning_spectral.nn.adapters import AdaptedLayer
-from lightning_spectral.protocol.change_blocks import rows_in_a_block
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors
-from lightning_spectral.protocol.statistics import MeanChange
+from lightning_spectral.sums import MeanChange
+from lightning_spectral.sums.change_blocks import rows_in_a_block
 
 
 class LoRAState(nn.Module):

@@ -16,10 +16,10 @@ from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.plain_sgd import check_plain_sgd
 from lightning_spectral.algorithms.scaffold_side import CORRECTION, LEARNING_RATE, ScaffoldSide, corrections
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import MeanChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanChange, RunningMean
+from lightning_spectral.sums.magnitudes import largest_magnitudes, largest_within
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,9 +49,9 @@ from lightning_spectral.protocol.per_client import (
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
+from lightning_spectral.sums import RunningMean
 
 KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of a layer's channels that a client holds")
 

@@ -11,9 +11,9 @@ from lightning_spectral.algorithms.width_averages import arrange, by_width, firs
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.sub_model import take
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.entry_mean import MeanEntryChange, without_rows
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.records import Receipt, Upload
+from lightning_spectral.sums.entry_mean import MeanEntryChange, without_rows
 
 Tensors = Mapping[str, Tensor]
 

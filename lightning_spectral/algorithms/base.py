@@ -13,8 +13,8 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, assign
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import RunningMean
 
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("build", "load", "local_optimizer", "collect", "watched")

@@ -15,8 +15,8 @@ from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import RunningMean
 
 RoundT = TypeVar("RoundT")
 AlgorithmT = TypeVar("AlgorithmT", bound="ClassicAlgorithm[Any]")

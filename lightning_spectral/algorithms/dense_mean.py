@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.statistics import MeanChange
+from lightning_spectral.sums import MeanChange
 
 
 def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) -> MeanChange:

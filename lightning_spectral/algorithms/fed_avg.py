@@ -25,8 +25,8 @@ from lightning_spectral.protocol.exchange import (
     travelling_tensors,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import RunningMean
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ from lightning_spectral.protocol.per_client import (
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.schedule import Schedule, value_at
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
+from lightning_spectral.sums import RunningMean
 
 
 @dataclass(frozen=True)

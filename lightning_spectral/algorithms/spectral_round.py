@@ -19,9 +19,9 @@ from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.statistics import MeanChange
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
+from lightning_spectral.sums import MeanChange
 
 TINY = torch.finfo(torch.float64).tiny  # keeps the missing share of a weight of zeros at zero
 

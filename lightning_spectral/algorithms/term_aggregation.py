@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_spectral.algorithms.cut_outputs import with_absent_rows
 from lightning_spectral.functional.low_rank import weight_change
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.statistics import MeanTermChange, RunningMean
+from lightning_spectral.sums import MeanTermChange, RunningMean
 
 
 class TrainedTerms(NamedTuple):

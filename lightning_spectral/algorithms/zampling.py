@@ -29,7 +29,6 @@ from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn.zampling.compressed import COMPRESSION, DOWNLINK_BITS, CompressedWeight, Compression, Init
 from lightning_spectral.nn.zampling.sampled_weights import split_weights
-from lightning_spectral.protocol.bit_sum import MeanBits
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -40,8 +39,8 @@ from lightning_spectral.protocol.exchange import (
 )
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanBits, RunningMean
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from lightning_spectral.nn.own_types import keeping_type
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
-from lightning_spectral.protocol.bit_sum import MeanBits
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.statistics import MeanChange
+from lightning_spectral.sums import MeanBits, MeanChange
 
 GRID = 2.0**24  # probabilities are multiples of 1 / GRID, so that float32 adds and subtracts them exactly
 

@@ -17,13 +17,13 @@ from lightning_spectral.plugin.sampler_checks import check_limit, check_measurab
 from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
 from lightning_spectral.server.measuring import measure_figures
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Figure
 from lightning_spectral.server.sampled_cohorts import SampledCohorts
+from lightning_spectral.sums.weights import MOST_TERMS
 
 
 class CohortHooks(pl.LightningModule):

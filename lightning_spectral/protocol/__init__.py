@@ -1,4 +1,4 @@
-"""What travels between server and devices, and how it is summed."""
+"""What travels between server and devices."""
 
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -13,7 +13,6 @@ from lightning_spectral.algorithms.fiarse.device import HELD, FIARSESide
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.zampling.bits import pack_bits
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.entry_mean import MeanEntryChange
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
@@ -21,8 +20,9 @@ from lightning_spectral.protocol.exchange import (
     travelling_tensors,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums.entry_mean import MeanEntryChange
 
 
 class FIARSEHalf(ServerHalf):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanChange, MeanTermChange, RunningMean
 
 Tensors = Mapping[str, Tensor]
 

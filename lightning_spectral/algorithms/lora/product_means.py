@@ -19,9 +19,9 @@ from lightning_spectral.algorithms.lora.aggregation import (
 )
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.magnitudes import largest_within
-from lightning_spectral.protocol.statistics import MeanTermChange, RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanTermChange, RunningMean
+from lightning_spectral.sums.magnitudes import largest_within
 
 Tensors = Mapping[str, Tensor]
 

@@ -16,9 +16,9 @@ from lightning_spectral.algorithms.spectral_round import LayerRound, open_layers
 from lightning_spectral.algorithms.term_aggregation import MeanOfTerms
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
-from lightning_spectral.protocol.statistics import MeanTermChange
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
+from lightning_spectral.sums import MeanTermChange
 
 
 class SampledRound(TermMeanRound):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.nn.own_types import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.statistics import MeanChange
+from lightning_spectral.sums import MeanChange
 
 Tensors = Mapping[str, Tensor]
 

@@ -14,14 +14,14 @@ from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.sub_model import take
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
-from lightning_spectral.protocol.entry_mean import MeanEntryChange, without_rows
 from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.statistics import RunningMean
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
+from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums.entry_mean import MeanEntryChange, without_rows
 
 Tensors = Mapping[str, Tensor]
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_spectral.protocol.magnitudes import LARGEST, largest_magnitudes
 from lightning_spectral.protocol.records import Upload
-from lightning_spectral.protocol.statistics import MeanChange, MeanTermChange, RunningMean, add_up
-from lightning_spectral.protocol.weights import MOST_TERMS
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanChange, MeanTermChange, RunningMean, add_up
+from lightning_spectral.sums.magnitudes import LARGEST, largest_magnitudes
+from lightning_spectral.sums.weights import MOST_TERMS
 
 T = TypeVar("T")
 Client = tuple[dict[str, Tensor], float]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.bit_sum import MeanBits
-from lightning_spectral.protocol.running_mean import merge
-from lightning_spectral.protocol.weights import MOST_TERMS
+from lightning_spectral.sums import MeanBits
+from lightning_spectral.sums.running_mean import merge
+from lightning_spectral.sums.weights import MOST_TERMS
 
 N = 37
 

@@ -7,14 +7,13 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.change_blocks import ChangeBlocks
-from lightning_spectral.protocol.exact_sum import ExactSum, cut, unit_for
-from lightning_spectral.protocol.magnitudes import largest_magnitudes
-from lightning_spectral.protocol.running_mean import RunningMean, add_up, merge
-from lightning_spectral.protocol.term_sum import TermSum
-from lightning_spectral.protocol.weights import Weights
+from lightning_spectral.sums.change_blocks import ChangeBlocks
+from lightning_spectral.sums.exact_sum import ExactSum, cut, unit_for
+from lightning_spectral.sums.magnitudes import largest_magnitudes
+from lightning_spectral.sums.running_mean import merge
+from lightning_spectral.sums.term_sum import TermSum
+from lightning_spectral.sums.weights import Weights
 
-__all__ = ["MeanChange", "MeanTermChange", "RunningMean", "add_up"]
 Tensors = Mapping[str, Tensor]
 
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.magnitudes import LARGEST, can_be_summed
-from lightning_spectral.protocol.weights import ONE
+from lightning_spectral.sums.magnitudes import LARGEST, can_be_summed
+from lightning_spectral.sums.weights import ONE
 
 FINE = 2.0**50  # fine steps in one unit
 COARSE = 2.0**39  # fine steps in one coarse step

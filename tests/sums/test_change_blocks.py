@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.change_blocks import ChangeBlocks, block_size
+from lightning_spectral.sums.change_blocks import ChangeBlocks, block_size
 
 BLOCK = block_size(torch.zeros(1))
 

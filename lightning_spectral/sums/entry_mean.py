@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.change_blocks import put_differences
-from lightning_spectral.protocol.exact_sum import ExactSum, cut
-from lightning_spectral.protocol.magnitudes import largest_magnitudes
-from lightning_spectral.protocol.running_mean import merge
-from lightning_spectral.protocol.weights import Weights
+from lightning_spectral.sums.change_blocks import put_differences
+from lightning_spectral.sums.exact_sum import ExactSum, cut
+from lightning_spectral.sums.magnitudes import largest_magnitudes
+from lightning_spectral.sums.running_mean import merge
+from lightning_spectral.sums.weights import Weights
 
 Tensors = Mapping[str, Tensor]
 

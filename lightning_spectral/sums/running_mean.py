@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.exact_sum import ExactSum
-from lightning_spectral.protocol.weights import Weights
+from lightning_spectral.sums.exact_sum import ExactSum
+from lightning_spectral.sums.weights import Weights
 
 T = TypeVar("T")
 _MESSAGE = 2**22  # values that are added up at a time

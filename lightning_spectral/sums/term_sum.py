@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.change_blocks import put_differences, rows_in_a_block
-from lightning_spectral.protocol.exact_sum import ExactSum, cut
+from lightning_spectral.sums.change_blocks import put_differences, rows_in_a_block
+from lightning_spectral.sums.exact_sum import ExactSum, cut
 
 
 class TermSum:

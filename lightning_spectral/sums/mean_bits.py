@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.exact_sum import ExactSum
-from lightning_spectral.protocol.weights import Weights
+from lightning_spectral.sums.exact_sum import ExactSum
+from lightning_spectral.sums.weights import Weights
 
 
 class MeanBits:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_spectral.algorithms.cut_outputs import with_absent_rows
 from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.algorithms.term_aggregation import LayerMean, TermAggregation, TrainedTerms
-from lightning_spectral.functional.aggregation import weight_change
+from lightning_spectral.functional.low_rank import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.magnitudes import largest_magnitudes, largest_within
 from lightning_spectral.protocol.statistics import MeanChange

@@ -14,7 +14,7 @@ from lightning_spectral.algorithms.term_aggregation import LayerMean, TrainedTer
 from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.figures.discrepancy import group_discrepancy
-from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.functional.figures.effective_rank import marginal_entropy
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Receipt, Upload

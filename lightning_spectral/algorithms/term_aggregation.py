@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_spectral.algorithms.cut_outputs import with_absent_rows
-from lightning_spectral.functional.aggregation import weight_change
+from lightning_spectral.functional.low_rank import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.statistics import MeanTermChange, RunningMean
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide, StepActions
-from lightning_spectral.functional.zampling.bits import draw_bits, pack_bits, unpack_levels
-from lightning_spectral.functional.zampling.coordinated import coordinated_uniforms
+from lightning_spectral.functional.zampling.bits import coordinated_uniforms, draw_bits, pack_bits, unpack_levels
 from lightning_spectral.functional.zampling.links import Link
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression

@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.designs.base import FittedDesign, JointDesign
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.conditional_poisson import (
@@ -18,7 +17,6 @@ from lightning_spectral.functional.sampling.conditional_poisson import (
 )
 from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs
 from lightning_spectral.functional.sampling.open_terms import OpenTerms
-from lightning_spectral.functional.sampling.selection_table import SelectionTable, draw_from_table, selection_table
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,6 @@ class ConditionalPoisson(JointDesign):
 
     The fit takes about two milliseconds, ten for 4096 terms. A draw discards Poisson samples until one has n terms:
     0.05 ms for 64 terms, two for 4096.
-
-    Args:
-        fixed_uniforms: Whether every sample uses exactly N random numbers, number i for term i. Then a replay only
-            needs to know how many samples came before, and two designs drawn with the same numbers make similar
-            choices. This costs a table of up to 15 MB for 4096 terms, and one step per term for each call.
 
     Reference:
         Hájek (1964); Korzhenkov & Louizos (2024) use it for their strategies.
@@ -43,12 +36,7 @@ class ConditionalPoisson(JointDesign):
                 [0, 2]])
     """
 
-    fixed_uniforms: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, fixed_uniforms=flag)
-
-    def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
+    def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson":
         """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`.
 
         Args:
@@ -61,20 +49,12 @@ class ConditionalPoisson(JointDesign):
         Raises:
             ValueError: If ``inclusion_probs`` is invalid.
         """
-        return self._prepared(inclusion_probs, fit_conditional_poisson(inclusion_probs))
+        return _fitted(inclusion_probs, fit_conditional_poisson(inclusion_probs))
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
         """Fit vectors of one length and sample size together, which is several times faster for short ones."""
         fitted = fit_conditional_poissons(inclusion_probs)
-        return [self._prepared(probs, working) for probs, working in zip(inclusion_probs, fitted, strict=True)]
-
-    def _prepared(
-        self, inclusion_probs: Tensor, working_probs: Tensor
-    ) -> "FittedConditionalPoisson | TabulatedConditionalPoisson":
-        _, num_terms = as_inclusion_probs(inclusion_probs)
-        if self.fixed_uniforms:
-            return TabulatedConditionalPoisson(selection_table(working_probs, num_terms))
-        return FittedConditionalPoisson(working_probs, num_terms)
+        return [_fitted(probs, working) for probs, working in zip(inclusion_probs, fitted, strict=True)]
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         """Exact joint probabilities; see :meth:`JointDesign.joint_inclusion_probs`.
@@ -107,16 +87,5 @@ class FittedConditionalPoisson(FittedDesign):
         return working_open_terms(self.working_probs, self.num_terms)
 
 
-@dataclass(frozen=True, eq=False)
-class TabulatedConditionalPoisson(FittedDesign):
-    """A table of selection probabilities, ready to draw from with N uniforms for each sample.
-
-    Attributes:
-        table: See :func:`~lightning_spectral.functional.sampling.selection_table.selection_table`.
-    """
-
-    table: SelectionTable
-
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Draw independent samples; see :meth:`FittedDesign.draw`."""
-        return draw_from_table(self.table, num_samples, generator)
+def _fitted(inclusion_probs: Tensor, working_probs: Tensor) -> FittedConditionalPoisson:
+    return FittedConditionalPoisson(working_probs, as_inclusion_probs(inclusion_probs)[1])

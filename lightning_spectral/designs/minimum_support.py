@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs.base import FittedDesign, JointDesign
-from lightning_spectral.functional.sampling.minimum_support import minimum_support
-from lightning_spectral.functional.sampling.support import Support, draw_from_support, support_joint_probs
+from lightning_spectral.functional.sampling.support import (
+    Support,
+    draw_from_support,
+    minimum_support,
+    support_joint_probs,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class MinimumSupport(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> "FittedMinimumSupport":
-        """List the samples; see :func:`~lightning_spectral.functional.sampling.minimum_support`.
+        """List the samples; see :func:`~lightning_spectral.functional.minimum_support`.
 
         Args:
             inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer

@@ -6,8 +6,12 @@ from lightning_spectral.functional.figures.discrepancy import (
     expected_coverage,
     group_discrepancy,
 )
-from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
-from lightning_spectral.functional.figures.entropy import marginal_entropy
+from lightning_spectral.functional.figures.effective_rank import (
+    entropy_rank,
+    marginal_entropy,
+    participation_rank,
+    stable_rank,
+)
 from lightning_spectral.functional.figures.fairness import decile_means, gini_coefficient, jain_index
 from lightning_spectral.functional.figures.participation import (
     sampled_update_variance,
@@ -31,16 +35,14 @@ from lightning_spectral.functional.sampling.inclusion import (
 )
 from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs, successive_joint_probs
 from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
-from lightning_spectral.functional.sampling.minimum_support import minimum_support
 from lightning_spectral.functional.sampling.mixed_cohort import joint_discrepancy, joint_multipliers
 from lightning_spectral.functional.sampling.schatten import schatten_inclusion_probs
-from lightning_spectral.functional.sampling.selection_table import draw_from_table, selection_table
 from lightning_spectral.functional.sampling.successive_sampling import (
     draw_successive,
     fit_log_sizes,
     successive_inclusion_probs,
 )
-from lightning_spectral.functional.sampling.support import draw_from_support, support_joint_probs
+from lightning_spectral.functional.sampling.support import draw_from_support, minimum_support, support_joint_probs
 from lightning_spectral.functional.sampling.systematic import draw_systematic, systematic_support
 
 __all__ = [
@@ -56,7 +58,6 @@ __all__ = [
     "draw_conditional_poisson",
     "draw_coordinated",
     "draw_from_support",
-    "draw_from_table",
     "draw_successive",
     "draw_systematic",
     "entropy_rank",
@@ -78,7 +79,6 @@ __all__ = [
     "sampled_update_variance",
     "sampled_variance",
     "schatten_inclusion_probs",
-    "selection_table",
     "stable_rank",
     "standardize_images",
     "step_size_variance",

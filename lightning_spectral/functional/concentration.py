@@ -34,9 +34,6 @@ def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) ->
     Returns:
         Shape ``(N,)``, float64, with the same Euclidean norm.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
     Note:
         Afterwards the best sub-model of n terms misses the share :math:`f^2 T / (H + f^2 T)` of the squared norm, where
         H and T are the original energies of the first n terms and of the others. For a Gaussian matrix, n = N / 10 and

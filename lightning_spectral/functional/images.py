@@ -23,11 +23,6 @@ def standardize_images(images: Tensor, image_dims: int = 3) -> Tensor:
         The images, with the shape and device of ``images``, in their dtype if it is floating point, otherwise in the
         default dtype.
 
-    Raises:
-        TypeError: If ``images`` is not a tensor, or ``image_dims`` is not a whole number.
-        ValueError: If ``images`` has fewer dimensions than an image, its images have no pixels, or its values are
-            complex.
-
     Note:
         The bound is in the unit of the pixels, so an image in ``[0, 1]`` counts as nearly constant sooner than the same
         image in ``0 ... 255``: with 32 x 32 pixels in three colours, below a standard deviation of 0.018.

@@ -29,9 +29,6 @@ def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
     Returns:
         Factors in ``(0, 1]``, shape ``(n,)``.
 
-    Raises:
-        ValueError: If ``tau`` is below 1.
-
     Reference:
         Korzhenkov & Louizos (2024), section 3.3, "Effective learning rate".
 
@@ -67,9 +64,6 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
 
     Returns:
         Factors in ``(0, 1]``, shape ``(n,)``.
-
-    Raises:
-        ValueError: If ``bound`` is not positive.
 
     Note:
         For orthogonal terms with vectors of equal length, as they are drawn, the bound holds for every direction; with

@@ -26,7 +26,6 @@ from lightning_spectral.testing import check_design
 
 DESIGNS = [
     ConditionalPoisson(),
-    ConditionalPoisson(fixed_uniforms=True),
     SuccessiveSampling(),
     Brewer(),
     MinimumSupport(),

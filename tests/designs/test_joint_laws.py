@@ -18,17 +18,16 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
+from lightning_spectral.designs.conditional_poisson import FittedConditionalPoisson
 from lightning_spectral.designs.successive_sampling import FittedSuccessiveSampling
 from lightning_spectral.functional import (
     collective_inclusion_probs,
-    draw_from_table,
     proportional_inclusion_probs,
-    selection_table,
 )
 from lightning_spectral.testing.designs import check_rows
 
 KNOWN = [ConditionalPoisson(), SuccessiveSampling(), MinimumSupport(), Systematic()]
-QUICK = [ConditionalPoisson(fixed_uniforms=True), Brewer(), RandomSystematic(), *KNOWN[:1], *KNOWN[2:]]
+QUICK = [Brewer(), RandomSystematic(), *KNOWN[:1], *KNOWN[2:]]
 S = 1 / torch.arange(1, 301, dtype=torch.float64).sqrt()
 SPECTRA = {
     "slow decay": proportional_inclusion_probs(S, 60),
@@ -78,15 +77,6 @@ def test_draws_have_the_joint_probabilities_of_their_design(design, spectrum):
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_table_driven_draws_have_the_law_of_rejective_ones(spectrum):
-    pi = SPECTRA[spectrum]
-    joint = ConditionalPoisson().joint_inclusion_probs(pi)
-    draws = ConditionalPoisson(fixed_uniforms=True).sample(pi, SIZE, torch.Generator().manual_seed(0))
-    assert surprise(draws, pi, joint) <= 5
-    assert pair_excess(draws, joint) <= 1
-
-
-@pytest.mark.parametrize("spectrum", SPECTRA)
 def test_choice_and_samples_used_twice_are_detected(spectrum):
     pi = SPECTRA[spectrum]
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
@@ -103,9 +93,9 @@ def test_unfitted_odds_are_detected(n):
     """Inclusion probabilities used as working probabilities: a small error, so fewer terms and more samples."""
     pi = proportional_inclusion_probs(S[:32], n)
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
-    draws = draw_from_table(selection_table(pi, n), 5 * SIZE, torch.Generator().manual_seed(0))
+    draws = FittedConditionalPoisson(pi, n).draw(5 * SIZE, torch.Generator().manual_seed(0))
     assert surprise(draws, pi, joint) > 5
-    draws = ConditionalPoisson(fixed_uniforms=True).sample(pi, 5 * SIZE, torch.Generator().manual_seed(0))
+    draws = ConditionalPoisson().sample(pi, 5 * SIZE, torch.Generator().manual_seed(0))
     assert surprise(draws, pi, joint) <= 5
 
 

@@ -3,13 +3,13 @@ import math
 import pytest
 import torch
 
-from lightning_spectral.functional.aggregation import weight_change
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for, weight_to_matrix
 from lightning_spectral.functional.local_training import (
     effective_lr_factors,
     frobenius_decay_gradients,
     squared_frobenius_norm,
 )
+from lightning_spectral.functional.low_rank import weight_change
 
 SHAPES = [(3, 7), (7, 3), (5, 5), (1, 4), (4, 1), (4, 3, 3, 3), (40, 3, 3, 3)]
 

@@ -83,8 +83,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          sharding(strategy=ls.Schedule({0: ls.TopN(), 5: ls.EffectiveCohort()}))),
         (sharded("design: {class_path: Schedule, init_args: {values: {0: null, 5: Brewer}}}"),
          sharding(design=ls.Schedule({0: None, 5: ls.Brewer()}))),
-        (sharded("strategy: Collective, design: {class_path: ConditionalPoisson, init_args: {fixed_uniforms: true}}"),
-         sharding(design=ls.ConditionalPoisson(fixed_uniforms=True))),
+        (sharded("strategy: Collective, design: ConditionalPoisson"),
+         sharding(design=ls.ConditionalPoisson())),
         *[(sharded(f"design: {name}"), sharding(design=getattr(ls, name)()))
           for name in ("Coordinated", "MinimumSupport", "RandomSystematic", "SuccessiveSampling", "Systematic")],
         (sharded("exclude: [head]"), sharding(exclude=["head"])),

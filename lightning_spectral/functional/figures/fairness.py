@@ -16,9 +16,6 @@ def decile_means(values: Tensor) -> tuple[float, float]:
     Returns:
         Both means, in the unit of ``values``; NaN if any value is NaN.
 
-    Raises:
-        ValueError: If ``values`` is not a vector or is empty.
-
     Reference:
         Li et al. (2020), Fair resource allocation in federated learning, Table 1.
 
@@ -42,9 +39,6 @@ def jain_index(values: Tensor) -> float:
     Returns:
         The index in ``[1/K, 1]``, dimensionless; 1 if all values are zero, NaN if any value is NaN.
 
-    Raises:
-        ValueError: If ``values`` is not a vector or is empty, or a value is negative.
-
     Reference:
         Jain, Chiu & Hawe (1984), A quantitative measure of fairness and discrimination for resource allocation.
 
@@ -64,9 +58,6 @@ def gini_coefficient(values: Tensor) -> float:
 
     Returns:
         The coefficient in ``[0, 1 - 1/K]``, dimensionless; 0 if all values are zero, NaN if any value is NaN.
-
-    Raises:
-        ValueError: If ``values`` is not a vector or is empty, or a value is negative.
 
     Example:
         >>> gini_coefficient(torch.tensor([1.0, 0.0, 0.0, 0.0]))

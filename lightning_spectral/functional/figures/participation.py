@@ -27,9 +27,6 @@ def step_size_variance(weights: Tensor, probs: Tensor, joint: Tensor | None = No
         The mean squared distance of the sum from one, dimensionless. Processors that have a weight but are never drawn
         lower the mean of the sum by their weight; the square of this bias is included.
 
-    Raises:
-        ValueError: If the weights do not sum to one within 1e-6, or an argument is invalid.
-
     Reference:
         Zhang et al. (2024), the participation heterogeneity :math:`Z_p` in the proof of Theorem 4.
 
@@ -58,10 +55,6 @@ def sampled_variance(values: Tensor, probs: Tensor, joint: Tensor | None = None)
 
     Returns:
         The error in the unit of ``values``, squared. It includes the squared bias of values that are never drawn.
-
-    Raises:
-        ValueError: If a shape does not match, a value is not finite, a probability is not in ``[0, 1]``, or the
-            diagonal of ``joint`` is not ``probs``.
 
     Reference:
         Horvitz & Thompson (1952), Journal of the American Statistical Association 47, 663-685.
@@ -95,10 +88,6 @@ def sampled_update_variance(norms: Tensor, probs: Tensor) -> float:
     Returns:
         The error in the unit of ``norms``, squared. Updates that are never drawn are left out, because the bias they
         add also depends on their directions.
-
-    Raises:
-        ValueError: If a norm is negative or not finite, a shape does not match, or a probability is not in
-            ``[0, 1]``.
 
     Reference:
         Zhang et al. (2024), Eq. (13).

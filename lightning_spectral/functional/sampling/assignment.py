@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.sampling.capped_proportional import capped_proportional, relative
+from lightning_spectral.functional.sampling.inclusion import capped_proportional, relative
 
 
 def assignment_probs(scores: Tensor, active: float) -> Tensor:
@@ -30,9 +30,6 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
         Probability that each processor trains each model, shape ``(P, S)``, float64. Rows sum to at most one. A
         processor whose scores are all zero gets zeros. If at most m rows are positive, each of them sums to one, and
         the total may fall short of m. With ``active=0`` all probabilities are zero.
-
-    Raises:
-        ValueError: If a score is negative, infinite or NaN, the shape is wrong, or ``active`` is out of range.
 
     Note:
         The published closed form leaves two cases undefined: M = 0, where the authors' code divides zero by zero, and
@@ -60,7 +57,6 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
 
 
 def _as_scores(scores: Tensor) -> Tensor:
-    """Check a matrix of scores and return it in float64."""
     if scores.ndim != 2 or scores.numel() == 0:
         raise ValueError(f"`scores` must have shape (P, S) with P, S >= 1, got shape {tuple(scores.shape)}.")
     values = scores.detach().double()
@@ -89,9 +85,6 @@ def model_joint_probs(processor_joint: Tensor, probs: Tensor, model: int) -> Ten
     Returns:
         Shape ``(P, P)``, float64, symmetric, with ``probs[:, model]`` on the diagonal; rows and columns of processors
         that are never drawn are zero.
-
-    Raises:
-        ValueError: If the shapes do not match.
 
     Example:
         >>> both = torch.tensor([[1.0, 0.5], [0.5, 0.5]])

@@ -3,11 +3,7 @@ r"""Brewer's method: draw n terms one by one, corrected so that the inclusion pr
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.checks import check_num_samples
-from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_terms
-
-# Largest number of draw weights held at once: 8 MiB of float64.
-CHUNK = 2**20
+from lightning_spectral.functional.sampling.open_terms import OpenTerms, in_chunks, open_terms
 
 
 def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
@@ -32,9 +28,6 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
     Returns:
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
     Reference:
         Brewer (1975), Australian Journal of Statistics 17, 166-172, for n = 2 and beyond; Tillé (2006),
         Sampling Algorithms.
@@ -47,23 +40,11 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
 
 
 def draw_one_by_one(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draw like :func:`draw_brewer`, from terms that are already prepared.
-
-    Args:
-        parts: The open terms.
-        num_samples: Number of draws.
-        generator: Source of randomness.
-
-    Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
-
-    Raises:
-        ValueError: If ``num_samples`` is below one.
-    """
-    check_num_samples(num_samples)
-    probs, rows = parts.probs.to(generator.device), max(1, CHUNK // max(1, len(parts.probs)))
-    chunks = [min(rows, num_samples - done) for done in range(0, num_samples, rows)]
-    return parts.samples(torch.cat([_draw_rows(probs, parts.num_terms, size, generator) for size in chunks]))
+    """Draw like :func:`draw_brewer`, from terms that are already prepared."""
+    probs = parts.probs.to(generator.device)
+    return parts.samples(
+        in_chunks(lambda size: _draw_rows(probs, parts.num_terms, size, generator), num_samples, len(probs))
+    )
 
 
 def _draw_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
@@ -84,15 +65,12 @@ def _draw_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch
 
 
 def brewer_weights(complement: Tensor, drawn_complement: Tensor, left: int) -> Tensor:
-    r"""Factors by which Brewer's method multiplies the probabilities; one at the last draw.
+    r"""Factors (num_samples, N_open) by which Brewer's method multiplies the probabilities; one at the last draw.
 
     Args:
         complement: :math:`1 - \pi` of the open terms, shape ``(N_open,)``.
-        drawn_complement: Its sum over the terms already drawn, shape ``(num_samples, 1)``.
+        drawn_complement: Its sum over the terms already drawn, shape ``(num_samples, 1)``; their factors mean nothing.
         left: Number of terms still to draw, including this one.
-
-    Returns:
-        Factors, shape ``(num_samples, N_open)``; those of terms already drawn are meaningless.
 
     Example:
         >>> brewer_weights(torch.tensor([0.5, 0.75]), torch.tensor([[0.25]]), left=1)

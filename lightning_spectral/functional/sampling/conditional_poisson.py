@@ -19,11 +19,9 @@ from lightning_spectral.functional.checks import (
     check_num_terms,
 )
 from lightning_spectral.functional.sampling.fixed_point import solve_fixed_point
-from lightning_spectral.functional.sampling.open_terms import SNAP, OpenTerms, open_masks
+from lightning_spectral.functional.sampling.open_terms import CHUNK, SNAP, OpenTerms, open_masks, parted
 from lightning_spectral.functional.sampling.poisson_binomial import centred_logits, leave_one_out_neighbours
 
-# Largest number of Bernoulli variables held at once by the rejective draw: 8 MiB of float64.
-CHUNK = 2**20
 # Largest number of probabilities that are fitted at once, over all vectors: about 30 MiB.
 MOST_OPEN = 2**15
 # Expected counts so close to n make n likely.
@@ -54,9 +52,6 @@ def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
         and zeros stay zero; inclusion probabilities within 1e-13 of them count as such. The implied inclusion
         probabilities agree within 1e-12.
 
-    Raises:
-        ValueError: If the input is not a vector of probabilities with an integer sum.
-
     Reference:
         Chen, Dempster & Liu (1994), Biometrika 81, 457-469, for existence, uniqueness and the fixed point.
 
@@ -72,15 +67,6 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
     """Fit several vectors of inclusion probabilities, those of the same length and sample size together.
 
     For short vectors a fit is a few hundred small operations, which take as long for many rows as for one.
-
-    Args:
-        inclusion_probs: Each as for :func:`fit_conditional_poisson`.
-
-    Returns:
-        For each vector the result of :func:`fit_conditional_poisson`, within its accuracy.
-
-    Raises:
-        ValueError: If one of them is not a vector of probabilities with an integer sum.
 
     Example:
         >>> rows = [torch.tensor([0.75, 0.25]), torch.tensor([1.0, 0.0])]
@@ -174,9 +160,6 @@ def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -
     Returns:
         Inclusion probabilities, shape ``(N,)``, float64 on the CPU, with sum n.
 
-    Raises:
-        ValueError: If a probability or ``num_terms`` is out of range.
-
     Example:
         >>> poisson_conditional_inclusion_probs(torch.tensor([0.75, 0.25]), num_terms=1)
         tensor([0.9000, 0.1000], dtype=torch.float64)
@@ -192,17 +175,6 @@ def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -
 def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
     """Set aside the certain and the impossible terms of a conditional Poisson design.
 
-    Args:
-        working_probs: Shape ``(N,)``, in ``[0, 1]``.
-        num_terms: Sample size n, between the number of ones and the number of positive entries.
-
-    Returns:
-        The open terms; their ``probs`` are working probabilities, scaled so that the expected count is the number of
-        open terms to draw.
-
-    Raises:
-        ValueError: If a probability or ``num_terms`` is out of range.
-
     Example:
         >>> working_open_terms(torch.tensor([1.0, 0.9, 0.9, 0.0]), num_terms=2).probs
         tensor([0.5000, 0.5000], dtype=torch.float64)
@@ -215,11 +187,7 @@ def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
             f"`num_terms` must be between the number of ones ({ones}) and of positive entries ({positive}) "
             f"of `working_probs`, got {num_terms}."
         )
-    certain, undecided, missing = open_masks(probs, num_terms)
-    centred = probs[undecided]
-    if missing > 0:
-        centred = torch.sigmoid(centred_logits(torch.logit(centred), missing))
-    return OpenTerms(certain.nonzero()[:, 0], undecided.nonzero()[:, 0], centred, missing)
+    return parted(probs, num_terms)
 
 
 def draw_conditional_poisson(
@@ -227,9 +195,8 @@ def draw_conditional_poisson(
 ) -> Tensor:
     r"""Draw exact independent samples: generate rows of Bernoulli variables and keep those with n ones.
 
-    A row is kept with probability near :math:`1 / \sqrt{2 \pi V}`, where V is the variance of its number of
-    ones: about one in eight for 64 terms, one in eighty for 4096 with 2048 drawn. Memory is bounded by
-    drawing in chunks.
+    A row is kept with probability near :math:`1 / \sqrt{2 \pi V}`, where V is the variance of its number of ones: about
+    one in eight for 64 terms, one in eighty for 4096 with 2048 drawn. Memory is bounded by drawing in chunks.
 
     Args:
         working_probs: From :func:`fit_conditional_poisson`, shape ``(N,)``.
@@ -238,11 +205,7 @@ def draw_conditional_poisson(
         generator: Source of randomness.
 
     Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, num_terms)``, on the generator's
-        device.
-
-    Raises:
-        ValueError: If a probability, ``num_terms`` or ``num_samples`` is out of range.
+        Term indices, sorted in each row, int64, shape ``(num_samples, num_terms)``, on the generator's device.
 
     Example:
         >>> draw_conditional_poisson(torch.tensor([1.0, 0.5, 0.5, 0.0]), 3, 1, torch.Generator())
@@ -252,19 +215,7 @@ def draw_conditional_poisson(
 
 
 def draw_rejectively(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draw like :func:`draw_conditional_poisson`, from a design that is already prepared.
-
-    Args:
-        parts: From :func:`working_open_terms`.
-        num_samples: Number of draws.
-        generator: Source of randomness.
-
-    Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
-
-    Raises:
-        ValueError: If ``num_samples`` is below one.
-    """
+    """Draw like :func:`draw_conditional_poisson`, from the `working_open_terms` of a design."""
     check_num_samples(num_samples)
     if parts.num_terms == 0:
         return parts.samples(torch.empty(num_samples, 0, dtype=torch.int64, device=generator.device))

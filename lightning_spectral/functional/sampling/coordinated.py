@@ -7,10 +7,9 @@ term i is :math:`C\pi_i` rounded down or up, whereas independent draws leave it 
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.checks import as_inclusion_probs, check_num_samples
-
-# A probability closer than this to 0 or 1 counts as 0 or 1.
-SNAP = 1e-13
+from lightning_spectral.arguments import Whole
+from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.sampling.open_terms import SNAP
 
 
 def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch.Generator) -> Tensor:
@@ -29,9 +28,6 @@ def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch
     Returns:
         Term indices, sorted and distinct in each row, int64, shape ``(C, n)``. The rows are not independent.
 
-    Raises:
-        ValueError: If an argument is invalid.
-
     Reference:
         Systematic sampling (Madow 1949), applied to clients times terms.
 
@@ -40,7 +36,7 @@ def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch
         >>> draw_coordinated(pi, 4, torch.Generator().manual_seed(0)).flatten().bincount()
         tensor([4, 2, 2])
     """
-    check_num_samples(cohort_size)
+    Whole(at_least=1)("cohort_size", cohort_size)
     probs, num_terms = as_inclusion_probs(inclusion_probs)
     device = generator.device
     certain = (probs >= 1 - SNAP).nonzero().flatten().to(device)

@@ -15,7 +15,7 @@ import math
 from torch import Tensor
 
 from lightning_spectral.arguments import Number
-from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size
+from lightning_spectral.functional.checks import COHORT_SIZE, as_magnitudes
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, top_inclusion_probs
 
 SLACK = Number(at_least=0, finite=False, hint="0 is top-n, float('inf') is Collective")
@@ -25,18 +25,10 @@ ACCURACY = 1e-6
 
 
 def client_error(singular_values: Tensor, inclusion_probs: Tensor, cohort_size: float) -> Tensor:
-    r"""Error :math:`E\|W - \hat W\|_F^2` of one client's sub-model, with multipliers for a cohort of a given size.
+    r"""Error :math:`E\|W - \hat W\|_F^2` of one client's sub-model, with the multipliers of `collective_multipliers`.
 
-    :math:`\sum_i s_i^2 \frac{(1 - \pi_i)(1 - \pi_i + C^2 \pi_i)}{(1 + (C - 1)\pi_i)^2}`, from the multipliers
-    :math:`C / (1 + (C - 1)\pi)` of `collective_multipliers`.
-
-    Args:
-        singular_values: Shape ``(N,)``.
-        inclusion_probs: Shape ``(N,)``.
-        cohort_size: Number of clients C that the multipliers are made for, any real number >= 1.
-
-    Returns:
-        A scalar, float64, in the squared unit of ``singular_values``.
+    :math:`\sum_i s_i^2 \frac{(1 - \pi_i)(1 - \pi_i + C^2 \pi_i)}{(1 + (C - 1)\pi_i)^2}` for any
+    real C >= 1; a scalar, float64.
 
     Example:
         >>> import torch
@@ -62,9 +54,6 @@ def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: 
     Returns:
         A number in ``[1, cohort_size]``, to a relative accuracy of 1e-6 from below.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
     Example:
         >>> import torch
         >>> s = 1 / torch.arange(1, 65).double()
@@ -72,7 +61,7 @@ def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: 
         [1.0, 1.75, 4.09, 10.0]
     """
     SLACK("slack", slack)
-    check_cohort_size(cohort_size)
+    COHORT_SIZE("cohort_size", cohort_size)
     values = as_magnitudes(singular_values, "singular_values")
     least = client_error(values, top_inclusion_probs(values, num_terms), 1.0)
     if slack == 0.0:

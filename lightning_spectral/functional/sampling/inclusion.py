@@ -14,13 +14,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_spectral.functional.checks import as_magnitudes, check_cohort_size, check_num_terms
-from lightning_spectral.functional.sampling.capped_proportional import SMALLEST, TINY, capped_proportional, relative
+from lightning_spectral.functional.checks import COHORT_SIZE, as_magnitudes, check_num_terms
 
+# Values below this share of the largest count as zero, because quotients would overflow.
+SMALLEST = 1e-250
+TINY = float(np.finfo(np.float64).tiny)
 # For C this close to one, Collective equals top-n to within the same relative error of its objective.
 ONE_CLIENT_TOLERANCE = 1e-6
 
 Floats = NDArray[np.float64]
+
+
+def relative(values: Tensor) -> Tensor:
+    """Values in units of the largest, with zero for those so small that quotients would overflow."""
+    scaled = values / values.max().clamp_min(TINY)
+    return torch.where(scaled >= SMALLEST, scaled, 0.0)
+
+
+def capped_proportional(values: Tensor, total: float) -> Tensor:
+    r"""Solve :math:`\pi_i = \min(1, c\,s_i)` with :math:`\sum_i \pi_i = m` for sizes s that are not checked.
+
+    Args:
+        values: Sizes in units of the largest, from :func:`relative`, shape ``(N,)``, float64.
+        total: Sum m of the probabilities, any real number in ``[0, N_positive)``, with more than m positive sizes.
+
+    Returns:
+        Probabilities in ``[0, 1]``, shape ``(N,)``, float64.
+
+    Example:
+        >>> capped_proportional(torch.tensor([1.0, 0.25, 0.25], dtype=torch.float64), total=1.25)
+        tensor([0.8333, 0.2083, 0.2083], dtype=torch.float64)
+    """
+    if total == 0:
+        return torch.zeros_like(values)
+    most_certain = math.ceil(total)  # exclusive: certain terms and a positive remainder make up the total
+    ordered = values.sort(descending=True).values
+    # Sums of the tails, small values first: a difference of prefix sums loses the tail of a steep spectrum.
+    tails = ordered.flip(0).cumsum(0).flip(0)
+    left = total - torch.arange(most_certain, device=values.device, dtype=values.dtype)
+    certain = int((ordered[:most_certain] * left <= tails[:most_certain]).nonzero()[0])
+    probs = (total - certain) * values / tails[certain]
+    # Certain terms are at least as large as the cap by definition: make them exactly one despite rounding.
+    return torch.where(values > ordered[certain], 1.0, probs.clamp(max=1.0))
 
 
 def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
@@ -32,9 +67,6 @@ def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
 
     Returns:
         Zeros and ones, shape ``(N,)``, dtype and device of ``singular_values``.
-
-    Raises:
-        ValueError: If ``num_terms`` is out of range or a value is negative, infinite or NaN.
 
     Example:
         >>> top_inclusion_probs(torch.tensor([1.0, 3.0, 2.0, 2.0]), num_terms=2)
@@ -57,15 +89,11 @@ def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
     :math:`\sum_i s_i^2 (1/\pi_i - 1)`, the Frobenius error of the unbiased estimator of one client.
 
     Args:
-        sizes: Non-negative sizes, e.g. singular values, shape ``(N,)``, any order, any unit (only ratios
-            matter).
+        sizes: Non-negative sizes, e.g. singular values, shape ``(N,)``, any order, any unit (only ratios matter).
         num_terms: Sample size n, ``1 <= n <= N``.
 
     Returns:
         Probabilities in ``[0, 1]``, shape ``(N,)``, dtype and device of ``sizes``; the arithmetic is float64.
-
-    Raises:
-        ValueError: If ``num_terms`` is out of range or a size is negative, infinite or NaN.
 
     Note:
         Algorithm 1 of the paper tries every number t of certain terms and keeps the best. The valid t form an
@@ -98,16 +126,11 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
     Args:
         singular_values: Non-negative, shape ``(N,)``, any order, any unit (only ratios matter).
         num_terms: Sample size n, ``1 <= n <= N``.
-        cohort_size: Number of clients C whose terms are averaged; any real number >= 1. With one client (C
-            below 1 + 1e-6) the optimum is top-n, as it is for any C when :math:`s_n \ge C s_{n+1}`.
+        cohort_size: Number of clients C whose terms are averaged; any real number >= 1. With one client (C below
+            1 + 1e-6) the optimum is top-n, as it is for any C when :math:`s_n \ge C s_{n+1}`.
 
     Returns:
-        Probabilities in ``[0, 1]``, shape ``(N,)``, dtype and device of ``singular_values``; float64
-        arithmetic.
-
-    Raises:
-        ValueError: If ``num_terms`` or ``cohort_size`` is out of range, or a value is negative, infinite or
-            NaN.
+        Probabilities in ``[0, 1]``, shape ``(N,)``, dtype and device of ``singular_values``; float64 arithmetic.
 
     Note:
         Algorithm 2 of the paper, as printed, has the wrong sign in line 30 and always returns top-n; with the sign
@@ -123,7 +146,7 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
     """
     values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
-    check_cohort_size(cohort_size)
+    COHORT_SIZE("cohort_size", cohort_size)
     # numpy: at these sizes a torch operation takes longer to launch than to run.
     array = values.cpu().numpy()
     array = array / max(array.max(), TINY)
@@ -176,9 +199,6 @@ def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tenso
         Multipliers in ``[1, C]``, dimensionless, shape ``(N,)``, dtype and device of ``inclusion_probs``. A term that
         is never drawn gets C, the limit of the formula, which is never used.
 
-    Raises:
-        ValueError: If ``cohort_size`` is out of range.
-
     Reference:
         Korzhenkov & Louizos (2024), Theorem 3.2, Eq. (8).
 
@@ -186,5 +206,5 @@ def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tenso
         >>> collective_multipliers(torch.tensor([1.0, 0.5, 0.0]), cohort_size=3)
         tensor([1.0000, 1.5000, 3.0000])
     """
-    check_cohort_size(cohort_size)
+    COHORT_SIZE("cohort_size", cohort_size)
     return cohort_size / (1 + (cohort_size - 1) * inclusion_probs)

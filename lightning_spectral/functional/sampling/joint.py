@@ -36,9 +36,6 @@ def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Te
         Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; absolute error
         about 1e-14.
 
-    Raises:
-        ValueError: If a probability or ``num_terms`` is out of range.
-
     Reference:
         Chen, Dempster & Liu (1994), Biometrika 81, 457-469.
 
@@ -82,9 +79,6 @@ def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     Returns:
         Shape ``(N, N)``, float64 on the CPU, symmetric, with the inclusion probabilities on the diagonal;
         absolute error about 1e-12.
-
-    Raises:
-        ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
 
     Example:
         >>> successive_joint_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)[0, 1]

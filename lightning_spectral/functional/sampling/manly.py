@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.sampling.successive_sampling import arrived, certain_and_competing
+from lightning_spectral.functional.sampling.poisson_binomial import increasing_root
+from lightning_spectral.functional.sampling.successive_sampling import arrived, for_competing
 
 
 def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
@@ -23,9 +24,6 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     Returns:
         Approximate inclusion probabilities, shape ``(N,)``, float64 on the device of ``log_sizes``, with sum n.
 
-    Raises:
-        ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
-
     Note:
         The result is up to 8 % off for 7 of 64 sizes :math:`i^{-4}` and far more for fewer and steeper ones, and for
         n = 1 it is not even proportional to size. The function is included to reproduce the paper;
@@ -38,27 +36,15 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         >>> manly_inclusion_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)
         tensor([0.8284, 0.5858, 0.5858], dtype=torch.float64)
     """
-    certain, competing = certain_and_competing(log_sizes, num_terms)
-    probs = certain.double()
-    if competing.any():
-        rates = log_sizes.detach()[competing].double().cpu()
-        probs[competing] = _solve(rates, num_terms - int(certain.sum())).to(probs.device)
-    return probs
+    return for_competing(log_sizes, num_terms, _manly)
 
 
-def _solve(log_rates: Tensor, num_terms: int) -> Tensor:
-    """Newton's method for log t, kept within a bracket."""
-    share = num_terms / len(log_rates)
-    even = math.log(-math.log1p(-share))  # log t if all sizes were one
+def _manly(log_rates: Tensor, num_terms: int) -> Tensor:
+    even = math.log(-math.log1p(-num_terms / len(log_rates)))  # log t if all sizes were one
     low, high = even - float(log_rates.max()), even - float(log_rates.min())
-    log_time = low
-    for _ in range(100):
-        probs = arrived(log_rates, log_time)
-        excess = float(probs.sum()) - num_terms
+
+    def arrivals(log_time: float) -> tuple[Tensor, Tensor]:
         expected = torch.exp((log_rates + log_time).clamp_max(50.0))
-        newton = log_time - excess / max(float((expected * torch.exp(-expected)).sum()), 1e-300)
-        if abs(excess) <= 1e-15 * num_terms or newton == log_time:
-            break
-        low, high = (low, log_time) if excess > 0 else (log_time, high)
-        log_time = newton if low < newton < high else (low + high) / 2
-    return probs
+        return arrived(log_rates, log_time), expected * torch.exp(-expected)
+
+    return arrived(log_rates, increasing_root(arrivals, low, low, high, num_terms))

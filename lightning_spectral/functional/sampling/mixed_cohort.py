@@ -26,9 +26,6 @@ def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
     Returns:
         Multipliers, shape ``(G, N)``, float64. With one group of C clients they are ``C / (1 + (C - 1) pi)``.
 
-    Raises:
-        ValueError: If the shapes do not match or a size is not positive.
-
     Example:
         >>> joint_multipliers(torch.tensor([[0.5], [0.25]]), torch.tensor([2.0, 1.0]))
         tensor([[1.8000],

@@ -6,9 +6,13 @@ i independently with probability p_i. Its distribution comes from the characteri
 all N leave-one-out results cost one complex matrix. Errors are absolute, about 1e-15: the discrete Fourier sum runs
 over a window that holds all but 1e-18 of the counts, and is truncated where the characteristic function itself is below
 1e-18. A few dozen nodes are enough for any number of terms.
+
+Probabilities are float64 on the CPU, of shape ``(N,)`` or, where the ``...`` of a result say so, ``(..., N)`` with
+separate rows; events are given by their smallest and their largest count.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -72,14 +76,6 @@ def _kernel(grid: _FourierGrid, first: int, last: int) -> Tensor:
 def count_probability(probs: Tensor, first: int, last: int) -> float:
     """P(first <= N <= last) for the number N of successes of independent Bernoulli trials.
 
-    Args:
-        probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
-        first: Smallest count of the event.
-        last: Largest count of the event, inclusive.
-
-    Returns:
-        The probability, with an absolute error of about 1e-15.
-
     Example:
         >>> round(count_probability(torch.tensor([0.5, 0.5, 0.25], dtype=torch.float64), 1, 2), 12)
         0.75
@@ -88,65 +84,45 @@ def count_probability(probs: Tensor, first: int, last: int) -> float:
 
 
 def count_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
-    """`count_probability` for each row of probabilities, shape ``(..., N)``; the result has shape ``(...)``."""
+    """`count_probability` for each row of probabilities, shape ``(...)``."""
     grid = _fourier_grid(probs)
     whole = _kernel(grid, first, last) * _factors(probs, grid).prod(-1)
     return whole.sum(-1).real.clamp(0, 1)
 
 
 def leave_one_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
-    """P(first <= N - (outcome of i) <= last) for every i: the count without trial i.
-
-    Args:
-        probs: Success probabilities, shape ``(..., N)``, float64 on the CPU, each in ``[0, 1]``; rows are separate.
-        first: Smallest count of the event.
-        last: Largest count of the event, inclusive.
-
-    Returns:
-        Probabilities, shape ``(..., N)``, with an absolute error of about 1e-15.
+    """P(first <= N - (outcome of i) <= last) for every i, shape ``(..., N)``: the count without trial i.
 
     Example:
         >>> leave_one_out_probabilities(torch.tensor([0.5, 0.25], dtype=torch.float64), 0, 0)
         tensor([0.7500, 0.5000], dtype=torch.float64)
     """
-    grid = _fourier_grid(probs)
-    factors = _factors(probs, grid)
-    whole = _kernel(grid, first, last) * factors.prod(-1)
-    return (whole[..., None, :] @ factors.reciprocal()).squeeze(-2).real.clamp(0, 1)
+    return _leave_one_out(probs, (first, last)).squeeze(-2)
 
 
 def leave_one_out_neighbours(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """P(N - (outcome of i) = count - 1) and P(N - (outcome of i) = count), for every i, at the cost of one.
 
-    Args:
-        probs: Success probabilities, shape ``(..., N)``, float64 on the CPU, each in ``[0, 1]``; rows are separate.
-        count: The larger of the two counts.
-
-    Returns:
-        Probabilities, both of shape ``(..., N)``, with an absolute error of about 1e-15.
-
     Example:
         >>> leave_one_out_neighbours(torch.tensor([0.5, 0.25], dtype=torch.float64), 1)
         (tensor([0.7500, 0.5000], dtype=torch.float64), tensor([0.2500, 0.5000], dtype=torch.float64))
     """
+    below, equal = _leave_one_out(probs, (count - 1, count - 1), (count, count)).unbind(-2)
+    return below, equal
+
+
+def _leave_one_out(probs: Tensor, *events: tuple[int, int]) -> Tensor:
+    """Probabilities of some events, each from the first to the last count, shape ``(..., events, N)``."""
     grid = _fourier_grid(probs)
     factors = _factors(probs, grid)
-    kernels = torch.stack([_kernel(grid, count - 1, count - 1), _kernel(grid, count, count)])
-    below, equal = ((kernels * factors.prod(-1)[..., None, :]) @ factors.reciprocal()).real.clamp(0, 1).unbind(-2)
-    return below, equal
+    whole = torch.stack([_kernel(grid, *event) for event in events]) * factors.prod(-1)[..., None, :]
+    return (whole @ factors.reciprocal()).real.clamp(0, 1)
 
 
 def leave_two_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
     """P(first <= N - (outcomes of i and j) <= last) for every pair: one matrix product, safe for ties.
 
-    Args:
-        probs: Success probabilities, shape ``(N,)``, float64 on the CPU, each in ``[0, 1]``.
-        first: Smallest count of the event.
-        last: Largest count of the event, inclusive.
-
-    Returns:
-        Probabilities, shape ``(N, N)``, symmetric, with an absolute error of about 1e-15; the diagonal, which would
-        leave term i out twice, is meaningless.
+    The result is symmetric, shape ``(N, N)``; its diagonal, which would leave term i out twice, is meaningless.
 
     Example:
         >>> leave_two_out_probabilities(torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64), 0, 0)[0, 1]
@@ -169,26 +145,39 @@ def centred_logits(logits: Tensor, mean: int) -> Tensor:
     The law of the trials *given* their count does not change. But the count becomes likely, so that the probabilities
     above have a small relative error and rejection sampling is fast.
 
-    Args:
-        logits: log(p / (1 - p)) of each trial, finite, shape ``(N,)``, float64 on the CPU.
-        mean: The expected count, ``0 < mean < N``.
-
-    Returns:
-        Shifted logits, shape ``(N,)``.
-
     Example:
         >>> centred_logits(torch.tensor([7.0, 7.0], dtype=torch.float64), 1)
         tensor([0., 0.], dtype=torch.float64)
     """
     equal_odds = math.log(mean / (len(logits) - mean))
     low, high = equal_odds - float(logits.max()), equal_odds - float(logits.min())
-    shift = min(max(0.0, low), high)
-    for _ in range(100):
+
+    def moments(shift: float) -> tuple[Tensor, Tensor]:
         probs = torch.sigmoid(logits + shift)
-        excess = float(probs.sum()) - mean
-        newton = shift - excess / max(float((probs * (1 - probs)).sum()), 1e-300)
-        if abs(excess) <= 1e-15 * mean or newton == shift:
+        return probs, probs * (1 - probs)
+
+    return logits + increasing_root(moments, min(max(0.0, low), high), low, high, mean)
+
+
+def increasing_root(
+    values_at: Callable[[float], tuple[Tensor, Tensor]], start: float, low: float, high: float, total: int
+) -> float:
+    """Where increasing values sum to a total: Newton's method, kept within a bracket.
+
+    Args:
+        values_at: Maps a point to the values there and their slopes.
+        start: First guess.
+        low: A point where the sum is too small.
+        high: A point where it is too large.
+        total: The sum.
+    """
+    point = start
+    for _ in range(100):
+        values, slopes = values_at(point)
+        excess = float(values.sum()) - total
+        newton = point - excess / max(float(slopes.sum()), 1e-300)
+        if abs(excess) <= 1e-15 * total or newton == point:
             break
-        low, high = (low, shift) if excess > 0 else (shift, high)
-        shift = newton if low < newton < high else (low + high) / 2
-    return logits + shift
+        low, high = (low, point) if excess > 0 else (point, high)
+        point = newton if low < newton < high else (low + high) / 2
+    return point

@@ -32,9 +32,6 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
     Returns:
         Probabilities in ``[0, 1]`` with sum n, shape ``(N,)``, float64.
 
-    Raises:
-        ValueError: If ``num_terms`` or ``p`` is out of range or a value is negative, infinite or NaN.
-
     Note:
         Small terms get probabilities nearly proportional to their values for any p; p determines where that ends. Where
         :math:`s_i^p \ge \beta` a term is certain. When at most n values are positive, they are certain and the first

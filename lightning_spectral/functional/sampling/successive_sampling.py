@@ -16,8 +16,9 @@ import torch
 from scipy.special import roots_legendre
 from torch import Tensor
 
-from lightning_spectral.functional.checks import as_inclusion_probs, check_num_samples, check_num_terms
+from lightning_spectral.functional.checks import as_inclusion_probs, check_num_terms
 from lightning_spectral.functional.sampling.fixed_point import solve_fixed_point
+from lightning_spectral.functional.sampling.open_terms import in_chunks
 from lightning_spectral.functional.sampling.poisson_binomial import (
     centred_logits,
     count_probabilities,
@@ -28,8 +29,6 @@ from lightning_spectral.functional.sampling.poisson_binomial import (
 TAIL = 1e-14
 # Closer to one than this, an inclusion probability is one as far as a quadrature accurate to 1e-13 can tell.
 SNAP = 1e-11
-# Largest number of exponential variables held at once: 8 MiB of float64.
-CHUNK = 2**20
 # Numbers in a table of N by N times all times that are evaluated together.
 TOGETHER = 2**18
 # The window is wider than necessary by at most this many halvings of the interval that bounds it.
@@ -74,11 +73,8 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         num_terms: Sample size n, ``1 <= n <= N``.
 
     Returns:
-        Inclusion probabilities, shape ``(N,)``, float64 on the device of ``log_sizes``, with sum n; absolute
-        error about 1e-12, and small probabilities have small relative errors too.
-
-    Raises:
-        ValueError: If ``num_terms`` is out of range, a log size is NaN, or more than n are ``+inf``.
+        Inclusion probabilities, shape ``(N,)``, float64 on the device of ``log_sizes``, with sum n; absolute error
+        about 1e-12, and small probabilities have small relative errors too.
 
     Note:
         The result differs from Fog's (2008) approximation of Wallenius' mean, which the paper used and which is off by
@@ -92,11 +88,16 @@ def successive_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         >>> successive_inclusion_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)
         tensor([0.8333, 0.5833, 0.5833], dtype=torch.float64)
     """
+    return for_competing(log_sizes, num_terms, _competing_probs)
+
+
+def for_competing(log_sizes: Tensor, num_terms: int, probs_of: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Inclusion probabilities of all terms from those that a function gives to the terms that compete."""
     certain, competing = certain_and_competing(log_sizes, num_terms)
     probs = certain.double()
     if competing.any():
         rates = log_sizes.detach()[competing].double().cpu()
-        probs[competing] = _competing_probs(rates, num_terms - int(certain.sum())).to(probs.device)
+        probs[competing] = probs_of(rates, num_terms - int(certain.sum())).to(probs.device)
     return probs
 
 
@@ -154,14 +155,7 @@ def _window(log_rates: Tensor, num_terms: int) -> tuple[float, float]:
 
 
 def _switch(before: Callable[[Tensor], Tensor], low: float, high: float, num_inside: int) -> tuple[float, float]:
-    """Bracket of the point where ``before`` turns from true to false, narrowed as by bisections.
-
-    Args:
-        before: Tells for several points whether they are before it.
-        low: A point before it.
-        high: A point after it.
-        num_inside: Number of points between these that are tried at once; 1 for bisection.
-    """
+    """Bracket of the point where ``before`` turns from true to false, by trying ``num_inside`` points at a time."""
     for _ in range(math.ceil(BISECTIONS / math.log2(num_inside + 1))):
         points = torch.linspace(low, high, num_inside + 2, dtype=torch.float64)
         last = int(before(points[1:-1]).cumprod(0).sum())  # of the points that are before it
@@ -184,9 +178,6 @@ def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
     Returns:
         Log sizes, shape ``(N,)``, float64 on the CPU, with largest finite entry 0. Probability one (within
         1e-11) gives ``+inf``, zero gives ``-inf``. The implied inclusion probabilities agree within 1e-10.
-
-    Raises:
-        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Example:
         >>> fit_log_sizes(torch.tensor([1.0, 0.75, 0.25, 0.0], dtype=torch.float64)).exp()
@@ -234,26 +225,15 @@ def draw_successive(log_sizes: Tensor, num_terms: int, num_samples: int, generat
         generator: Source of randomness.
 
     Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, num_terms)``, on the generator's
-        device.
-
-    Raises:
-        ValueError: If an argument is out of range.
+        Term indices, sorted in each row, int64, shape ``(num_samples, num_terms)``, on the generator's device.
 
     Example:
         >>> draw_successive(torch.tensor([0.0, float("-inf"), 0.0]), 2, 1, torch.Generator())
         tensor([[0, 2]])
     """
-    check_num_samples(num_samples)
     certain, competing = (mask.nonzero()[:, 0] for mask in certain_and_competing(log_sizes, num_terms))
     rates = log_sizes.detach()[competing].double().to(generator.device)
-    rows = max(1, CHUNK // max(1, len(rates)))
-    winners = torch.cat(
-        [
-            _race(rates, num_terms - len(certain), min(rows, num_samples - done), generator)
-            for done in range(0, num_samples, rows)
-        ]
-    )
+    winners = in_chunks(lambda size: _race(rates, num_terms - len(certain), size, generator), num_samples, len(rates))
     always = certain.to(generator.device).expand(num_samples, -1)
     return torch.cat([always, competing.to(generator.device)[winners]], dim=1).sort(dim=1).values
 

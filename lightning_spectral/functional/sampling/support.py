@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.functional.checks import check_num_samples
-from lightning_spectral.functional.sampling.open_terms import OpenTerms
+from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_terms
 
 # Probability one in units; 2^50 * n fits into 64 bits for n < 8192.
 ONE = 2**50
@@ -31,19 +31,9 @@ class Support(NamedTuple):
 
 
 def whole_units(parts: OpenTerms) -> Tensor:
-    """Inclusion probabilities of the open terms in units of 2^-50, with the exact sum.
-
-    Args:
-        parts: The open terms.
-
-    Returns:
-        Whole numbers strictly between 0 and 2^50, int64, shape ``(N_open,)``, with sum ``2^50 num_terms``.
-
-    Raises:
-        ValueError: If more than 8191 terms are to be drawn: the sum would leave 64 bits.
+    """Inclusion probabilities of the open terms in units of 2^-50, int64, shape ``(N_open,)``, with the exact sum.
 
     Example:
-        >>> from lightning_spectral.functional.sampling.open_terms import open_terms
         >>> whole_units(open_terms(torch.tensor([0.5, 0.25, 0.25]))) / ONE
         tensor([0.5000, 0.2500, 0.2500])
     """
@@ -69,9 +59,6 @@ def draw_from_support(support: Support, num_samples: int, generator: torch.Gener
 
     Returns:
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
-
-    Raises:
-        ValueError: If ``num_samples`` is below one.
 
     Example:
         >>> only = Support(torch.tensor([[0, 2]]), torch.tensor([ONE]))
@@ -104,3 +91,52 @@ def support_joint_probs(support: Support, num_total: int) -> Tensor:
     drawn = torch.zeros(len(support.samples), num_total, dtype=torch.float64).scatter_(1, support.samples, 1.0)
     # Multiples of 2^-50 up to one: these sums are exact in float64.
     return drawn.T @ (drawn * (support.units.double() / ONE)[:, None])
+
+
+def minimum_support(inclusion_probs: Tensor) -> Support:
+    """The samples of the minimum support design, at most one for each term, and their probabilities.
+
+    While terms are open, take the n terms with the most probability left as one sample. Give it as much probability as
+    possible: until one of its terms is used up, or until one of the other terms must be in every sample from then on.
+    Each step settles a term.
+
+    Args:
+        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer than
+            1e-13 to 0 or 1 count as 0 or 1; all others are exact within 2e-15.
+
+    Returns:
+        The samples. Ties are broken by position, so that the same input gives the same samples everywhere.
+
+    Reference:
+        Deville & Tillé (1998), Biometrika 85, 89-101; Tillé (2006), Sampling Algorithms.
+
+    Example:
+        >>> minimum_support(torch.tensor([0.75, 0.5, 0.5, 0.25])).samples
+        tensor([[0, 1],
+                [0, 2],
+                [2, 3]])
+    """
+    parts = open_terms(inclusion_probs)
+    if parts.num_terms == 0:
+        return Support(parts.certain[None], torch.tensor([ONE]))
+    samples, units = _split(whole_units(parts), parts.num_terms)
+    return Support(parts.samples(torch.stack(samples)), torch.tensor(units))
+
+
+def _split(needed: Tensor, num_terms: int) -> tuple[list[Tensor], list[int]]:
+    # Of the probability `left` that is not assigned yet, each term needs `needed` and can do without `spare`. Both are
+    # integers, so that both stopping conditions are exact.
+    spare = ONE - needed
+    order = torch.arange(len(needed))
+    samples, units, left = [], [], ONE
+    while left > 0:
+        # Two sorted runs, one of them lowered by a constant: a stable sort is fast on these.
+        order = order[needed[order].argsort(descending=True, stable=True)]
+        chosen, others = order[:num_terms], order[num_terms:]
+        share = min(int(needed[chosen[-1]]), int(spare[others].min()))
+        needed[chosen] -= share
+        spare[others] -= share
+        samples.append(chosen)
+        units.append(share)
+        left -= share
+    return samples, units

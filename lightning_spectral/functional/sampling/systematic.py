@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.functional.checks import check_num_samples
-from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_terms
+from lightning_spectral.functional.sampling.open_terms import OpenTerms, in_chunks, open_terms
 from lightning_spectral.functional.sampling.support import ONE, Support, whole_units
-
-# Largest number of shuffled terms held at once: 8 MiB of int64.
-CHUNK = 2**20
 
 
 def systematic_support(inclusion_probs: Tensor) -> Support:
@@ -25,9 +22,6 @@ def systematic_support(inclusion_probs: Tensor) -> Support:
 
     Returns:
         The samples in the order of u, and their probabilities.
-
-    Raises:
-        ValueError: If the input is not a vector of probabilities with an integer sum.
 
     Reference:
         Madow (1949), Annals of Mathematical Statistics 20, 333-354.
@@ -69,9 +63,6 @@ def draw_systematic(
     Returns:
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
     Example:
         >>> draw_systematic(torch.tensor([1.0, 0.0, 1.0]), 2, torch.Generator())
         tensor([[0, 2],
@@ -84,28 +75,14 @@ def draw_systematic(
 def draw_along(
     parts: OpenTerms, units: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool
 ) -> Tensor:
-    """Draw like :func:`draw_systematic`, from terms that are already prepared.
-
-    Args:
-        parts: The open terms.
-        units: Their :func:`~lightning_spectral.functional.sampling.support.whole_units`.
-        num_samples: Number of draws.
-        generator: Source of randomness.
-        shuffled: As for :func:`draw_systematic`.
-
-    Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
-
-    Raises:
-        ValueError: If ``num_samples`` is below one.
-    """
-    check_num_samples(num_samples)
+    """Draw like :func:`draw_systematic`, from terms that are already prepared and their `whole_units`."""
     lengths = units.to(generator.device)
     if not shuffled:
+        check_num_samples(num_samples)
         return parts.samples(_pick(lengths.cumsum(0), _starts(num_samples, generator), parts.num_terms))
-    rows = max(1, CHUNK // max(1, len(lengths)))
-    chunks = [min(rows, num_samples - done) for done in range(0, num_samples, rows)]
-    return parts.samples(torch.cat([_pick_shuffled(lengths, parts.num_terms, size, generator) for size in chunks]))
+    return parts.samples(
+        in_chunks(lambda size: _pick_shuffled(lengths, parts.num_terms, size, generator), num_samples, len(lengths))
+    )
 
 
 def _starts(num_samples: int, generator: torch.Generator) -> Tensor:

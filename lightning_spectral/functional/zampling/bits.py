@@ -1,22 +1,18 @@
-"""Bits packed for sending, eight to a byte, and their entropy."""
+"""Bits: drawn, coordinated between clients, packed for sending, eight to a byte; and their entropy."""
 
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import torch
 from torch import Tensor
 
+BELOW_ONE = 1.0 - 2.0**-53
+
 
 def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one bit for each probability, on the CPU and in float32, so that the bits do not depend on the device.
-
-    Args:
-        probs: Shape ``(n,)``, in [0, 1].
-        generator: Source of randomness.
-
-    Returns:
-        Booleans, shape ``(n,)``, on the device of ``probs``.
 
     Example:
         >>> draw_bits(torch.tensor([0.0, 1.0]))
@@ -24,6 +20,55 @@ def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
     """
     uniforms = torch.rand(len(probs), dtype=torch.float32, generator=generator)
     return _sent(uniforms, probs.device) < probs
+
+
+def coordinated_uniforms(
+    num_entries: int, place: int, num_places: int, shared: torch.Generator, own: torch.Generator
+) -> Tensor:
+    r"""Draw numbers in [0, 1) for one of K clients, such that no two clients' numbers for an entry share a stratum.
+
+    There are P strata, where P is the least prime that is at least K. The k-th client's stratum for an entry is
+    a + s k modulo P, where a and s > 0 are random and the same for all clients. So each number is uniform on its own,
+    and the strata of two clients are uniform over all pairs of distinct strata. This takes two random integers per
+    entry, whatever K is.
+
+    Let the bit of client k be 1 if its number is below :math:`p_k`. The bits of two clients then have covariance
+    :math:`-\mathrm{cov}(m_k, m_l) / (P - 1)`, where :math:`m_k` is the mean of the bit in a stratum drawn at random.
+    For every client these means fall from stratum to stratum, so no covariance of bits is positive: the variance of the
+    mean of the bits is never larger than with independent draws. With equal p and K = P it is
+    :math:`f(1 - f)/K^2`, where f is the fractional part of K p, as opposed to :math:`p(1 - p)/K` for independent draws.
+
+    Args:
+        num_entries: Number of entries.
+        place: The client's number k, from 0.
+        num_places: Number K of clients.
+        shared: Generator with the same state for all clients of a round.
+        own: The client's own generator.
+
+    Returns:
+        Shape ``(num_entries,)``, float64, on the CPU.
+
+    Reference:
+        McKay, Beckman & Conover (1979), Latin hypercube sampling, whose strata are drawn by a random permutation.
+
+    Example:
+        >>> def generator(seed: int) -> torch.Generator:
+        ...     return torch.Generator().manual_seed(seed)
+        >>> drawn = [coordinated_uniforms(4, k, 5, generator(0), generator(k + 1)) for k in range(5)]
+        >>> sum((numbers < 0.4).int() for numbers in drawn)
+        tensor([2, 2, 2, 2], dtype=torch.int32)
+    """
+    strata = _prime_from(num_places)
+    first = torch.randint(strata, (num_entries,), generator=shared)
+    step = torch.randint(1, strata, (num_entries,), generator=shared)
+    within = torch.rand(num_entries, generator=own, dtype=torch.float64)
+    numbers = (((first + step * place) % strata) + within) / strata
+    return numbers.clamp(max=BELOW_ONE)  # the last stratum may round up
+
+
+def _prime_from(least: int) -> int:
+    """The least prime that is at least ``least``."""
+    return next(n for n in count(max(least, 2)) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -53,9 +98,6 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
 
     Returns:
         Booleans, shape ``(n,)``.
-
-    Raises:
-        ValueError: If the bytes are not those of n bits.
 
     Example:
         >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
@@ -92,9 +134,6 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
 
 def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
     """Undo `pack_levels`, up to its rounding.
-
-    Raises:
-        ValueError: If there are not ``num_bits`` rows of ``num_probs`` bits each.
 
     Example:
         >>> unpack_levels(pack_levels(torch.tensor([0.0, 1.0]), 3), num_probs=2, num_bits=3)

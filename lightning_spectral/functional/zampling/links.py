@@ -57,15 +57,12 @@ class Clip(Link):
         check_fields(self, absorbing=flag)
 
     def probs(self, scores: Tensor) -> Tensor:
-        """Scores, clipped to [0, 1]."""
         return scores.clamp(0.0, 1.0)
 
     def scores(self, probs: Tensor) -> Tensor:
-        """The probabilities themselves."""
         return probs.clone()
 
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
-        """The gradient of the bits where scores are inside or, unless absorbing, would move back inside; else zero."""
         if self.absorbing:
             return of_bits * ((scores > 0) & (scores < 1))
         outwards = ((scores <= 0) & (of_bits > 0)) | ((scores >= 1) & (of_bits < 0))
@@ -80,10 +77,6 @@ class Sigmoid(Link):
         straight_through: Whether p gets the same gradient as the bit. ``False`` gives the gradient of FedPM's code,
             which is p times as large.
         margin: Probabilities are kept this far from 0 and 1 when converted to scores, so that the scores are finite.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If the margin is not between 0 and 1/2.
 
     Reference:
         Zhou et al. (2019), Deconstructing lottery tickets; Isik et al. (2023), FedPM, whose code has a margin of 0.01.
@@ -101,15 +94,12 @@ class Sigmoid(Link):
         check_fields(self, straight_through=flag, margin=margin)
 
     def probs(self, scores: Tensor) -> Tensor:
-        """The logistic function."""
         return torch.sigmoid(scores)
 
     def scores(self, probs: Tensor) -> Tensor:
-        """Log-odds of the probabilities, clipped to the margins."""
         return torch.logit(probs, eps=self.margin)
 
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
-        """The gradient by the chain rule, as if the bit were p; with an extra factor p unless ``straight_through``."""
         p = torch.sigmoid(scores)
         slope = p * (1 - p)
         return of_bits * (slope if self.straight_through else slope * p)

@@ -58,9 +58,6 @@ class InfluenceMatrix:
         values: Distribution of the non-zeros, before they are scaled.
         memory: Bytes that kept rows may take.
 
-    Raises:
-        ValueError: If the degree is not between 1 and n, or a diagonal matrix is not square.
-
     Example:
         >>> Q = InfluenceMatrix((LayerRows(seed=1, num_rows=4, scale=0.5),), num_columns=3, degree=2)
         >>> Q.expand(torch.ones(3)).shape, Q.pull_back(torch.ones(4)).shape

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional import assignment_probs, model_joint_probs, proportional_inclusion_probs
-from lightning_spectral.functional.sampling.capped_proportional import capped_proportional, relative
+from lightning_spectral.functional.sampling.inclusion import capped_proportional, relative
 
 CASES = [(2, 1, 1.0), (4, 2, 1.5), (5, 3, 2.0), (6, 3, 4.7), (6, 1, 0.3)]
 

@@ -1,11 +1,11 @@
 """Conditional Poisson sampling against enumeration of all subsets and an all-positive dynamic programme."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from sampling_laws import conditional_poisson_law
 from scipy.optimize import minimize
 from torch import Tensor
 
@@ -22,19 +22,6 @@ from lightning_spectral.functional.sampling.poisson_binomial import (
     count_probability,
     leave_one_out_probabilities,
 )
-
-
-def subsets(N: int, n: int) -> np.ndarray:
-    """All samples of n of N terms as 0/1 rows."""
-    rows = [[float(i in chosen) for i in range(N)] for chosen in itertools.combinations(range(N), n)]
-    return np.array(rows)
-
-
-def law_by_enumeration(p: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """All samples of size n and their probabilities under Poisson sampling conditioned on the size."""
-    rows = subsets(len(p), n)
-    probability = np.prod(np.where(rows == 1, p, 1 - p), axis=1)
-    return rows, probability / probability.sum()
 
 
 def marginals_by_dynamic_programme(p: np.ndarray, n: int) -> np.ndarray:
@@ -79,7 +66,7 @@ def random_designs(count: int, seed: int):
 @pytest.mark.parametrize(("N", "n"), [(2, 1), (5, 1), (5, 4), (8, 3), (10, 5)])
 def test_forward_map_equals_enumeration_of_all_subsets(N, n):
     p = torch.rand(N, generator=torch.Generator().manual_seed(N), dtype=torch.float64)
-    rows, probability = law_by_enumeration(p.numpy(), n)
+    rows, probability = conditional_poisson_law(p.numpy(), n)
     np.testing.assert_allclose(poisson_conditional_inclusion_probs(p, n), probability @ rows, atol=1e-14)
 
 
@@ -136,12 +123,6 @@ def test_fit_and_draw_handle_4096_terms():
     assert (draws.diff(dim=1) > 0).all()
 
 
-def test_fit_inverts_the_forward_map():
-    p = torch.tensor([0.9, 0.8, 0.5, 0.1, 0.01, 0.69], dtype=torch.float64)  # with sum 3
-    fitted = fit_conditional_poisson(poisson_conditional_inclusion_probs(p, 3))
-    torch.testing.assert_close(fitted, p, rtol=1e-11, atol=0)
-
-
 def test_closed_forms_of_one_drawn_and_one_left_out():
     pi = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04], dtype=torch.float64)
     odds = torch.special.logit(fit_conditional_poisson(pi)).exp()
@@ -179,7 +160,7 @@ def test_no_other_design_has_the_same_marginals_and_more_entropy():
     """With all subset probabilities as unknowns, maximise the entropy over all designs with these marginals."""
     pi = torch.tensor([0.9, 0.6, 0.3, 0.2], dtype=torch.float64)
     p = fit_conditional_poisson(pi).numpy()
-    rows, ours = law_by_enumeration(p, 2)
+    rows, ours = conditional_poisson_law(p, 2)
     result = minimize(
         lambda law: float((law * np.log(law)).sum()),
         np.full(len(rows), 1 / len(rows)),
@@ -198,7 +179,7 @@ def test_draws_have_the_enumerated_joint_law():
     pi = torch.tensor([0.9, 0.8, 0.6, 0.3, 0.2, 0.1, 0.05, 0.05], dtype=torch.float64)
     n, size = 3, 40_000
     p = fit_conditional_poisson(pi)
-    rows, law = law_by_enumeration(p.numpy(), n)
+    rows, law = conditional_poisson_law(p.numpy(), n)
 
     def deviations(working: Tensor) -> np.ndarray:
         draws = draw_conditional_poisson(working, n, size, torch.Generator().manual_seed(3))
@@ -219,15 +200,6 @@ def test_equal_working_odds_up_to_a_factor_draw_the_same_law():
     )
     # Uncentred rows would have two ones once in 1e17 tries; the draw centres them first.
     assert draw_conditional_poisson(scaled, 2, 100, torch.Generator()).shape == (100, 2)
-
-
-@pytest.mark.parametrize("chunk", [1, 25])
-def test_draws_in_chunks_are_complete(monkeypatch, chunk):
-    monkeypatch.setitem(draw_conditional_poisson.__globals__, "CHUNK", chunk)
-    draws = draw_conditional_poisson(torch.full((10,), 0.4), 4, 7, torch.Generator().manual_seed(0))
-    assert draws.shape == (7, 4)
-    assert (draws.diff(dim=1) > 0).all()
-    assert len({tuple(row) for row in draws.tolist()}) > 1
 
 
 @pytest.mark.parametrize("kind", ["even", "steep", "tiny", "half"])
@@ -273,5 +245,3 @@ def test_bad_input_is_named():
         poisson_conditional_inclusion_probs(half, 5)
     with pytest.raises(ValueError, match=r"number of ones \(0\) and of positive entries \(1\).*got 2"):
         draw_conditional_poisson(torch.tensor([0.5, 0.0, 0.0]), 2, 1, generator)
-    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
-        draw_conditional_poisson(half, 2, 0, generator)

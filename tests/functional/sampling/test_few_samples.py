@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_laws import spectra
 from torch import Tensor
 
 from lightning_spectral.functional import (
@@ -112,15 +113,8 @@ def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
     assert excess(draw_systematic(probs, 20_000, torch.Generator().manual_seed(1)), law) > 1
 
 
-sizes = st.lists(
-    st.one_of(st.just(0.0), st.sampled_from([1.0, 2.0]), st.floats(-15, 0).map(lambda e: 10.0**e)),
-    min_size=2,
-    max_size=30,
-)
-
-
 @settings(deadline=None, max_examples=150)
-@given(sizes, st.data())
+@given(spectra, st.data())
 def test_lists_hold_at_most_n_samples_with_the_given_probabilities(values, data):
     n = data.draw(st.integers(1, len(values) - 1))
     pi = proportional_inclusion_probs(torch.tensor(values, dtype=torch.float64), n)
@@ -159,20 +153,3 @@ def test_whole_units_spread_the_rounding_error_of_the_sum():
 def test_too_many_terms_for_whole_units_are_named():
     with pytest.raises(ValueError, match="at most 8191 open terms, got 8200; use ConditionalPoisson"):
         systematic_support(torch.full((16_400,), 0.5))
-
-
-def test_no_samples_is_an_error():
-    pi, generator = torch.full((4,), 0.5), torch.Generator()
-    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
-        draw_systematic(pi, 0, generator)
-    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
-        draw_from_support(minimum_support(pi), 0, generator)
-
-
-@pytest.mark.parametrize("chunk", [1, 25])
-def test_shuffled_draws_in_chunks_are_complete(monkeypatch, chunk):
-    monkeypatch.setattr("lightning_spectral.functional.sampling.systematic.CHUNK", chunk)
-    draws = draw_systematic(torch.full((10,), 0.4), 7, torch.Generator().manual_seed(0), shuffled=True)
-    assert draws.shape == (7, 4)
-    assert (draws.diff(dim=1) > 0).all()
-    assert len(set(map(tuple, draws.tolist()))) > 1

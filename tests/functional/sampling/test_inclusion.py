@@ -137,7 +137,7 @@ def collective_by_bisection(lam: np.ndarray, n: int, C: float) -> np.ndarray:
 def test_collective_finds_the_water_level_where_terms_and_break_points_coincide():
     """Ties, and values whose ratio is C: here an unguarded Newton's method would never leave two break points."""
     rng = np.random.default_rng(3)
-    for k in range(2000):
+    for k in range(600):
         N, C = int(rng.integers(2, 60)), float(rng.choice([1.5, 2, 10, 1e6]))
         lam = [rng.choice([1, 2, 3, 10.0], N), rng.choice([0, 1, 1e-9, C, 1 / C], N), 10.0 ** rng.uniform(-15, 0, N)][
             k % 3
@@ -325,7 +325,7 @@ def test_bad_input_is_named(solve, lam, n, message):
 
 @pytest.mark.parametrize("C", [0, 0.5, -1, math.nan, math.inf])
 def test_bad_cohorts_are_named(C):
-    with pytest.raises(ValueError, match=f"`cohort_size` must be a finite number >= 1, got {C}"):
+    with pytest.raises(ValueError, match=f"`cohort_size` must be at least 1 and finite, got {C}"):
         collective_inclusion_probs(torch.ones(3), 1, C)
     with pytest.raises(ValueError, match=f"got {C}"):
         collective_multipliers(torch.ones(3), C)

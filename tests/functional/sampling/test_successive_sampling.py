@@ -1,33 +1,19 @@
 """Successive sampling against enumeration of all orders, a fine quadrature, and numpy itself."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from sampling_laws import successive_joint, successive_law
 from torch import Tensor
 
-from lightning_spectral.functional import draw_successive, fit_log_sizes, successive_inclusion_probs
-
-
-def law_by_enumeration(sizes: np.ndarray, n: int) -> dict[tuple[int, ...], float]:
-    """Probability of each set: sum over the orders in which its terms can be drawn one by one."""
-    law: dict[tuple[int, ...], float] = {}
-    for order in itertools.permutations(range(len(sizes)), n):
-        probability, left = 1.0, list(range(len(sizes)))
-        for i in order:
-            probability *= sizes[i] / sizes[left].sum()
-            left.remove(i)
-        law[tuple(sorted(order))] = law.get(tuple(sorted(order)), 0.0) + probability
-    return law
-
-
-def marginals_by_enumeration(sizes: np.ndarray, n: int) -> np.ndarray:
-    pi = np.zeros(len(sizes))
-    for terms, probability in law_by_enumeration(sizes, n).items():
-        pi[list(terms)] += probability
-    return pi
+from lightning_spectral.functional import (
+    draw_successive,
+    fit_log_sizes,
+    manly_inclusion_probs,
+    successive_inclusion_probs,
+)
 
 
 def marginals_by_fine_quadrature(log_sizes: np.ndarray, n: int) -> np.ndarray:
@@ -71,7 +57,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("sizes", "n"), SMALL)
 def test_marginals_equal_enumeration_of_all_orders(sizes, n):
-    expected = marginals_by_enumeration(sizes, n)
+    expected = successive_joint(sizes, n).diagonal()
     actual = successive_inclusion_probs(torch.tensor(sizes).log(), n).numpy()
     np.testing.assert_allclose(actual, expected, atol=1e-10, rtol=0)
     # Small probabilities need a small relative error, too: multipliers are their inverses.
@@ -100,11 +86,6 @@ def test_marginals_of_large_layers_sum_to_n_and_rise_with_size(N, n):
     pi = successive_inclusion_probs(-torch.arange(1, N + 1, dtype=torch.float64).log(), n)
     assert pi.sum().item() == pytest.approx(n, rel=1e-11)
     assert (pi.diff() < 1e-12).all()
-
-
-def test_one_draw_has_the_sizes_themselves_as_marginals():
-    sizes = torch.tensor([5.0, 3, 1, 1e-3, 1e-9], dtype=torch.float64)
-    torch.testing.assert_close(successive_inclusion_probs(sizes.log(), 1), sizes / sizes.sum(), rtol=1e-10, atol=0)
 
 
 def test_fourth_powers_over_fifteen_decades_stay_finite():
@@ -156,7 +137,7 @@ def test_choice_with_inclusion_probabilities_over_n_does_not_have_those_inclusio
 
 def test_the_race_has_the_enumerated_joint_law():
     sizes, n, size = np.array([5.0, 3, 2, 1, 0.5, 0.1]), 3, 40_000
-    law = law_by_enumeration(sizes, n)
+    law = successive_law(sizes, n)
     draws = draw_successive(torch.tensor(sizes).log(), n, size, torch.Generator().manual_seed(2))
     key = (2**draws).sum(1).numpy()
     for terms, probability in law.items():
@@ -223,13 +204,6 @@ def test_infinite_sizes_are_always_drawn_and_zero_sizes_only_to_fill_up(log_size
     assert (draws.diff(dim=1) > 0).all()
 
 
-def test_draws_in_chunks_are_complete(monkeypatch):
-    monkeypatch.setitem(draw_successive.__globals__, "CHUNK", 25)
-    draws = draw_successive(torch.zeros(10), 4, 7, torch.Generator().manual_seed(0))
-    assert draws.shape == (7, 4)
-    assert len({tuple(row) for row in draws.tolist()}) > 1
-
-
 @pytest.mark.parametrize(
     ("log_sizes", "n", "message"),
     [
@@ -245,8 +219,5 @@ def test_bad_input_is_named(log_sizes, n, message):
         successive_inclusion_probs(logs, n)
     with pytest.raises(ValueError, match=message):
         draw_successive(logs, n, 1, torch.Generator())
-
-
-def test_no_samples_is_an_error():
-    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
-        draw_successive(torch.zeros(2), 1, 0, torch.Generator())
+    with pytest.raises(ValueError, match=message):
+        manly_inclusion_probs(logs, n)

@@ -1,4 +1,4 @@
-# ruff: noqa: D101, D102
+# ruff: noqa: D101
 """TEMPORARY: algorithms that have not moved to the contract of `base.py` yet."""
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.

@@ -15,11 +15,15 @@ from lightning_spectral.nn.layers.grouped_conv import (
     SpectralShardedGroupedConv2d,
     SpectralShardedGroupedConv3d,
 )
-from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
+from lightning_spectral.nn.layers.linear import (
+    SpectralShardedLinear,
+    SpectralShardedSplitLinear,
+    SpectralShardedSplitTransposedLinear,
+    SpectralShardedTransposedLinear,
+)
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
 from lightning_spectral.nn.layers.spatial_conv import SpectralShardedSpatialConv2d
-from lightning_spectral.nn.layers.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import SHARDED_LAYERS

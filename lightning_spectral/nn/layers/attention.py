@@ -63,11 +63,9 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, num_terms: NumTerms) -> SpectralShardedMultiheadAttention:
-        """An empty layer of the shape of ``dense``, with the same ``out_proj``."""
         return cls(dense, counts(num_terms))
 
     def matrix_inputs(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Sequence[Tensor]:
-        """Query, key and value: one for each block."""
         return query, key, value
 
     @property

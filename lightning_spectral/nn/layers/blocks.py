@@ -85,11 +85,7 @@ class BlockCall(NamedTuple):
 def row_blocks(
     parameter: str, weight: Tensor, names: Sequence[str], transposed: bool = False
 ) -> tuple[WeightBlock, ...]:
-    """Equal parts of the rows of a weight, one for each name.
-
-    Raises:
-        ValueError: If the rows cannot be divided by the number of names.
-    """
+    """Equal parts of the rows of a weight, one for each name."""
     rows, columns = as_rows(weight, transposed).shape
     height, rest = divmod(rows, len(names))
     if rest:
@@ -113,14 +109,7 @@ def as_rows(weight: Tensor, transposed: bool = False, spatial: bool = False) -> 
 
 
 def from_rows(rows: Tensor, shape: Sequence[int], transposed: bool = False, spatial: bool = False) -> Tensor:
-    """The dense weight from its matrix: undoes `as_rows`.
-
-    Args:
-        rows: The matrix.
-        shape: Shape of the weight.
-        transposed: As for `as_rows`.
-        spatial: As for `as_rows`.
-    """
+    """The dense weight of a shape from its matrix: undoes `as_rows`."""
     if spatial:
         c_out, c_in, height, width = shape
         return rows.view(c_out, height, c_in, width).transpose(1, 2)
@@ -128,13 +117,7 @@ def from_rows(rows: Tensor, shape: Sequence[int], transposed: bool = False, spat
 
 
 def assemble(blocks: Sequence[WeightBlock], matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-    """The matrices of all blocks of one weight, joined in the shape of the weight.
-
-    Args:
-        blocks: Every block of the weight, in order of their rows.
-        matrices: One for each block.
-        weight: A tensor of the shape to return.
-    """
+    """The matrices of all blocks of one weight, in order of their rows, joined in the shape of the weight."""
     rows = torch.cat(list(matrices)) if len(matrices) > 1 else matrices[0]
     return from_rows(rows, weight.shape, blocks[0].transposed, blocks[0].spatial)
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_spectral.nn.layers.subclass import as_subclass
+from lightning_spectral.nn.layers.leading_channels import as_subclass
 
 _READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _READ_BASE = vars(torch._C.TensorBase)["_base"].__get__  # a view of it would have a base again, and so on

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_spectral.arguments import OneOf, Rule, Whole
 from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.leading_channels import leading_channels
-from lightning_spectral.nn.layers.pointwise import pointwise
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
 
@@ -40,10 +39,6 @@ class SpectralShardedConv(SpectralShardedLayer):
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         device: As in other ``torch.nn`` modules.
         dtype: As in other ``torch.nn`` modules.
-
-    Raises:
-        TypeError: If an argument has the wrong type, or not one number for each dimension.
-        ValueError: If ``num_terms`` or another number is out of range, or a string is unknown.
 
     Reference:
         Niu et al. (2022), section 3.2.1; Korzhenkov & Louizos (2024), section 4.1.
@@ -82,7 +77,6 @@ class SpectralShardedConv(SpectralShardedLayer):
 
     @classmethod
     def like(cls: type[ConvT], dense: Any, num_terms: NumTerms) -> ConvT:
-        """An empty layer of the shape of ``dense``, a convolution with one group."""
         (n,), weight = counts(num_terms), dense.weight
         if dense.groups != 1:
             raise ValueError(f"{cls.__name__} has one group, got a convolution with groups={dense.groups}.")
@@ -101,7 +95,6 @@ class SpectralShardedConv(SpectralShardedLayer):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer."""
         padding, channel_dim = self.padding, -len(self.kernel_size) - 1
         input, v = self._leading(input, channel_dim)
         if self.padding_mode != "zeros":
@@ -116,12 +109,11 @@ class SpectralShardedConv(SpectralShardedLayer):
         return leading_channels(out, self.out_channels, channel_dim)
 
     def num_positions(self, input: Tensor, output: Tensor) -> int:
-        """Positions of the output, over the whole batch: the kernel is applied once at each."""
         return output.numel() // self.out_channels
 
     @classmethod
     def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """As in `ShardedLayer`, but torch keeps a rebuilt weight whether the input has a gradient or not."""
+        """As by default, but torch keeps a rebuilt weight whether the input has a gradient or not."""
         return super().kept_by_terms(block, call._replace(input_needs_grad=True), num_terms)
 
     def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
@@ -143,7 +135,6 @@ class SpectralShardedConv(SpectralShardedLayer):
         return conv(input, kernel, bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
-        """The text that ``print`` shows for the layer."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_terms={self.num_terms}, "
             f"stride={self.stride}, padding={self.padding}, bias={self.bias is not None}"
@@ -164,33 +155,17 @@ def _padding(padding: Any, num_dims: int) -> str | tuple[int, ...]:
 
 
 class SpectralShardedConv1d(SpectralShardedConv):
-    """A one-dimensional convolution held as n singular terms; see `SpectralShardedConv`.
-
-    Shape:
-        As ``nn.Conv1d`` with one group.
-
-    Example:
-        >>> from torch import nn
-        >>> dense = nn.Conv1d(3, 8, 5, stride=2)
-        >>> x = torch.randn(1, 3, 20)
-        >>> torch.allclose(SpectralShardedConv1d.from_dense(dense, num_terms=8)(x), dense(x), atol=1e-5)
-        True
-    """
+    """``nn.Conv1d`` with one group, held as n singular terms; see `SpectralShardedConv`."""
 
     conv = staticmethod(F.conv1d)
     channel_dim = -2
 
 
 class SpectralShardedConv2d(SpectralShardedConv):
-    """A two-dimensional convolution held as n singular terms; see `SpectralShardedConv`.
-
-    Shape:
-        As ``nn.Conv2d`` with one group.
+    """``nn.Conv2d`` with one group, held as n singular terms; see `SpectralShardedConv`.
 
     Example:
-        >>> from torch import nn
-        >>> dense = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        >>> x = torch.randn(1, 3, 9, 9)
+        >>> dense, x = torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.randn(1, 3, 9, 9)
         >>> torch.allclose(SpectralShardedConv2d.from_dense(dense, num_terms=8)(x), dense(x), atol=1e-5)
         True
     """
@@ -200,18 +175,7 @@ class SpectralShardedConv2d(SpectralShardedConv):
 
 
 class SpectralShardedConv3d(SpectralShardedConv):
-    """A three-dimensional convolution held as n singular terms; see `SpectralShardedConv`.
-
-    Shape:
-        As ``nn.Conv3d`` with one group.
-
-    Example:
-        >>> from torch import nn
-        >>> dense = nn.Conv3d(2, 4, 3)
-        >>> x = torch.randn(1, 2, 5, 5, 5)
-        >>> torch.allclose(SpectralShardedConv3d.from_dense(dense, num_terms=4)(x), dense(x), atol=1e-5)
-        True
-    """
+    """``nn.Conv3d`` with one group, held as n singular terms; see `SpectralShardedConv`."""
 
     conv = staticmethod(F.conv3d)
     channel_dim = -4
@@ -232,3 +196,37 @@ def explicit_padding(
         totals = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
         return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
     return [size for size in reversed(padding) for _ in range(2)]
+
+
+def pointwise(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, stride: tuple[int, ...], conv: Callable[..., Tensor]
+) -> Tensor:
+    """A convolution whose kernel has size one in each dimension, computed by matrix products where they are faster.
+
+    Args:
+        x: Shape ``(batch, columns, *positions)``, or the same without the batch.
+        matrix: Shape ``(rows, columns)``.
+        bias: Shape ``(rows,)``.
+        stride: One number for each dimension of the positions.
+        conv: The torch convolution with the same number of dimensions.
+    """
+    ones = (1,) * len(stride)
+    if x.device.type == "cpu" and x.is_contiguous() and x.dim() == len(stride) + 2:
+        if stride != ones:  # do not read skipped positions: 1.2 to 1.6 times as fast
+            kept: Any = (..., *(slice(None, None, step) for step in stride))
+            x, stride = x[kept].contiguous(), ones
+        if products_are_faster(matrix.numel(), math.prod(x.shape[2:])):
+            weights, positions = matrix.expand(len(x), -1, -1), x.flatten(2)
+            out = torch.bmm(weights, positions) if bias is None else torch.baddbmm(bias[:, None], weights, positions)
+            return out.view(len(x), len(matrix), *x.shape[2:])
+    return conv(x, matrix.view(*matrix.shape, *ones), bias, stride)
+
+
+def products_are_faster(num_values: int, num_positions: int) -> bool:
+    """Whether one matrix product for each example beats a convolution, for channels-first memory on a CPU.
+
+    A convolution repacks channels-first memory, which a product reads as it is. But each product packs the matrix
+    again, so the matrix must be small. Measured for 64 to 512 channels at 16 to 196 positions, products are mostly 1 to
+    2.5 times as fast where this holds, and 0.6 to 1 times elsewhere.
+    """
+    return num_values <= 1024 * max(32, num_positions)

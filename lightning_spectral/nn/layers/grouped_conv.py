@@ -41,16 +41,13 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """One block for each group."""
         return row_blocks("weight", dense.weight, [f"blocks.{i}" for i in range(dense.groups)])
 
     @classmethod
     def like(cls: type[ConvT], dense: Any, num_terms: NumTerms) -> ConvT:
-        """An empty layer of the shape of ``dense``."""
         return cls(dense, counts(num_terms))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer."""
         padding = self.padding
         if self.padding_mode != "zeros":
             sides = explicit_padding(padding, self.kernel_size, self.dilation)
@@ -62,7 +59,6 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         return conv(hidden, mix.view(*mix.shape, *(1,) * len(self.kernel_size)), self.bias, groups=self.groups)
 
     def num_positions(self, input: Tensor, output: Tensor) -> int:
-        """Positions of the output, over the whole batch: every group's kernel is applied once at each."""
         return output.numel() // int(self.weight_shape[0])
 
     @classmethod
@@ -77,31 +73,23 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The effective dense weight; differentiable."""
         return self.computed("weight", self._kernel)
 
     def _kernel(self) -> Tensor:
         return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
 
     def extra_repr(self) -> str:
-        """The text that ``print`` shows for the layer."""
         return f"weight_shape={self.weight_shape}, groups={self.groups}, stride={self.stride}, padding={self.padding}"
 
 
 class SpectralShardedGroupedConv1d(SpectralShardedGroupedConv):
-    """A one-dimensional convolution with groups; see `SpectralShardedGroupedConv`.
-
-    Example:
-        >>> dense, x = nn.Conv1d(4, 8, 3, groups=2), torch.randn(1, 4, 9)
-        >>> torch.allclose(SpectralShardedGroupedConv1d.from_dense(dense, (4, 4))(x), dense(x), atol=1e-5)
-        True
-    """
+    """``nn.Conv1d`` with groups; see `SpectralShardedGroupedConv`."""
 
     conv = staticmethod(F.conv1d)
 
 
 class SpectralShardedGroupedConv2d(SpectralShardedGroupedConv):
-    """A two-dimensional convolution with groups; see `SpectralShardedGroupedConv`.
+    """``nn.Conv2d`` with groups; see `SpectralShardedGroupedConv`.
 
     Example:
         >>> dense, x = nn.Conv2d(4, 8, 3, groups=2), torch.randn(1, 4, 9, 9)
@@ -113,12 +101,6 @@ class SpectralShardedGroupedConv2d(SpectralShardedGroupedConv):
 
 
 class SpectralShardedGroupedConv3d(SpectralShardedGroupedConv):
-    """A three-dimensional convolution with groups; see `SpectralShardedGroupedConv`.
-
-    Example:
-        >>> dense, x = nn.Conv3d(4, 8, 3, groups=2), torch.randn(1, 4, 5, 5, 5)
-        >>> torch.allclose(SpectralShardedGroupedConv3d.from_dense(dense, (4, 4))(x), dense(x), atol=1e-5)
-        True
-    """
+    """``nn.Conv3d`` with groups; see `SpectralShardedGroupedConv`."""
 
     conv = staticmethod(F.conv3d)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_spectral.nn.layers.subclass import as_subclass
-
 Narrow = Callable[..., Tensor | None]
+SubclassT = TypeVar("SubclassT", bound=Tensor)
+BEFORE_2_6 = torch.__version__ < "2.6"  # a `TorchVersion`, which compares numbers
 
 
 class LeadingChannels(Tensor):
@@ -77,6 +77,29 @@ def leading_channels(held: Tensor, num_channels: int, channel_dim: int) -> Tenso
     wrapped = as_subclass(held, LeadingChannels)
     wrapped.num_channels, wrapped.channel_dim = num_channels, channel_dim
     return wrapped
+
+
+def as_subclass(tensor: Tensor, subclass: type[SubclassT]) -> SubclassT:
+    """The tensor as an instance of a subclass, with its gradients.
+
+    torch before 2.6 can do so neither inside a `TorchDispatchMode`, such as a counter of operations, nor in a compiled
+    function. Later versions switch off such modes for this call themselves.
+
+    Example:
+        >>> from torch.utils.flop_counter import FlopCounterMode
+        >>> class Named(Tensor):
+        ...     pass
+        >>> with FlopCounterMode(display=False):
+        ...     type(as_subclass(torch.ones(2) + 1, Named)).__name__
+        'Named'
+    """
+    return _outside_of_modes(tensor, subclass) if BEFORE_2_6 else tensor.as_subclass(subclass)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_of_modes(tensor: Tensor, subclass: type[SubclassT]) -> SubclassT:
+    with torch._C._DisableTorchDispatch():
+        return tensor.as_subclass(subclass)
 
 
 def _whole(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Linear layers held as n singular terms."""
+"""Linear layers held as n singular terms, or as several parts, such as q, k and v, each with its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
-from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
+from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, ShardedLayer, SpectralShardedLayer, counts
+from lightning_spectral.nn.layers.terms import SingularTerms
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
@@ -24,9 +25,6 @@ class SpectralShardedLinear(SpectralShardedLayer):
 
     Shape:
         Input ``(..., in_features)``, output ``(..., out_features)``.
-
-    Raises:
-        ValueError: If ``num_terms`` is out of range.
 
     Note:
         With ``n = N`` the layer computes the same as the dense one, but has more parameters and trains differently. If
@@ -59,17 +57,14 @@ class SpectralShardedLinear(SpectralShardedLayer):
 
     @classmethod
     def like(cls, dense: nn.Linear, num_terms: NumTerms) -> SpectralShardedLinear:
-        """An empty layer of the shape of ``dense``."""
         (block,) = cls.blocks_of(dense)
         (n,), (rows, columns), weight = counts(num_terms), block.shape, dense.weight
         return cls(columns, rows, n, dense.bias is not None, weight.device, weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer."""
         return self.linear(input, self.bias)
 
     def extra_repr(self) -> str:
-        """The text that ``print`` shows for the layer."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
             f"bias={self.bias is not None}"
@@ -80,17 +75,84 @@ class SpectralShardedTransposedLinear(SpectralShardedLinear):
     """A linear layer whose dense weight is stored transposed, ``(in_features, out_features)``.
 
     That is the ``Conv1D`` of the transformers library, which is not a convolution.
-
-    Args:
-        in_features: As in `SpectralShardedLinear`, like the other arguments.
     """
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """The weight, transposed, as a single block."""
         return row_blocks("weight", dense.weight, [""], transposed=True)
 
     @property
     def weight(self) -> Tensor:
-        """The effective dense weight, shape ``(in_features, out_features)``."""
         return self.computed("weight", lambda: self.matrix().T)
+
+
+class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
+    """A linear layer whose outputs are split into equal parts that are factorised separately.
+
+    Args:
+        in_features: Size of each input example.
+        out_features: Size of each output example, divisible by the number of parts.
+        num_terms: Number of singular terms of each part.
+        bias: Whether there is a bias.
+        device: As in other ``torch.nn`` modules.
+        dtype: As in other ``torch.nn`` modules.
+
+    Shape:
+        Input ``(..., in_features)``, output ``(..., out_features)``.
+
+    Example:
+        >>> qkv = nn.Linear(4, 12)
+        >>> x = torch.randn(2, 4)
+        >>> torch.allclose(SpectralShardedSplitLinear.from_dense(qkv, (4, 4, 4))(x), qkv(x), atol=1e-5)
+        True
+    """
+
+    channel_dim = -1
+    transposed = False
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_terms: tuple[int, ...],
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        height = out_features // len(num_terms)
+        parts = [SingularTerms((height, in_features), n, device, dtype) for n in num_terms]
+        self.blocks = nn.ModuleDict({str(i): part for i, part in enumerate(parts)})
+        empty = torch.zeros(out_features, device=device, dtype=dtype)
+        self.register_parameter("bias", nn.Parameter(empty) if bias else None)
+
+    @classmethod
+    def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+        return row_blocks("weight", dense.weight, [f"blocks.{i}" for i in range(num_parts)], cls.transposed)
+
+    @classmethod
+    def like(cls, dense: Any, num_terms: NumTerms) -> SpectralShardedSplitLinear:
+        num_terms = counts(num_terms)
+        blocks, weight = cls.blocks_of(dense, len(num_terms)), dense.weight
+        (height, columns), bias = blocks[0].shape, dense.bias is not None
+        return cls(columns, height * len(blocks), num_terms, bias, weight.device, weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = torch.cat([part.linear(input) for part in self.held_terms()], dim=-1)
+        return out if self.bias is None else out + self.bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self.computed("weight", lambda: self._rows().T if self.transposed else self._rows())
+
+    def _rows(self) -> Tensor:
+        return torch.cat([part.matrix() for part in self.held_terms()])
+
+
+class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):
+    """The same for a weight that is stored transposed, as in transformers' ``Conv1D``."""
+
+    transposed = True

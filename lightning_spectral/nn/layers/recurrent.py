@@ -38,7 +38,6 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """The gates of each weight, layer by layer and direction by direction."""
         return tuple(
             block
             for name in dense._flat_weights_names
@@ -69,7 +68,6 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
 
     @classmethod
     def like(cls: type[RecurrentT], dense: Any, num_terms: NumTerms) -> RecurrentT:
-        """An empty layer of the shape of ``dense``."""
         names = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
         options = {name: getattr(dense, name) for name in names}
         if dense.proj_size:
@@ -92,7 +90,6 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         self._flat_weights = []
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As ``nn.LSTM.forward`` and ``nn.GRU.forward``."""
         self._flat_weights = [self._dense_tensor(name) for name in self._flat_weights_names]
         try:
             return super().forward(input, hx)

@@ -47,33 +47,19 @@ class ShardedLayer(_Base):
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
         """The matrices that are factorised; together they cover every weight they touch, in order of rows.
 
-        Args:
-            dense: The dense layer; it is only read.
-            num_parts: Number of linear layers packed into the layer.
-
-        Raises:
-            ValueError: If the outputs cannot be divided by ``num_parts``.
+        ``ValueError`` if the outputs cannot be divided by ``num_parts``, the number of linear layers packed into the
+        layer.
         """
         raise NotImplementedError
 
     @classmethod
     def like(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
-        """An empty layer of the shape of ``dense``, whose terms are loaded later.
-
-        Args:
-            dense: The dense layer; it is only read.
-            num_terms: Number of terms of each block; a single number if there is one block.
-        """
+        """An empty layer of the shape of ``dense``, with so many terms of each block; a number if there is only one."""
         raise NotImplementedError
 
     @classmethod
     def from_dense(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
-        """The layer that holds the largest singular terms of ``dense``, and its other parameters.
-
-        Args:
-            dense: The dense layer; it is only read.
-            num_terms: Number of terms of each block; a single number if there is one block.
-        """
+        """The layer that holds the largest singular terms of ``dense``, and its other parameters."""
         layer = cls.like(dense, num_terms)
         own = dict(layer.named_parameters())
         with torch.no_grad():
@@ -95,24 +81,14 @@ class ShardedLayer(_Base):
         return [module for module in self.modules() if isinstance(module, SingularTerms)]
 
     def matrix_inputs(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """The tensors that a call applies the matrices to; override it if that is not the first argument.
+        """The tensors that a call applies the matrices to, one for all blocks or one for each.
 
-        Args:
-            args: As for ``forward``.
-            kwargs: As for ``forward``.
-
-        Returns:
-            One tensor for all blocks, or one for each, in order.
+        Override it if that is not the first argument.
         """
         return [*args, *kwargs.values()][:1]
 
     def num_positions(self, input: Tensor, output: Any) -> int:
-        """Number of vectors in one of the `matrix_inputs`; override it if they do not lie along the last dimension.
-
-        Args:
-            input: The tensor.
-            output: What the layer returned.
-        """
+        """Number of vectors in one of the `matrix_inputs`; override it if they do not lie along the last dimension."""
         return input.numel() // input.shape[-1]
 
     def inner_positions(self, input: Tensor, output: Any) -> int:
@@ -126,25 +102,15 @@ class ShardedLayer(_Base):
         return Fraction(input.held.shape[input.channel_dim], input.num_channels)
 
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
-        """Hold only the leading output channels; the others are zero.
-
-        Args:
-            num_outputs: Number of channels to hold.
-            with_bias: Whether the bias, if any, is cut as well.
-        """
+        """Hold only the leading output channels, and the same part of the bias; the others are zero."""
         raise NotImplementedError(f"{type(self).__name__} has all of its outputs.")
 
     @classmethod
     def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Multiply-accumulate operations that the terms of a block take in one call of the layer.
+        """Multiply-accumulate operations that n terms of a block take in one call of the layer.
 
         By default, those of two thin products, or of rebuilding the matrix and one product where that is less work, as
         in `SingularTerms.linear`. Override it, and `kept_by_terms`, in a layer that applies its terms differently.
-
-        Args:
-            block: The matrix.
-            call: The number of vectors it is applied to.
-            num_terms: Number n of terms.
         """
         rows, columns = block.shape
         if rebuilding_is_cheaper(call.num_positions, num_terms, rows, columns):
@@ -153,15 +119,10 @@ class ShardedLayer(_Base):
 
     @classmethod
     def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Values that autograd keeps of the terms of a block in one call, beyond parameters, buffers and inputs.
+        """Values that autograd keeps of n terms of a block in one call, beyond parameters, buffers and inputs.
 
         By default, ``U diag(omega)`` and the result of the first product or, if the input has a gradient, the rebuilt
         matrix. Values that do not grow with the number of terms may be left out, as they are counted in a pass.
-
-        Args:
-            block: The matrix.
-            call: The number of vectors it is applied to, and whether they have a gradient.
-            num_terms: Number n of terms.
         """
         rows, columns = block.shape
         if rebuilding_is_cheaper(call.num_positions, num_terms, rows, columns):
@@ -169,12 +130,7 @@ class ShardedLayer(_Base):
         return num_terms * (rows + call.num_positions)
 
     def computed(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """A dense weight for modules that read it; differentiable, and writing to it is an error.
-
-        Args:
-            name: Attribute of the dense layer.
-            compute: Returns the weight.
-        """
+        """A dense weight for modules that read it; differentiable, and writing to it is an error."""
         return computed_weight(compute, join(self.dense_name, name), self.dense_name or type(self).__name__)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -231,11 +187,9 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """The weight, as a single block."""
         return row_blocks("weight", dense.weight, [""])
 
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
-        """Hold only the leading output channels; the others are zero."""
         self.keep_rows(num_outputs)
         if with_bias and self.bias is not None:
             self.bias = nn.Parameter(self.bias.detach()[:num_outputs].clone())

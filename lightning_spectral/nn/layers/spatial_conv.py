@@ -42,18 +42,15 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """The spatial matrix, as a single block."""
         rows, columns = as_rows(dense.weight, spatial=True).shape
         return (WeightBlock("", "weight", (0, rows), (rows, columns), spatial=True),)
 
     @classmethod
     def like(cls, dense: Any, num_terms: NumTerms) -> SpectralShardedSpatialConv2d:
-        """An empty layer of the shape of ``dense``, a convolution with one group."""
         (n,) = counts(num_terms)
         return cls(dense, n)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer."""
         n, padding = self.num_terms, self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._sides(), self.padding_mode), "valid"
@@ -69,11 +66,9 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
         return explicit_padding(self.padding, self.kernel_size, self.dilation)
 
     def num_positions(self, input: Tensor, output: Tensor) -> int:
-        """Positions of the output, over the whole batch."""
         return output.numel() // self.weight_shape[0]
 
     def inner_positions(self, input: Tensor, output: Tensor) -> int:
-        """Positions between the two convolutions: as many rows as the input has, as many columns as the output has."""
         padded = 0 if self.padding_mode == "zeros" else sum(self._sides()[2:])
         return self.num_positions(input, output) // output.shape[-2] * (input.shape[-2] + padded)
 
@@ -90,11 +85,9 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     @property
     def weight(self) -> Tensor:
-        """The effective dense weight; differentiable."""
         return self.computed("weight", lambda: from_rows(self.matrix(), self.weight_shape, spatial=True))
 
     def extra_repr(self) -> str:
-        """The text that ``print`` shows for the layer."""
         return (
             f"weight_shape={self.weight_shape}, num_terms={self.num_terms}, stride={self.stride}, "
             f"padding={self.padding}"

@@ -30,10 +30,6 @@ class SingularTerms(nn.Module):
         device: As in other ``torch.nn`` modules.
         dtype: As in other ``torch.nn`` modules.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``num_terms`` is out of range.
-
     Example:
         >>> terms = SingularTerms((4, 3), num_terms=1)
         >>> terms.load_matrix(torch.ones(4, 3))
@@ -109,11 +105,7 @@ class SingularTerms(nn.Module):
 
     @torch.no_grad()
     def keep_rows(self, num_rows: int) -> None:
-        """Hold only the leading rows of ``u``, in a new parameter.
-
-        Args:
-            num_rows: Number of rows to hold.
-        """
+        """Hold only the leading rows of ``u``, in a new parameter."""
         self.u = nn.Parameter(self.u[:num_rows].clone())
 
     @torch.no_grad()

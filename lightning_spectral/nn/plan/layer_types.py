@@ -17,11 +17,15 @@ from lightning_spectral.nn.layers.grouped_conv import (
     SpectralShardedGroupedConv2d,
     SpectralShardedGroupedConv3d,
 )
-from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
+from lightning_spectral.nn.layers.linear import (
+    SpectralShardedLinear,
+    SpectralShardedSplitLinear,
+    SpectralShardedSplitTransposedLinear,
+    SpectralShardedTransposedLinear,
+)
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.spatial_conv import SpectralShardedSpatialConv2d
-from lightning_spectral.nn.layers.split_linear import SpectralShardedSplitLinear, SpectralShardedSplitTransposedLinear
 from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 
 ShardedType = type[ShardedLayer]

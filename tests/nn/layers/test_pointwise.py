@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spectral.nn import SpectralShardedConv2d
-from lightning_spectral.nn.layers.pointwise import pointwise, products_are_faster
+from lightning_spectral.nn.layers.conv import pointwise, products_are_faster
 from lightning_spectral.testing import check_sharded_layer
 
 CONVS: list[Any] = [(F.conv1d, (9,), (2,)), (F.conv2d, (7, 8), (2, 1)), (F.conv3d, (5, 6, 5), (1, 2, 3))]

@@ -42,8 +42,7 @@ from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.nn.plan.untraced import untraced_ends
-from lightning_spectral.nn.plan.validate import check_layers, plan_of
+from lightning_spectral.nn.plan.validate import check_layers, plan_of, untraced_ends
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import (

@@ -27,10 +27,6 @@ class EffectiveLRClip:
     Args:
         tau: Largest effective learning rate, in units of the nominal one, at least 1; ``float("inf")`` changes nothing.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``tau`` is below 1.
-
     Reference:
         Korzhenkov & Louizos (2024), section 3.3; the paper uses tau = 10.
 

@@ -29,13 +29,6 @@ def adapted_layers(
         trained: Patterns of names that are trained whole and so need no adapter.
         scale: Factor on the product of an adapter that a layer gets; a PEFT adapter has its own.
 
-    Returns:
-        The layers in order of registration.
-
-    Raises:
-        ValueError: If a pattern matches no layer that can have an adapter; the message says what it does match and why
-            this cannot have one. Also if PEFT has made adapters of other kinds, or of layers that no pattern matches.
-
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> adapted_layers(net, ["*"], trained=["2"])
@@ -44,16 +37,15 @@ def adapted_layers(
         Traceback (most recent call last):
         ValueError: `layers`: '1' matches no linear layer that can have an adapter. Give patterns of names such as '0'.
     """
-    brought = peft_layers(module)
-    if left_out := [layer.name for layer in brought if not matches_any(layer.name, patterns)]:
+    existing = peft_layers(module)
+    if left_out := [layer.name for layer in existing if not matches_any(layer.name, patterns)]:
         raise ValueError(f"`layers` leaves out {left_out[0]!r}, to which PEFT gave an adapter; leave `layers` at '*'.")
-    return brought or tuple(
+    return existing or tuple(
         _described(name, module.get_submodule(name), scale) for name in _chosen(module, patterns, trained)
     )
 
 
 def _chosen(module: nn.Module, patterns: Sequence[str], trained: Sequence[str]) -> list[str]:
-    """Names of the layers that get an adapter."""
     refused = _refusals(module)
     free = {name: reason for name, reason in refused.items() if not matches(name, trained)}
     able = [name for name, reason in free.items() if not reason]

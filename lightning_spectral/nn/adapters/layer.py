@@ -73,13 +73,7 @@ class AdaptedLayer:
             )
 
     def attach(self, client: nn.Module, rank: int, multiplied: bool) -> None:
-        """Give a copy of the server's module the factors of this layer, zero for now; its weight becomes frozen.
-
-        Args:
-            client: The copy.
-            rank: Number of terms.
-            multiplied: Whether terms have multipliers.
-        """
+        """Freeze the layer's weight in a copy of the server's module, and give it factors of zero."""
         layer = client.get_submodule(self.name)
         weight = layer.get_parameter("weight").requires_grad_(False)
         layer.register_parameter("lora_A", nn.Parameter(weight.new_zeros(rank, self.in_features)))
@@ -91,11 +85,7 @@ class AdaptedLayer:
 
 @dataclass(frozen=True)
 class AddProduct:
-    """A forward hook that adds ``scale B diag(omega) A x`` to the output of a layer.
-
-    Attributes:
-        scale: Factor on the product of the factors.
-    """
+    """A forward hook that adds ``scale B diag(omega) A x`` to the output of a layer."""
 
     scale: float
 

@@ -32,22 +32,19 @@ class PeftLayer(AdaptedLayer):
 
     @property
     def weight(self) -> str:
-        """Name of the weight, without the adapter."""
         return self.tensor("base_layer.weight")
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Names of the factors and multipliers on a device; the factors have the same names in the server's module."""
+        """As in `AdaptedLayer`; the factors have the same names in the server's module."""
         own = {"A": "lora_A.{}.weight", "B": "lora_B.{}.weight", "omega": "lora_A.{}." + OMEGA}
         return MappingProxyType({part: self.tensor(name.format(self.adapter)) for part, name in own.items()})
 
     @property
     def origins(self) -> dict[str, str]:
-        """Each factor has options of its own."""
         return {name: name for name in self.factors.values()}
 
     def check_rank(self, max_rank: int) -> None:
-        """Raise ``ValueError`` unless the largest rank of all clients is the adapter's own."""
         if max_rank != self.rank:
             raise ValueError(
                 f"The largest `rank` must be that of the adapters which PEFT has made, {self.rank} for {self.name!r}, "
@@ -64,11 +61,10 @@ class PeftLayer(AdaptedLayer):
         layer.r[self.adapter] = down.out_features = up.in_features = rank
         if multiplied:
             down.register_buffer(OMEGA, down.weight.new_ones(rank))
-            down.register_forward_hook(times_omega)
+            down.register_forward_hook(_times_omega)
 
 
-def times_omega(down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Multiply the terms, as a forward hook of the right factor."""
+def _times_omega(down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     omega: Tensor = down.lora_omega
     return output * omega
 
@@ -76,9 +72,8 @@ def times_omega(down: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
 def peft_layers(module: nn.Module) -> tuple[PeftLayer, ...]:
     """The layers of a module that have a PEFT adapter, in order of registration; none in a plain module.
 
-    Raises:
-        ValueError: If it has PEFT adapters other than plain LoRA on linear layers: adapters of another kind, variants
-            of LoRA, on layers of other types or with quantised weights, several at once, merged or switched off.
+    ``ValueError`` names PEFT adapters other than plain LoRA on linear layers: adapters of another kind, variants of
+    LoRA, on layers of other types or with quantised weights, several at once, merged or switched off.
     """
     found = {name: part for name, part in module.named_modules() if _is_tuner(part)}
     reasons = [*_other_kinds(module), *(f"{name!r} {why}" for name, part in found.items() if (why := _refusal(part)))]

@@ -59,11 +59,7 @@ class BlockUse:
     calls: tuple[BlockCall, ...]
 
     def cost(self, num_terms: int) -> Cost:
-        """The cost of n terms of the block, beyond what the layer costs with any number of terms.
-
-        Args:
-            num_terms: Number n of terms.
-        """
+        """The cost of n terms of the block, beyond what the layer costs with any number of terms."""
         factors = num_terms * sum(self.block.held_shape)
         used = [(self._used(call), call) for call in self.calls]
         kept = sum(self.layer.kept_by_terms(block, call, num_terms) for block, call in used if call.keeps)

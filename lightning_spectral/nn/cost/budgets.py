@@ -58,9 +58,6 @@ def keep_ratio_for(
     Returns:
         A keep ratio in ``(0, 1]``, or a list of them.
 
-    Raises:
-        ValueError: If not exactly one budget is given, if nothing fits, or as for `cost_table`.
-
     Example:
         >>> import torch
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))  # 178 parameters outside 16 x 16
@@ -87,13 +84,7 @@ def only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
 
 
 def fractions_of(sizes: Collection[int]) -> Ratios:
-    """The keep ratios at which a client gains another item, ascending; between them nothing changes.
-
-    Args:
-        sizes: Number N of items of each kind, of which a client with keep ratio r holds ceil(r N).
-
-    Returns:
-        The keep ratios; the last is 1.
+    """The keep ratios at which a client gains another of N items, for any of the sizes N, ascending up to 1.
 
     Example:
         >>> fractions_of({2, 4})
@@ -105,14 +96,10 @@ def fractions_of(sizes: Collection[int]) -> Ratios:
 def largest_ratios(
     cost_at: Callable[[float], Cost], candidates: Ratios, name: str, budget: Budget, remedy: str
 ) -> float | list[float]:
-    """The largest keep ratio that fits a budget, or one for each of several budgets.
+    """The largest of ascending keep ratios, the last of which is 1, that fits a budget; or one for each of several.
 
-    Args:
-        cost_at: Maps keep ratios to costs, which grow with the keep ratio below 1.
-        candidates: The keep ratios to choose from, ascending; the last is 1.
-        name: The kind of budget, one of `NEEDS`.
-        budget: One budget, or several.
-        remedy: What to do if nothing fits, other than raising the budget.
+    ``cost_at`` maps keep ratios to costs, which grow with the keep ratio below 1; ``remedy`` is what to do if nothing
+    fits, other than raising the budget.
     """
     needed = cache(lambda keep_ratio: NEEDS[name](cost_at(keep_ratio)))
 
@@ -132,12 +119,8 @@ def largest_ratios(
 def _last_fitting(needed: Callable[[int], int], high: int, budget: float) -> int:
     """The largest index whose need fits, by linear interpolation and bisection in turn.
 
-    Counting a need may take a forward pass, and most needs are nearly linear.
-
-    Args:
-        needed: Maps indices to needs. The need of 0 fits, and that of ``high`` does not.
-        high: The last index.
-        budget: The largest need that fits.
+    Counting a need may take a forward pass, and most needs are nearly linear. That of 0 fits, and that of ``high`` does
+    not.
     """
     low, on_line = 0, True
     while high - low > 1:

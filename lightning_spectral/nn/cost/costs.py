@@ -17,8 +17,7 @@ from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
 from lightning_spectral.nn.plan.trace import Example, example_of
-from lightning_spectral.nn.plan.untraced import difference_from_a_run
-from lightning_spectral.nn.plan.validate import plan_of
+from lightning_spectral.nn.plan.validate import difference_from_a_run, plan_of
 from lightning_spectral.protocol.exchange import averaged_tensors, copy_module, travelling_tensors
 from lightning_spectral.protocol.records import num_bytes
 
@@ -42,14 +41,7 @@ class Costs:
     term_granularity: int = 1
 
     def at(self, keep_ratio: float) -> Cost:
-        """The cost of a sub-model.
-
-        Args:
-            keep_ratio: Share r of the singular terms, in ``(0, 1]``.
-
-        Raises:
-            ValueError: If ``keep_ratio`` is out of range.
-        """
+        """The cost of a sub-model with a keep ratio in ``(0, 1]``."""
         return self.fixed + _cost_of_terms(self.blocks, keep_ratio, self.term_granularity)
 
 

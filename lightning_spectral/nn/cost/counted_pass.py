@@ -147,12 +147,7 @@ class _Record:
         self._entered.append((self.kept.num_packs, self.macs))
 
     def leaver(self, name: str, is_watched: bool) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """A forward hook that records the call of a layer.
-
-        Args:
-            name: Dotted name of the layer.
-            is_watched: Whether its calls are recorded; if not, it is a dense recurrent layer.
-        """
+        """A forward hook that records the call of a watched layer, or counts a dense recurrent one."""
 
         def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             num_packs, macs = self._entered.pop()

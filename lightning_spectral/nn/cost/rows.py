@@ -60,11 +60,7 @@ class CostRows(Generic[C]):
         return {name: asdict(cost) for name, cost in named.items()}
 
     def log(self, logger: Any) -> None:
-        """Log every number as a metric such as ``cost/0.2/macs``; a `WandbLogger` gets the table too.
-
-        Args:
-            logger: Any Lightning logger.
-        """
+        """Log every number as a metric such as ``cost/0.2/macs``; a `WandbLogger` gets the table too."""
         rows = self.as_dict()
         logger.log_metrics({f"cost/{row}/{name}": n for row, costs in rows.items() for name, n in costs.items()})
         if hasattr(logger, "log_table"):  # of Lightning's own loggers, only wandb's

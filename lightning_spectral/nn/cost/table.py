@@ -93,10 +93,6 @@ def cost_table(
         layers: Choices, or the plan that `validate` returned. Buffers that keep the server's value are sent down but
             not up.
 
-    Raises:
-        ValueError: If a ratio is out of range, there is no example or no ``forward``, ``layers`` is the plan of another
-            module, or `validate` shows problems, which the message lists.
-
     Note:
         The multiplications of normalisations, activations and other elementwise operations are not counted, as in
         `torch.utils.flop_counter`. Backward takes about twice as many as forward, whole or sharded.

@@ -58,10 +58,6 @@ def compression_for(
     Returns:
         The number of weights for each probability, at least 1, as `Zampling` takes it.
 
-    Raises:
-        TypeError: If a budget is a sequence.
-        ValueError: If not exactly one budget is given, nothing fits, or as for `zampling_cost_table`.
-
     Example:
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # 19,210 weights
         >>> compression_for(mlp, budget_uplink_bytes=200)  # 1,600 bits

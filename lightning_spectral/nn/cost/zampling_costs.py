@@ -65,9 +65,6 @@ class ZamplingCosts:
     def at(self, num_probs: int) -> ZamplingCost:
         """The cost with n probabilities.
 
-        Args:
-            num_probs: Number n of probabilities.
-
         Example:
             >>> costs = zampling_costs_of(nn.Linear(15, 10), Compression(1), downlink_bits=8)
             >>> costs.at(80).downlink_bytes, costs.at(80).uplink_bytes
@@ -94,18 +91,7 @@ def zampling_costs_of(
     keep_buffers: Sequence[str] = (),
     macs: int = 0,
 ) -> ZamplingCosts:
-    """The cost of a module to a client, at any number of probabilities.
-
-    Args:
-        module: Any module; it is not changed.
-        how: Which weights are compressed, and the degree; the factor has no effect.
-        downlink_bits: As for `Zampling`.
-        keep_buffers: As for `Zampling`.
-        macs: Multiply-accumulate operations of one forward pass.
-
-    Raises:
-        ValueError: If there is nothing to compress.
-    """
+    """The cost of a module at any number of probabilities; the factor of the compression has no effect."""
     weights = how.weights_of(module)
     whole = sent_whole(module, (), kept_buffers(module, keep_buffers))
     return ZamplingCosts(

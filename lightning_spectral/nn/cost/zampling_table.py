@@ -66,10 +66,6 @@ def zampling_cost_table(
         include: Patterns of additional parameters to compress.
         keep_buffers: Patterns of buffers that are sent down but not up, as are all buffers that cannot be averaged.
 
-    Raises:
-        ValueError: If a number is out of range, there is no example, there is nothing to compress, or a row of Q has
-            more entries than there are probabilities.
-
     Note:
         ``matrix_bytes`` covers all of Q; the part beyond the ``memory`` of `Zampling` is not kept but drawn again. An
         accelerator keeps the transpose as well.

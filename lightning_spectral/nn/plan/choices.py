@@ -35,11 +35,6 @@ class LayerChoices:
             image and one along its columns: its matrix is ``(c_out k, c_in k)``, with more and smaller terms. Such a
             layer keeps all of its outputs.
 
-    Raises:
-        TypeError: If a number is not whole, or ``keep_first_and_last_dense`` is not a ``bool``.
-        ValueError: If patterns are not a sequence of strings, ``split`` is not a mapping to numbers of at least 2,
-            ``term_granularity`` is below 1, or ``output_ratio`` is outside (0, 1].
-
     Reference:
         Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense. Niu et al. (2023), section
         3.2.1, cut outputs. Yao et al. (2021), FedHM, have spatial convolutions.

@@ -92,13 +92,7 @@ def is_uninitialised(layer: nn.Module) -> bool:
 
 
 def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) -> ShardedType | None:
-    """The class that replaces a dense layer; subclasses may compute anything, so they have none.
-
-    Args:
-        layer: A dense layer.
-        num_parts: Number of linear layers packed into the layer.
-        spatial: Whether a convolution in two dimensions is factorised by its spatial matrix.
-    """
+    """The class that replaces a dense layer; subclasses may compute anything, so they have none."""
     if getattr(layer, "groups", 1) != 1:
         return GROUPED.get(type(layer))
     if spatial and type(layer) is nn.Conv2d and layer.kernel_size != (1, 1):

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.kept_whole import is_missing_rank
 from lightning_spectral.nn.plan.layer_types import ShardedType
-from lightning_spectral.nn.plan.rank import is_missing_rank
 from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.exchange import RETURNED
 
@@ -126,11 +126,7 @@ class ModulePlan:
         )
 
     def check(self) -> ModulePlan:
-        """This plan, if it has no problems.
-
-        Raises:
-            ValueError: With all problems, and the table.
-        """
+        """This plan; ``ValueError`` with all problems and the table, if it has any."""
         if self.problems:
             listed = "\n".join(f"- {problem}" for problem in self.problems)
             raise ValueError(f"This module cannot be sharded as asked:\n{listed}\n\n{self}")

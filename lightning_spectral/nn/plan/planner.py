@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.kept_whole import LOW_RANK, low_rank_factors, missing_rank
 from lightning_spectral.nn.plan.layer_types import (
     ShardedType,
     is_affine,
@@ -19,10 +20,8 @@ from lightning_spectral.nn.plan.layer_types import (
     sharded_type,
     type_name,
 )
-from lightning_spectral.nn.plan.low_rank import LOW_RANK, low_rank_factors
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.problems import FROZEN, problems_of
-from lightning_spectral.nn.plan.rank import missing_rank
 from lightning_spectral.nn.plan.trace import Example, example_of, execution_order
 from lightning_spectral.protocol.exchange import buffer_policies
 
@@ -41,8 +40,8 @@ def plan_layers(
         module: The user's module; it is only read.
         example_input: As in `validate`.
         choices: The user's choices.
-        missing_rank: The layers that lack rank, with the reasons, as `ModulePlan.missing_rank` has them of the plan
-            with which training began; ``None`` to look at the weights.
+        missing_rank: The layers that lack rank, with the reasons, as in `ModulePlan.missing_rank` of the plan with
+            which training began; ``None`` to look at the weights.
 
     Example:
         >>> plan = plan_layers(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)))

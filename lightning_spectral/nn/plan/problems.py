@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_spectral.arguments import unmatched
 from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.kept_whole import LOW_RANK
 from lightning_spectral.nn.plan.layer_types import is_uninitialised, sharded_type
-from lightning_spectral.nn.plan.low_rank import LOW_RANK
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan
 
 FROZEN = "frozen"
@@ -19,14 +19,7 @@ FROZEN = "frozen"
 def problems_of(
     layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], buffers: Sequence[BufferPlan], choices: LayerChoices
 ) -> Iterator[str]:
-    """One sentence with a remedy for each problem.
-
-    Args:
-        layers: The layers of the user's module by name.
-        plans: How clients hold each layer.
-        buffers: What becomes of each buffer.
-        choices: The user's choices.
-    """
+    """One sentence with a remedy for each problem."""
     if lazy := [name for name, layer in layers.items() if is_uninitialised(layer)]:
         yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
     yield from unmatched("exclude", choices.exclude, layers, "layer")

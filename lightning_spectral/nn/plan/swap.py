@@ -42,9 +42,6 @@ def replace_layers(
     Returns:
         The copy, of the same class.
 
-    Raises:
-        ValueError: If ``keep_ratio`` is out of range, or if `validate` shows problems; the message lists them all.
-
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
         >>> replace_layers(mlp, keep_ratio=0.25)[1]
@@ -60,11 +57,7 @@ def replace_layers(
 def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: float) -> None:
     """Turn the layers to be sharded into sharded ones, in place.
 
-    Args:
-        module: The module to change.
-        plan: The layers to shard, and the multiple to which numbers of terms are rounded up.
-        make: Makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
-        keep_ratio: Share of the singular terms that the new layers hold.
+    ``make`` makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
     """
     for name, layer_plan in plan.sharded.items():
         assert layer_plan.sharded is not None
@@ -99,7 +92,6 @@ def _cut_outputs(sharded: nn.Module, layer: LayerPlan, dense: nn.Module) -> None
 
 
 def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
-    """Move the forward and backward hooks of a layer to its replacement."""
     for hooks in [
         name for name in vars(sharded) if name.endswith("hooks") and ("forward" in name or "backward" in name)
     ]:

@@ -58,10 +58,6 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
     The pass runs on a copy, in evaluation mode, and leaves the global random state as it was. An attention's
     ``out_proj`` counts as called with the attention, which reads its weight instead.
 
-    Args:
-        module: Any module; it is only read.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments.
-
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
         >>> execution_order(net, torch.zeros(1, 2))
@@ -79,11 +75,7 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
 
 
 def run_example(module: nn.Module, example_input: Example) -> Any:
-    """Run one forward pass with gradients, so that no fused kernel bypasses a layer, and restore the random state.
-
-    Raises:
-        ValueError: If the module has no ``forward``.
-    """
+    """Run one forward pass with gradients, so that no fused kernel bypasses a layer, and restore the random state."""
     with torch.random.fork_rng(), torch.enable_grad():
         try:
             if isinstance(example_input, Mapping):
@@ -96,5 +88,5 @@ def run_example(module: nn.Module, example_input: Example) -> Any:
                 raise
             raise ValueError(
                 f"{type(module).__name__} has no `forward`, so no pass of `example_input` can be run; define one, or "
-                "give the part that does the work, such as `module.net`."
+                "pass the part that does the work, such as `module.net`."
             ) from error

@@ -1,4 +1,4 @@
-"""The plan of a module, made from a user's choices or given."""
+"""The plan of a module, made from a user's choices or given, and where a run without an example plans otherwise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.planner import plan_layers
-from lightning_spectral.nn.plan.trace import Example
-from lightning_spectral.nn.plan.untraced import REMEDY, difference_from_a_run
+from lightning_spectral.nn.plan.trace import Example, example_of
+
+REMEDY = "Give the run this plan, SpectralSharding(layers=plan), or set the module's `example_input_array`."
+ENDS = ("first layer", "last layer")
 
 
 def validate(
@@ -30,9 +32,6 @@ def validate(
         The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
         and they follow it. Otherwise a run makes its own plan, which knows no example but the module's
         ``example_input_array``; where that plan is another, a printed note says so.
-
-    Raises:
-        ValueError: If ``layers`` is the plan of another module, or there is an example but no ``forward``.
 
     Example:
         >>> import torch
@@ -65,9 +64,7 @@ def plan_of(
         missing_rank: As in `plan_layers`; a given plan needs none.
 
     Raises:
-        ValueError: If `validate` shows problems, which the message lists, or if ``layers`` is the plan of another
-            module.
-        TypeError: If ``layers`` is something else.
+        ValueError: If `validate` shows problems, which the message lists, or ``layers`` is the plan of another module.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
@@ -99,3 +96,32 @@ def _plan(
         return plan_layers(module, example_input, layers, missing_rank)
     layers.check_module(module)
     return layers
+
+
+def difference_from_a_run(
+    module: nn.Module, plan: ModulePlan, layers: LayerChoices | ModulePlan, example_input: Example
+) -> str:
+    """A sentence on the layers that a run would hold otherwise, because it does not know the example; else empty.
+
+    A run that is given a plan follows it, and a run knows the module's own example.
+    """
+    if isinstance(layers, ModulePlan) or example_input is None or example_of(module) is not None:
+        return ""
+    untraced = {layer.name: layer.sharded for layer in plan_layers(module, choices=layers).layers}
+    other = [layer.name for layer in plan.layers if layer.sharded is not untraced[layer.name]]
+    sharded = ", ".join(name for name in other if untraced[name] is not None)
+    dense = ", ".join(name for name in other if untraced[name] is None)
+    held = " and ".join([f"shard {sharded}"] * bool(sharded) + [f"keep {dense} dense"] * bool(dense))
+    return held and f"{type(module).__name__} has no `example_input_array`, so a run traces no pass and would {held}."
+
+
+def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:
+    """A sentence for a run whose plan was made without a forward pass, on what was assumed instead; else empty."""
+    if example_of(server) is not None or any(layer.in_forward is not None for layer in plan.layers):
+        return ""
+    ends = ", ".join(layer.name for layer in plan.layers if layer.reason in ENDS)
+    dense = f"; first and last, and so dense: {ends}" if ends else ""
+    return (
+        f"{type(server).__name__} has no `example_input_array`, so its layers were planned without a forward pass, as "
+        f"if all of them ran, in the order of registration{dense}."
+    )

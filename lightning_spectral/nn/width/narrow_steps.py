@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.recomputed import RecomputationWatch
 from lightning_spectral.nn.width.sub_model import replacements, take
 
 
@@ -38,14 +38,9 @@ class Narrow:
 def narrow_to(
     client: nn.Module, narrower: nn.Module, plan: WidthPlan, widths: tuple[float, float], own: Collection[str] = ()
 ) -> Narrow:
-    """Compare a sub-model with a narrower one, whose channels are the first of its own.
+    """Compare a sub-model with a narrower cut of the whole module, whose channels are the first of its own.
 
-    Args:
-        client: The sub-model.
-        narrower: The whole module cut to the smaller width.
-        plan: The plan of the whole module.
-        widths: The keep ratios of both.
-        own: Names of buffers that belong to the smaller width alone.
+    ``widths`` are the keep ratios of both; ``own`` names the buffers that belong to the smaller one alone.
     """
     buffers = {name: buffer for name, buffer in narrower.named_buffers() if name in own}
     whole, left = (plan.indices(plan.first(keep_ratio)) for keep_ratio in widths)
@@ -64,7 +59,6 @@ def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_size(value: object) -> bool:
-    """Whether a value is a whole number, or a tuple of whole numbers."""
     return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value))
 
 
@@ -141,3 +135,32 @@ class NarrowSteps:
         buffers = {n: b for n, b in self._client.named_buffers() if n.rpartition(".")[0] in cut}
         copies = {id(b): take(b, indices.get(name, ())).clone() for name, b in buffers.items()}
         return parts | copies | {id(self._client.get_buffer(name)): own for name, own in narrow.buffers.items()}
+
+
+class RecomputationWatch:
+    """Raises an error from a backward pass that runs layers again, as activation checkpointing does.
+
+    It has hooks only between `begin` and `end`, around a backward pass, in which layers do not normally run. So steps
+    that are not watched cost nothing; in a watched step, each layer costs the registration of a hook.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._layers = [module.get_submodule(name) for name in sorted(names)]
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        self.end()
+        self._handles = [layer.register_forward_pre_hook(_refuse) for layer in self._layers]
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _refuse(layer: nn.Module, inputs: object) -> None:
+    if torch._C._current_graph_task_id() != -1:  # the user's own code may run layers in any hook
+        raise RuntimeError(
+            f"A {type(layer).__name__} runs again in the backward pass, as activation checkpointing makes it do, when "
+            "it is no longer as narrow as this step was: leave out `torch.utils.checkpoint`, or `step_widths`."
+        )

@@ -78,8 +78,7 @@ class WidthPlan:
     def indices(self, kept: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
         """The indices that stay along each dimension of each tensor that is cut, ascending.
 
-        Args:
-            kept: For each group by name, the units that stay, shape ``(n,)``.
+        ``kept`` has, for each group by name, the units that stay, shape ``(n,)``.
 
         Example:
             >>> from torch import nn
@@ -119,13 +118,7 @@ class WidthPlan:
                 )
 
     def positions(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Positions of each small tensor's entries in the flattened whole tensor, in the shape of the small one.
-
-        Tensors that stay whole are left out.
-
-        Args:
-            kept: As for `indices`.
-        """
+        """Positions of each small tensor's entries in the flattened whole one; tensors that stay whole are left out."""
         indices = {name: (dims, self.shapes[name]) for name, dims in self.indices(kept).items()}
         return {n: _positions(dims, whole) for n, (dims, whole) in indices.items() if tuple(map(len, dims)) != whole}
 

@@ -40,9 +40,6 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
             ``example_input_array``, as in Lightning. Use two examples or more.
         exclude: Patterns of layers that are not cut at all.
 
-    Raises:
-        ValueError: If there is no example, or a pattern matches no layer.
-
     Example:
         >>> print(width_plan(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(2, 4)))
         group  channels  layers
@@ -168,14 +165,7 @@ class _Planner:
 def problem_of(
     module: nn.Module, example: Example, plan: WidthPlan, kept: Mapping[str, torch.Tensor]
 ) -> Problem | None:
-    """The problem with a module that keeps only some units; ``None`` if there is none.
-
-    Args:
-        module: The whole module, in evaluation mode; it is only read.
-        example: Its input.
-        plan: Its plan.
-        kept: The units of each group that stay.
-    """
+    """The problem with a module, in evaluation mode, that keeps only some units of each group; ``None`` if it works."""
     indices = plan.indices(kept)
     small = copy_module(module)
     cut_module(small, indices)

@@ -38,14 +38,7 @@ class Splits:
 
 
 def reshaped(units: Units, splits: Splits, axes: Sequence[Labels], shape: Sequence[int]) -> tuple[Labels, ...]:
-    """The labels of each dimension of a reshaped tensor.
-
-    Args:
-        units: The classes of labels.
-        splits: Choices made so far, to which those made here are added.
-        axes: The labels of each dimension before reshaping.
-        shape: The sizes after reshaping.
-    """
+    """The labels of each dimension of a reshaped tensor; choices made here are added to ``splits``."""
     new: list[Labels] = []
     number, splits.count = splits.count, splits.count + 1
     for before, after in _segments([len(labels) for labels in axes], shape):

@@ -60,12 +60,7 @@ def pieces(name: str, call: Call, outs: Sequence[Tensor]) -> list[Call]:
 
 
 def rule_for(name: str, is_pointwise: bool) -> Rule:
-    """The rule for an operation; the rule for an unknown one cuts nothing.
-
-    Args:
-        name: Its name without namespace and overload, e.g. ``"add"``.
-        is_pointwise: Whether torch tags it as acting on each value separately.
-    """
+    """The rule for an operation by its bare name, e.g. ``"add"``; the rule for an unknown one cuts nothing."""
     if name in RULES:
         return RULES[name]
     if "scaled_dot_product" in name:

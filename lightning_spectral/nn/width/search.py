@@ -40,11 +40,7 @@ Trial: TypeAlias = Callable[[Sequence[ChannelGroup]], "Problem | None"]  # cuts 
 def wrong_among(groups: Sequence[ChannelGroup], trial: Trial) -> list[tuple[ChannelGroup, str]]:
     """The groups that cannot be cut together with those before them, and why.
 
-    What is wrong with a group does not go away when more groups are cut.
-
-    Args:
-        groups: All groups, in order.
-        trial: Returns the problem if some of them are cut; ``None`` if there is none.
+    What is wrong with a group does not go away when more groups are cut. ``trial`` returns the problem if some are cut.
     """
     search = _Search(trial)
     search.run(groups)
@@ -78,9 +74,7 @@ class _Search:
     def _suspects(self, groups: Sequence[ChannelGroup], with_namesakes: bool) -> set[str] | None:
         """Names of groups without which the others can be cut; ``None`` if the problems name the wrong ones.
 
-        Args:
-            groups: Groups that are not tested yet.
-            with_namesakes: Whether groups are suspected together with those at the same place of other blocks.
+        With namesakes, groups are suspected together with those at the same place of other blocks.
         """
         suspects, place = set(self._named), -1
         while left := [group for group in groups if group.name not in suspects]:
@@ -111,14 +105,9 @@ class _Search:
         return ()
 
     def _halve(self, groups: Sequence[ChannelGroup], problem: Problem | None = None) -> bool:
-        """Test groups by halving, for problems that do not show where they come from.
+        """Test neighbouring groups by halving, for problems that do not show where they come from.
 
-        Args:
-            groups: Neighbouring groups.
-            problem: The problem if all of them are cut; ``None`` if this is not known.
-
-        Returns:
-            Whether all of them can be cut.
+        Returns whether all of them can be cut; ``problem`` is that of all of them, where it is known.
         """
         problem = problem or self._trial([*self.fine, *groups])
         if problem is None:

@@ -16,12 +16,7 @@ from lightning_spectral.protocol.exchange import copy_module
 
 @torch.no_grad()
 def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> None:
-    """Cut parameters and buffers of a module, and update the sizes that its layers store.
-
-    Args:
-        module: A copy of the user's module.
-        indices: For each tensor that is cut, the indices that stay along each dimension.
-    """
+    """Cut parameters and buffers of a module to the indices that stay, and update the sizes that its layers store."""
     small, before = _small_tensors(module, indices), {layer: _channels(layer) for layer in module.modules()}
     for own, new in replacements(module, small):
         own.update(new)
@@ -30,13 +25,7 @@ def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> No
 
 
 def cut_copy(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> Any:
-    """A copy of a module with the first channels of each group.
-
-    Args:
-        module: The whole module; it is only read.
-        plan: Its plan.
-        keep_ratio: Share of the channels that stay.
-    """
+    """A copy of a module with the first channels of each group."""
     indices = plan.indices(plan.first(keep_ratio))
     # Parameters that are about to be cut are not copied first.
     parameters = dict(module.named_parameters())
@@ -48,9 +37,7 @@ def cut_copy(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> Any:
 def replacements(module: nn.Module, small: Mapping[int, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """For each layer, the dictionaries of its tensors, each with the new tensors that replace some of them.
 
-    Args:
-        module: The module.
-        small: New tensors, by the identity of the old one, which may occur in several places.
+    ``small`` has new tensors by the identity of the old one, which may occur in several places.
     """
     for layer in module.modules():
         owned: list[dict[str, Any]] = [layer._parameters, layer._buffers]

@@ -92,10 +92,6 @@ class Compression:
         include: Patterns of additional parameters, with two or more dimensions, to compress.
         memory: Bytes of Q that a process may keep.
         gain: Factor on the standard deviation of the entries of Q.
-
-    Raises:
-        TypeError: If the factor is not one number.
-        ValueError: If the gain or the degree is not positive, or the factor is below 1, or not 1 for a diagonal Q.
     """
 
     factor: float
@@ -147,11 +143,7 @@ class Compression:
         return torch.rand(self.num_probs(weights), dtype=torch.float32, generator=generator)
 
     def matrix(self, weights: Sequence[CompressedWeight], seed: int) -> InfluenceMatrix:
-        """Q, whose rows depend on the seed, the weight's name and n only.
-
-        Raises:
-            ValueError: If the degree is larger than n.
-        """
+        """Q, whose rows depend on the seed, the weight's name and n only."""
         layers = tuple(
             LayerRows(derived_seed(seed, "influence", w.name), w.num_values, math.sqrt(self.variance(w.fan_in)))
             for w in weights
@@ -164,11 +156,6 @@ class Compression:
         Parameters that are frozen or have a gradient hook are left as they are. Parameters of normalisation layers, of
         parametrised layers and of modules unknown to this package are sent whole: a scale that should be near 1 cannot
         be a random number around 0.
-
-        Raises:
-            ValueError: If there is none, one is complex, or read through a property without a setter, or a pattern
-                matches no parameter.
-            TypeError: If ``module`` is not a module.
 
         Example:
             >>> net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
@@ -205,13 +192,13 @@ class Compression:
                     continue
                 if not parameter.is_floating_point():
                     raise ValueError(
-                        f"{name!r} is of type {parameter.dtype}; random real combinations of bits cannot stand for it. "
-                        "Keep it dense with `exclude=`."
+                        f"{name!r} is of type {parameter.dtype}, and only floating-point weights can be compressed; "
+                        "keep it dense with `exclude=`."
                     )
                 if getattr(getattr(type(owner), own_name, None), "fset", parameter) is None:
                     raise ValueError(
-                        f"{name!r} is read through a property of {type(owner).__name__} without a setter, so that "
-                        "nothing else can take its place; keep it dense with `exclude=`."
+                        f"{name!r} is read through a property of {type(owner).__name__} without a setter, so it cannot "
+                        "be replaced; keep it dense with `exclude=`."
                     )
                 yield CompressedWeight(first_name[id(parameter)], tuple(parameter.shape), fan_in)
 

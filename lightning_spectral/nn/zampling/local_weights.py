@@ -21,7 +21,7 @@ class LocalWeights(SampledWeights):
     Args:
         module: Changed in place.
         weights: The parameters to replace.
-        how: How they are compressed.
+        compression: How they are compressed.
         link: Maps scores to probabilities.
         seed: Seed of Q, of the first probabilities and of every draw.
 
@@ -34,12 +34,12 @@ class LocalWeights(SampledWeights):
     matrix_id: Tensor
 
     def __init__(
-        self, module: nn.Module, weights: Sequence[CompressedWeight], how: Compression, link: Link, seed: int
+        self, module: nn.Module, weights: Sequence[CompressedWeight], compression: Compression, link: Link, seed: int
     ) -> None:
-        matrix = how.matrix(weights, seed)
+        matrix = compression.matrix(weights, seed)
         names = {owner: tuple(owner._parameters) for owner in module.modules()}
-        super().__init__(module, weights, matrix, link, how.sampled)
-        self.set_probs(how.first_probs(weights, seed))
+        super().__init__(module, weights, matrix, link, compression.sampled)
+        self.set_probs(compression.first_probs(weights, seed))
         described = repr((matrix.layers, matrix.num_columns, matrix.degree, matrix.values))
         device = self.scores.device
         self.register_buffer("num_draws", torch.zeros((), dtype=torch.int64, device=device))

@@ -34,9 +34,6 @@ class SampledWeights(nn.Module):
 
     Attributes:
         scores: The one parameter, shape ``(n,)``.
-
-    Raises:
-        ValueError: If ``module`` has another attribute of that name.
     """
 
     scores: nn.Parameter
@@ -77,11 +74,7 @@ class SampledWeights(nn.Module):
         return inputs
 
     def draw(self, generator: torch.Generator | None = None) -> None:
-        """Give the module the weights of a new sample, through which gradients reach the scores.
-
-        Args:
-            generator: Source of randomness, on the CPU; not needed without sampling.
-        """
+        """Give the module the weights of a new sample, drawn on the CPU, through which gradients reach the scores."""
         z = self.draw_bits(generator) if self.sampled else self.probs
         self.put(self.combine(z))
 

@@ -59,9 +59,6 @@ def zample(
     Returns:
         The same module.
 
-    Raises:
-        ValueError: If the module has been changed before, there is nothing to compress, or a number is out of range.
-
     Note:
         Weight decay pulls scores to 0; AdamW applies some by default. A sample is used until a backward pass has
         reached the scores. So it stays the same while the scores are frozen, and the losses of several forward passes
@@ -81,8 +78,8 @@ def zample(
     check_is("link", link, Link)
     if hasattr(module, NAME):
         raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
-    how = Compression(compression, degree, init, sampled, values, exclude, include, memory, gain)
-    LocalWeights(module, how.weights_of(module), how, link, Whole()("seed", seed))
+    choices = Compression(compression, degree, init, sampled, values, exclude, include, memory, gain)
+    LocalWeights(module, choices.weights_of(module), choices, link, Whole()("seed", seed))
     return module
 
 
@@ -95,9 +92,6 @@ def unzample(module: Module, generator: torch.Generator | None = None) -> Module
 
     Returns:
         The same module.
-
-    Raises:
-        ValueError: If the module holds no scores.
 
     Example:
         >>> net = unzample(zample(nn.Linear(30, 10), compression=4))
@@ -134,11 +128,7 @@ def sampled_networks(module: Module, num_samples: int, generator: torch.Generato
 
 
 def local_weights(module: nn.Module) -> LocalWeights:
-    """The part of a module changed by `zample` that computes its weights.
-
-    Raises:
-        ValueError: If the module was not changed by `zample`.
-    """
+    """The part of a module changed by `zample` that computes its weights."""
     found = getattr(module, NAME, None)
     if not isinstance(found, LocalWeights):
         raise ValueError(f"{type(module).__name__} holds no scores; `zample` it first.")

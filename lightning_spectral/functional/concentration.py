@@ -21,18 +21,10 @@ SPREAD = 15.0
 
 
 def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) -> Tensor:
-    r"""Move the energy of a spectrum into its first terms.
+    r"""Move the energy of a descending spectrum into its first n terms, without changing its Euclidean norm; float64.
 
-    :math:`s'_i = \gamma s_i` for :math:`i \le n` and :math:`\gamma f s_i` beyond, with :math:`\gamma` such that the
-    norm is unchanged.
-
-    Args:
-        singular_values: Descending, shape ``(N,)``.
-        num_terms: Number n of first terms, ``1 <= n <= N``.
-        tail: Factor f of the other terms, in ``[0, 1]``.
-
-    Returns:
-        Shape ``(N,)``, float64, with the same Euclidean norm.
+    :math:`s'_i = \gamma s_i` for :math:`i \le n` and :math:`\gamma f s_i` beyond, with the factor f in [0, 1] and
+    :math:`\gamma` such that the norm is unchanged.
 
     Note:
         Afterwards the best sub-model of n terms misses the share :math:`f^2 T / (H + f^2 T)` of the squared norm, where
@@ -52,17 +44,10 @@ def concentrated_values(singular_values: Tensor, num_terms: int, tail: float) ->
 
 
 def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, rounding: float = 0.0) -> bool:
-    r"""Whether a spectrum falls to ``tail`` times its size after the first terms, as `concentrated_values` leaves it.
+    r"""Whether :math:`s_{n+1} \le f s_n` up to rounding, as `concentrated_values` leaves a spectrum.
 
-    Args:
-        singular_values: Descending, shape ``(N,)``.
-        num_terms: Number n of first terms, ``1 <= n <= N``.
-        tail: Factor f, in ``[0, 1]``.
-        rounding: Relative error of the matrix, in the Frobenius norm; by Weyl's inequality it moves no singular value
-            by more than this share of the norm.
-
-    Returns:
-        Whether :math:`s_{n+1} \le f s_n` up to rounding; true if there are no other terms.
+    By Weyl's inequality, a relative rounding error of the matrix in the Frobenius norm moves no singular value by more
+    than this share of the norm.
 
     Example:
         >>> s = torch.tensor([4.0, 3.0, 2.0])
@@ -82,20 +67,12 @@ def is_concentrated(singular_values: Tensor, num_terms: int, tail: float, roundi
 def looks_random(singular_values: Tensor, shape: tuple[int, int]) -> bool:
     r"""Whether a spectrum could be that of a matrix with independent entries of equal variance.
 
-    By the law of Marchenko and Pastur, the singular values of such an m x k matrix end at
-    :math:`\sigma(\sqrt m + \sqrt k)`. Training adds terms beyond this edge or spreads the whole spectrum. The spread is
-    measured by John's statistic, :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`; for normal entries its mean is 1 and its
-    standard deviation 2.
-
-    Args:
-        singular_values: Singular values of the matrix, shape ``(N,)``.
-        shape: Number of rows and of columns of the matrix.
-
-    Returns:
-        Whether the largest value is at most the edge and the statistic no larger than expected by chance, both with
-        room for fluctuation. A flatter spectrum, such as that of an orthogonal matrix, also passes. A matrix of zeros,
-        or with a single row or column, does not, because it has no terms to weigh. For a small matrix the test says
-        little.
+    By the law of Marchenko and Pastur, the singular values of such an m x k matrix end at :math:`\sigma(\sqrt m + \sqrt
+    k)`. Training adds terms beyond this edge or spreads the whole spectrum. The spread is measured by John's statistic,
+    :math:`m k \sum s^4 / (\sum s^2)^2 - m - k`; for normal entries its mean is 1 and its standard deviation 2. Both
+    must be within what chance allows. A flatter spectrum, such as that of an orthogonal matrix, also passes. A matrix
+    of zeros, or with a single row or column, does not, because it has no terms to weigh. For a small matrix the test
+    says little.
 
     Reference:
         Marchenko & Pastur (1967); Johnstone (2001) for the fluctuation of the edge; John (1971) for the statistic.

@@ -30,13 +30,9 @@ class Factors(NamedTuple):
 
 
 def weight_to_matrix(weight: Tensor) -> Tensor:
-    """View a linear or convolution weight as the matrix whose terms are sampled.
+    """View a weight ``(c_out, c_in, k_1, ...)`` as the matrix ``(c_out, c_in k_1 ...)`` whose terms are sampled.
 
-    Args:
-        weight: Shape ``(c_out, c_in)`` or ``(c_out, c_in, k_1, ...)``.
-
-    Returns:
-        Shape ``(c_out, c_in k_1 ...)``: one row per output channel (Niu et al. 2022; Korzhenkov & Louizos 2024).
+    One row per output channel, as in Niu et al. (2022) and Korzhenkov & Louizos (2024).
 
     Example:
         >>> weight_to_matrix(torch.zeros(8, 4, 3, 3)).shape
@@ -158,12 +154,7 @@ def gram_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def deviation_from_orthonormal(rows: Tensor) -> float:
-    """Frobenius norm of ``rows @ rows.T - I``.
-
-    Example:
-        >>> deviation_from_orthonormal(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
-        8.0
-    """
+    """Frobenius norm of ``rows @ rows.T - I``."""
     products = rows @ rows.T
     products.diagonal().sub_(1.0)
     return float(products.norm())
@@ -172,12 +163,8 @@ def deviation_from_orthonormal(rows: Tensor) -> float:
 def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split each singular value evenly between its two vectors, which clients train.
 
-    Args:
-        factors: A decomposition with N terms.
-        dtype: Type of the result, the weight's own.
-
     Returns:
-        ``u = U sqrt(s)`` of shape ``(c_out, N)`` and ``v = sqrt(s) Vh`` of shape ``(N, c_in k)``.
+        ``u = U sqrt(s)`` of shape ``(c_out, N)`` and ``v = sqrt(s) Vh`` of shape ``(N, c_in k)``, of the given type.
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.1, step 1.
@@ -194,15 +181,8 @@ def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def singular_terms(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factorise a weight and absorb its singular values: all that a round of spectral sharding needs.
 
-    Args:
-        weight: Shape ``(c_out, c_in, ...)``, finite.
-
     Returns:
         Singular values, shape ``(N,)``, float64; and ``u`` and ``v`` as from `absorb`, in the weight's type.
-
-    Example:
-        >>> [tuple(tensor.shape) for tensor in singular_terms(torch.ones(4, 3))]
-        [(3,), (4, 3), (3, 3)]
     """
     factors = factorize(weight)
     return factors.s, *absorb(factors, weight.dtype)

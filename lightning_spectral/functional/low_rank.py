@@ -11,17 +11,10 @@ from lightning_spectral.functional.factors import Factors
 
 
 def compact_svd(left: Tensor, right: Tensor) -> Factors:
-    """Singular value decomposition of a product of two thin factors, in float64.
+    """Singular value decomposition of a product of two thin factors, with ``min(c_out, c_in, K)`` terms, in float64.
 
-    Both factors are reduced by QR first, so that the time grows with ``(c_out + c_in) K^2`` rather than with
-    ``c_out c_in``.
-
-    Args:
-        left: Shape ``(c_out, K)``.
-        right: Shape ``(K, c_in)``.
-
-    Returns:
-        `Factors` of ``left @ right``, with ``min(c_out, c_in, K)`` terms.
+    Both factors, ``(c_out, K)`` and ``(K, c_in)``, are reduced by QR first, so that the time grows with
+    ``(c_out + c_in) K^2`` rather than with ``c_out c_in``.
 
     Example:
         >>> compact_svd(torch.tensor([[2.0], [0.0]]), torch.tensor([[0.0, 3.0]])).s
@@ -36,15 +29,9 @@ def compact_svd(left: Tensor, right: Tensor) -> Factors:
 def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: float) -> tuple[Tensor, Tensor]:
     """The best approximation of a product by ``rank`` terms, each singular value split evenly between its vectors.
 
-    A term whose singular value is zero up to rounding gets a left vector of zeros and a right vector of norm ``spare``.
-    It adds nothing but can still be trained, which it could not with two zero vectors.
-
-    Args:
-        left: Shape ``(c_out, K)``, K at least ``rank``.
-        right: Shape ``(K, c_in)``.
-        rank: Number of terms.
-        spare: Norm of the right vector of a term that is zero.
-        eps: Singular values up to this share of the largest count as zero.
+    A term whose singular value is at most ``eps`` times the largest counts as zero: it gets a left vector of zeros and
+    a right vector of norm ``spare``. It adds nothing but can still be trained, which it could not with two zero
+    vectors.
 
     Returns:
         Shapes ``(c_out, rank)`` and ``(rank, c_in)``, float64.
@@ -65,33 +52,22 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: 
 def stacked(products: Sequence[tuple[float, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Factors of a weighted sum of products: all left factors side by side, and all right factors below one another.
 
-    Args:
-        products: Weight, left factor ``(c_out, r)`` and right factor ``(r, c_in)`` of each; the ranks r may differ.
+    Each product has a weight, a left factor ``(c_out, r)`` and a right factor ``(r, c_in)``; the ranks r may differ.
 
     Example:
         >>> left, right = stacked([(0.5, torch.ones(2, 1), torch.ones(1, 3)), (2.0, torch.ones(2, 2), torch.eye(2, 3))])
-        >>> left @ right
-        tensor([[2.5000, 2.5000, 0.5000],
-                [2.5000, 2.5000, 0.5000]], dtype=torch.float64)
+        >>> (left @ right)[0]
+        tensor([2.5000, 2.5000, 0.5000], dtype=torch.float64)
     """
     left = torch.cat([weight * left.double() for weight, left, _ in products], dim=1)
     return left, torch.cat([right.double() for _, _, right in products])
 
 
 def weight_change(u: Tensor, v: Tensor, u_change: Tensor, v_change: Tensor) -> Tensor:
-    r"""Change of :math:`W = \sum_i u_i v_i^T` when its terms change.
+    r"""Change of :math:`W = \sum_i u_i v_i^T` when its terms, shapes ``(c_out, n)`` and ``(n, c_in k)``, change.
 
     Computed from the differences, as :math:`\Delta u\,(v + \Delta v) + u\,\Delta v`, rather than as the new product
     minus the old one, so that the result is exactly zero if no term changed.
-
-    Args:
-        u: Left vectors before the change, shape ``(c_out, n)``.
-        v: Right vectors before the change, shape ``(n, c_in k)``.
-        u_change: Averaged change of ``u``, shape ``(c_out, n)``.
-        v_change: Averaged change of ``v``, shape ``(n, c_in k)``.
-
-    Returns:
-        The change of the weight as a matrix, shape ``(c_out, c_in k)``.
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.1, step 3.

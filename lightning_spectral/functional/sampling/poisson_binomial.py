@@ -164,12 +164,7 @@ def increasing_root(
 ) -> float:
     """Where increasing values sum to a total: Newton's method, kept within a bracket.
 
-    Args:
-        values_at: Maps a point to the values there and their slopes.
-        start: First guess.
-        low: A point where the sum is too small.
-        high: A point where it is too large.
-        total: The sum.
+    ``values_at`` maps a point to the values there and their slopes.
     """
     point = start
     for _ in range(100):

@@ -72,13 +72,7 @@ def _prime_from(least: int) -> int:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack bits into bytes, the first bit highest, as ``numpy.packbits`` does.
-
-    Args:
-        bits: Booleans, or zeros and ones, shape ``(n,)``.
-
-    Returns:
-        Bytes, shape ``(ceil(n / 8),)``; the last one is padded with zeros.
+    """Pack booleans, or zeros and ones, into bytes, the first bit highest, as ``numpy.packbits`` does.
 
     Example:
         >>> pack_bits(torch.tensor([True, False, True])).tolist()
@@ -90,19 +84,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
-    """Undo `pack_bits`.
-
-    Args:
-        packed: Bytes.
-        num_bits: Number n of bits.
-
-    Returns:
-        Booleans, shape ``(n,)``.
-
-    Example:
-        >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
-        tensor([ True, False,  True])
-    """
+    """Undo `pack_bits`, given the number of bits."""
     if packed.shape != (-(-num_bits // 8),) or packed.dtype != torch.uint8:
         raise ValueError(
             f"{num_bits} bits travel as {-(-num_bits // 8)} bytes, got shape {tuple(packed.shape)} of {packed.dtype}."
@@ -113,13 +95,7 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
 def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None = None) -> Tensor:
     """Round probabilities to 2**k levels, at random and without bias, and pack the k bits of each.
 
-    Args:
-        probs: Shape ``(n,)``, in [0, 1]; 0 and 1 are levels.
-        num_bits: k, from 1 to 16.
-        generator: Source of randomness for the rounding, on the CPU.
-
-    Returns:
-        Bytes, one row of `pack_bits` for each of the k binary digits, highest first: shape ``(k, ceil(n / 8))``.
+    0 and 1 are levels. The result has one row of `pack_bits` for each of the k <= 16 binary digits, highest first.
 
     Example:
         >>> pack_levels(torch.tensor([0.0, 1.0]), num_bits=2).tolist()
@@ -148,13 +124,7 @@ def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
 
 
 def bit_entropy(probs: Tensor) -> Tensor:
-    """Entropy of a bit that is 1 with probability p, in bits: the least that it costs to send.
-
-    Args:
-        probs: Probabilities, any shape.
-
-    Returns:
-        The same shape, float64; 0 at 0 and at 1.
+    """Entropy of a bit that is 1 with probability p, in bits, float64: the least that it costs to send.
 
     Example:
         >>> bit_entropy(torch.tensor([0.0, 0.5, 1.0]))

@@ -90,14 +90,7 @@ class InfluenceMatrix:
         return 1 if self.degree is None else self.degree
 
     def expand(self, z: Tensor) -> Tensor:
-        """Weights w = Qz.
-
-        Args:
-            z: Bits or probabilities, shape ``(n,)``.
-
-        Returns:
-            Shape ``(m,)``, with the dtype of ``z``, or float32 if that is not a floating-point dtype.
-        """
+        """Weights w = Qz, shape ``(m,)``, with the dtype of z, or float32 if that is not a floating-point dtype."""
         z = z if z.is_floating_point() else z.float()
         if z.device.type != "cpu":
             wide = _wide(z)
@@ -107,14 +100,7 @@ class InfluenceMatrix:
         return torch.from_numpy(np.concatenate(pieces)).to(z.dtype)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """The gradient of z from that of the weights, Q^T grad_w.
-
-        Args:
-            gradient: Shape ``(m,)``.
-
-        Returns:
-            Shape ``(n,)``, with the dtype of ``gradient``.
-        """
+        """The gradient of z from that of the weights, Q^T grad_w, shape ``(n,)``, in the same dtype."""
         if gradient.device.type != "cpu":
             wide = _wide(gradient)
             return torch.mv(self._on_device(wide)[1], wide).to(gradient.dtype)
@@ -125,11 +111,7 @@ class InfluenceMatrix:
         return torch.from_numpy(total).to(gradient.dtype)
 
     def entries(self) -> tuple[Tensor, Tensor]:
-        """All columns and values as ``(m, d)``, for small matrices.
-
-        Returns:
-            Columns, ascending in each row, and values.
-        """
+        """All columns, ascending in each row, and values, both ``(m, d)``; for small matrices."""
         drawn = [self._draw(block) for block in self._blocks()]
         columns, values = zip(*drawn, strict=True)
         return torch.from_numpy(np.concatenate(columns)).long(), torch.from_numpy(np.concatenate(values))

@@ -79,7 +79,7 @@ def project(U: Tensor, last: int) -> Tensor:
     decades=st.floats(0, 12),
     repeats=st.integers(1, 4),
     scale=st.integers(-100, 100),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**20),
 )
 @settings(max_examples=300, deadline=None)

@@ -41,14 +41,6 @@ def test_images_of_little_contrast_are_bounded_not_blown_up(contrast: float) -> 
     assert not (contrast == 0.0 and found.any())
 
 
-def test_a_batch_is_not_one_image() -> None:
-    dark_and_bright = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)) + torch.tensor(
-        [0.0, 9.0]
-    ).view(2, 1, 1, 1)
-    assert ls.standardize_images(dark_and_bright).mean((1, 2, 3)).abs().max() < 1e-5
-    assert ls.standardize_images(dark_and_bright, image_dims=4).mean((1, 2, 3)).abs().max() > 0.5
-
-
 @pytest.mark.parametrize(
     ("images", "kind", "message"),
     [

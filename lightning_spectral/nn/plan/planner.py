@@ -1,13 +1,15 @@
-"""Decide, before any training, which layers of a module are sharded."""
+"""Decide, before any training, which layers of a module are sharded, and name what prevents it."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_spectral.arguments import unmatched
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.kept_whole import LOW_RANK, low_rank_factors, missing_rank
@@ -21,9 +23,10 @@ from lightning_spectral.nn.plan.layer_types import (
     type_name,
 )
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
-from lightning_spectral.nn.plan.problems import FROZEN, problems_of
 from lightning_spectral.nn.plan.trace import Example, example_of, execution_order
 from lightning_spectral.protocol.exchange import buffer_policies
+
+FROZEN = "frozen"
 
 
 def plan_layers(
@@ -56,7 +59,7 @@ def plan_layers(
     planner = _Planner(choices, order, ends, _ties(module), factors, missing_rank)
     plans = tuple(planner.plan(name, layer) for name, layer in layers.items())
     buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.keep_buffers))
-    return ModulePlan(plans, buffers, tuple(problems_of(layers, plans, buffers, choices)), choices)
+    return ModulePlan(plans, buffers, tuple(_problems(layers, plans, buffers, choices)), choices)
 
 
 @dataclass(frozen=True)
@@ -173,3 +176,41 @@ def _blocks(layer: nn.Module, num_parts: int, spatial: bool = False) -> tuple[We
 def _shapes(layer: nn.Module) -> tuple[tuple[int, ...], ...]:
     weights = (p for name, p in layer.named_parameters(recurse=False) if "bias" not in name)
     return () if is_uninitialised(layer) else tuple(tuple(weight.shape) for weight in weights)
+
+
+def _problems(
+    layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], buffers: Sequence[BufferPlan], choices: LayerChoices
+) -> Iterator[str]:
+    """One sentence with a remedy for each problem."""
+    if lazy := [name for name, layer in layers.items() if is_uninitialised(layer)]:
+        yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
+    yield from unmatched("exclude", choices.exclude, layers, "layer")
+    yield from unmatched("split", choices.split, layers, "layer")
+    yield from unmatched("keep_buffers", choices.keep_buffers, [buffer.name for buffer in buffers], "buffer")
+    yield from _wrong_splits(layers, choices)
+    sharded = [layer for layer in plans if layer.sharded is not None]
+    if not sharded and not any(layer.reason in (FROZEN, LOW_RANK) for layer in plans):
+        yield (
+            "No layer of this module can be sharded; the first and the last layer stay dense unless "
+            "`keep_first_and_last_dense=False`, and `exclude` takes layers out."
+        )
+    largest = max((block.num_singular for layer in sharded for block in layer.blocks), default=math.inf)
+    if 1 < largest <= choices.term_granularity:
+        yield (
+            f"`term_granularity={choices.term_granularity}` rounds up to all terms of every sharded layer, of which "
+            f"the largest has N = {largest}: every client would hold them all. Lower it far below that."
+        )
+
+
+def _wrong_splits(layers: Mapping[str, nn.Module], choices: LayerChoices) -> Iterator[str]:
+    for name, layer in layers.items():
+        if (parts := choices.num_parts(name)) == 1:
+            continue
+        sharded = sharded_type(layer, parts)
+        if sharded is None:
+            yield f"`split` is for linear layers; {name!r} is a {type(layer).__name__}."
+            continue
+        try:
+            sharded.blocks_of(layer, parts)
+        except ValueError as error:
+            yield f"`split` of {name!r}: {error}"

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from lightning_spectral.nn.width.reshaping import Splits
-from lightning_spectral.nn.width.units import FIXED, Labels, Units
+from lightning_spectral.nn.width.units import FIXED, Labels, Splits, Units
 
 Axes: TypeAlias = tuple[Labels, ...]  # the labels along each dimension of a tensor
 Call: TypeAlias = Mapping[str, Any]  # an operation's arguments by name

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.nn.plan.text_table import aligned
-from lightning_spectral.nn.width.reshaping import Key
-from lightning_spectral.nn.width.units import Labels
+from lightning_spectral.nn.width.units import Key, Labels
 from lightning_spectral.protocol.exchange import travelling_tensors
 
 LISTED = 6  # names in a line of the table

@@ -16,11 +16,10 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of
 from lightning_spectral.nn.width.labelling import fixed
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
-from lightning_spectral.nn.width.reshaping import Key, Splits
 from lightning_spectral.nn.width.search import Problem, wrong_among
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.nn.width.trace import Found, trace_channels
-from lightning_spectral.nn.width.units import Labels
+from lightning_spectral.nn.width.units import Key, Labels, Splits
 from lightning_spectral.protocol.exchange import copy_module, travelling_tensors
 
 Place: TypeAlias = tuple[str, int]  # a tensor and one of its dimensions

@@ -16,8 +16,7 @@ from lightning_spectral.nn.width.labelling import (
     input_of,
     unknown,
 )
-from lightning_spectral.nn.width.reshaping import reshaped
-from lightning_spectral.nn.width.units import FIXED, Labels
+from lightning_spectral.nn.width.units import FIXED, Labels, reshaped
 
 
 def reduce(traced: Pass, call: Call, out: Tensor) -> Axes:

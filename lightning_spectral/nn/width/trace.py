@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.nn.plan.trace import Example, run_example
 from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed, tensors_of, unknown
-from lightning_spectral.nn.width.reshaping import Splits
 from lightning_spectral.nn.width.rules import pieces, rule_for
-from lightning_spectral.nn.width.units import Units
+from lightning_spectral.nn.width.units import Splits, Units
 
 
 @dataclass

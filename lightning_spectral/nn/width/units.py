@@ -1,14 +1,17 @@
-"""Classes of channels that a network keeps or loses together."""
+"""Classes of channels that a network keeps or loses together, also where dimensions are merged and split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Labels: TypeAlias = npt.NDArray[np.int64]
+Key: TypeAlias = tuple[int, int]
 FIXED = 0  # the label of entries that are never cut
 
 
@@ -76,3 +79,98 @@ class Units:
     def fix(self, labels: Labels) -> None:
         """Never cut entries with these labels."""
         self.unite(labels, np.array(FIXED))
+
+
+@dataclass
+class Splits:
+    """The choices of which dimension is cut, wherever a dimension of channels is split into several.
+
+    Suppose that a linear layer's ``heads * size`` outputs become ``(heads, size)``. Then either the same places can be
+    cut from each head, or whole heads. Either choice unites the channels that are cut together; the one that leaves
+    more units is tried first.
+
+    Attributes:
+        chosen: The dimension among the new ones, for splits where it is given; a split's key is the number of the
+            reshaped tensor in the pass, and the first of the new dimensions.
+        taken: The dimension chosen for every split of the pass.
+        rivals: For each split with a choice, its dimensions in order of preference.
+        labels: The labels that each split divides.
+    """
+
+    chosen: Mapping[Key, int] = field(default_factory=dict)
+    taken: dict[Key, int] = field(default_factory=dict)
+    rivals: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    labels: dict[Key, Labels] = field(default_factory=dict)
+    count: int = 0
+
+
+def reshaped(units: Units, splits: Splits, axes: Sequence[Labels], shape: Sequence[int]) -> tuple[Labels, ...]:
+    """The labels of each dimension of a reshaped tensor; choices made here are added to ``splits``."""
+    new: list[Labels] = []
+    number, splits.count = splits.count, splits.count + 1
+    for before, after in _segments([len(labels) for labels in axes], shape):
+        merged = _merged(units, [axes[i] for i in before]).reshape([shape[i] for i in after])
+        new += _split(units, splits, merged, (number, len(new)))
+    return tuple(new)
+
+
+def _segments(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Runs of neighbouring dimensions, as short as possible, that hold the same values before and after."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = [i][: len(before) - i], [j][: len(after) - j]
+        i, j = i + len(old), j + len(new)
+        while (sizes := (_product(before, old), _product(after, new)))[0] != sizes[1]:
+            if sizes[0] < sizes[1]:
+                old.append(i)
+                i += 1
+            else:
+                new.append(j)
+                j += 1
+        if i == len(before) or j == len(after):  # what is left has size 1
+            old, new = [*old, *range(i, len(before))], [*new, *range(j, len(after))]
+            i, j = len(before), len(after)
+        yield old, new
+
+
+def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod(sizes[dim] for dim in dims)
+
+
+def _merged(units: Units, axes: Sequence[Labels]) -> Labels:
+    """The labels of all values of some dimensions; where two dimensions have labels, neither is cut."""
+    found = [units.find(labels) for labels in axes]
+    if sum(bool(labels.any()) for labels in found) > 1:
+        for labels in found:
+            units.fix(labels)
+        found = [np.full_like(labels, FIXED) for labels in found]
+    merged = np.zeros([len(labels) for labels in found], dtype=np.int64)
+    for dim, labels in enumerate(found):
+        merged += labels.reshape([-1 if i == dim else 1 for i in range(len(found))])
+    return merged
+
+
+def _split(units: Units, splits: Splits, merged: Labels, key: Key) -> list[Labels]:
+    """The labels of each new dimension: for one of them, those of its slices; for the others, none."""
+    new = [np.full(size, FIXED) for size in merged.shape]
+    if not merged.any():
+        return new
+    by_dim = [np.moveaxis(merged, dim, 0).reshape(size, -1) for dim, size in enumerate(merged.shape)]
+    free = [dim for dim, slices in enumerate(by_dim) if (slices == slices[:, :1]).all()]
+    if key in splits.chosen:
+        dim = splits.chosen[key]
+    elif free:  # its slices have one label each
+        dim = max(free, key=lambda dim: len(by_dim[dim]))
+    else:
+        splits.rivals[key] = _ranked(by_dim)
+        dim = splits.rivals[key][0]
+    splits.taken[key], splits.labels[key] = dim, merged.reshape(-1)
+    units.unite(by_dim[dim], by_dim[dim][:, :1])
+    new[dim] = by_dim[dim][:, 0]
+    return new
+
+
+def _ranked(by_dim: Sequence[Labels]) -> tuple[int, ...]:
+    """Dimensions ranked by the number of units that are left if that dimension is cut."""
+    num_units = [len(np.unique(slices.min(1))) for slices in by_dim]
+    return tuple(sorted(range(len(by_dim)), key=lambda dim: (num_units[dim], dim), reverse=True))

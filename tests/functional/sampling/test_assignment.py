@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import LinearConstraint, minimize
 from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson
@@ -54,27 +53,6 @@ def test_probabilities_are_the_published_ones(num_processors: int, num_models: i
     probs = assignment_probs(scores, active).numpy()
     assert np.abs(probs - closed_form(scores.numpy(), active)).max() < 1e-13
     assert np.abs(probs - bisection(scores.numpy(), active)).max() < 1e-12
-
-
-@pytest.mark.parametrize(("num_processors", "num_models", "active"), CASES)
-@pytest.mark.parametrize("seed", range(3))
-def test_no_optimizer_finds_less_variance(num_processors: int, num_models: int, active: float, seed: int) -> None:
-    scores = some_scores(seed, num_processors, num_models)
-    probs = assignment_probs(scores, active).numpy().ravel()
-    squares = scores.numpy().ravel() ** 2
-    rows = np.kron(np.eye(num_processors), np.ones(num_models))
-    found = minimize(
-        lambda p: float((squares / p).sum()),
-        np.full(len(squares), active / len(squares)),
-        jac=lambda p: -squares / p**2,
-        method="SLSQP",
-        bounds=[(1e-6, 1)] * len(squares),
-        constraints=[LinearConstraint(rows, -np.inf, 1), LinearConstraint(np.ones((1, len(squares))), active, active)],
-        options={"maxiter": 2000, "ftol": 1e-13},
-    )
-    assert found.success
-    assert (squares / probs).sum() <= found.fun * (1 + 1e-9)
-    assert np.abs(probs - found.x).max() < 2e-3
 
 
 def test_conditions_of_optimality_hold_and_would_notice_an_error() -> None:

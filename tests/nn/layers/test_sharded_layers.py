@@ -34,11 +34,6 @@ def test_linear(in_features: int, out_features: int, bias: bool) -> None:
     check(nn.Linear(in_features, out_features, bias), rand(2, 3, in_features))
 
 
-def test_linear_rebuilds_its_weight_where_that_is_less_work_and_computes_the_same() -> None:
-    for num_positions in (1, 200):  # at 200 positions, half of the terms cost as much as the weight
-        check(nn.Linear(6, 6), rand(num_positions, 6))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_that_packs_several(bias: bool) -> None:
     check(nn.Linear(4, 9, bias), rand(2, 5, 4), num_parts=3)

@@ -158,11 +158,11 @@ def each(argument: str, values: Any, rule: Rule) -> list[Any]:
     Example:
         >>> each("keep_ratios", 0.5, Number(above=0))
         Traceback (most recent call last):
-        TypeError: `keep_ratios` is a sequence of numbers, got 0.5; write keep_ratios=[0.5].
+        TypeError: `keep_ratios` must be a sequence of numbers, got 0.5; write keep_ratios=[0.5].
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         remedy = f"; write {argument}=[{values!r}]" if isinstance(values, Real) else ""
-        raise TypeError(f"`{argument}` is a sequence of numbers, got {values!r}{remedy}.")
+        raise TypeError(f"`{argument}` must be a sequence of numbers, got {values!r}{remedy}.")
     plain = [rule(argument, value) for value in values]
     if not plain:
         raise ValueError(f"`{argument}` must name at least one number, got none.")
@@ -173,11 +173,11 @@ def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
     """Patterns as a tuple: a list of the same patterns is the same choice, and YAML has only lists."""
     if isinstance(patterns, str):
         raise ValueError(
-            f"`{argument}` is a sequence of patterns, got the string {patterns!r}; write {argument}=({patterns!r},)."
+            f"`{argument}` must be a sequence of patterns, got {patterns!r}; write {argument}=({patterns!r},)."
         )
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
-            f"`{argument}` is a sequence of patterns, got {patterns!r}; write strings, such as "
+            f"`{argument}` must be a sequence of patterns, got {patterns!r}; write strings, such as "
             f"{argument}=('head', '*.proj')."
         )
     return tuple(patterns)
@@ -205,7 +205,7 @@ def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], 
     Example:
         >>> check_matches("keep_buffers", ["*.mean"], ["norm.running_mean", "norm.running_var"], "buffer")
         Traceback (most recent call last):
-        ValueError: `keep_buffers` pattern '*.mean' matches no buffer; there are: norm.running_mean, norm.running_var.
+        ValueError: `keep_buffers` pattern '*.mean' matches no buffer; known names: norm.running_mean, norm.running_var.
     """
     for problem in unmatched(argument, patterns, names, what):
         raise ValueError(problem)
@@ -217,7 +217,7 @@ def unmatched(argument: str, patterns: Iterable[str], names: Iterable[str], what
     shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" * (len(names) > MOST_NAMES))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            yield f"`{argument}` pattern {pattern!r} matches no {what}; there are: {shown or 'none'}."
+            yield f"`{argument}` pattern {pattern!r} matches no {what}; known names: {shown or 'none'}."
 
 
 def check_fields(choice: object, **rules: Rule) -> None:

@@ -8,7 +8,7 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 
-BUFFER = r"`keep_buffers` pattern 'nope' matches no buffer; there are: net\.1\.running_mean, "
+BUFFER = r"`keep_buffers` pattern 'nope' matches no buffer; known names: net\.1\.running_mean, "
 PARAMETER = r"`(exclude|include)` pattern 'nope' matches no parameter"
 UNMATCHED: dict[str, tuple[Any, str]] = {
     "FedAvg, buffers": (lambda *nope: ls.FedAvg(keep_buffers=nope), BUFFER),

@@ -57,7 +57,7 @@ class Population:
             raise ValueError(f"`processors` must be at least 1, got less for {_listed('client', clients)}.")
         if not self.trainable.any(0).all():
             models = (~self.trainable.any(0)).nonzero()[:, 0].tolist()
-            raise ValueError(f"no client can train {_listed('model', models)}; give one examples or leave it out.")
+            raise ValueError(f"no client can train {_listed('model', models)}; add examples, or leave it out.")
 
     @cached_property
     def trainable(self) -> Tensor:

@@ -55,7 +55,7 @@ class Partitioner(ABC):
         name = type(self).__name__
         if self.num_clients > num_examples:
             raise ValueError(
-                f"{name}(num_clients={self.num_clients}) needs an example per client, "
+                f"{name}(num_clients={self.num_clients}) needs at least one example per client, "
                 f"got {num_examples} examples; lower num_clients or add data."
             )
         if labels is not None:

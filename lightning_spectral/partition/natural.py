@@ -53,7 +53,7 @@ class NaturalPartitioner(Partitioner):
     def __post_init__(self, keys: Keys, names: Sequence[Hashable] | None) -> None:
         found = _as_objects(keys)
         if isinstance(names, str | Mapping | set) or not isinstance(names, Iterable | None):
-            raise TypeError(f"`names` lists the keys of all clients, got {names!r}.")
+            raise TypeError(f"`names` must list the keys of all clients, got {names!r}.")
         client_of_key = {key: client for client, key in enumerate(dict.fromkeys(found if names is None else names))}
         if names is not None:
             _check_names(names, found)

@@ -67,7 +67,7 @@ def _shown(folder: Path) -> Iterator[dict[str, Any]]:
             continue  # not of the dashboard
         cells = _cells(path, folder.parent)
         if not cells.is_whole:
-            raise ReportError(f"{path} cannot be read: its last row has no end. Correct or remove it.")
+            raise ReportError(f"{path} cannot be read: its last row is cut off. Correct or remove it.")
         if cells.rows:
             model = path.parent.relative_to(folder).as_posix().removeprefix(".")
             table = {f"{model}/{TABLES}{kind}".removeprefix("/"): _table(cells)}

@@ -49,13 +49,13 @@ def check_file(path: Path, megabytes: int, folder: Path | None = None) -> None:
     if not path.is_file():
         raise ReportError(f"{path} cannot be read: it is not an ordinary file. Remove it.")
     if size > megabytes * MEGABYTE:
-        raise ReportError(f"{path} has {size / MEGABYTE:.0f} MB; a report reads up to {megabytes}. Remove it.")
+        raise ReportError(f"{path} has {size / MEGABYTE:.0f} MB; a report reads at most {megabytes}. Remove it.")
 
 
 def check_inside(path: Path, folder: Path) -> None:
     """Raise a `ReportError` if a path leads out of a folder, after links are followed."""
     if not real_path(path).is_relative_to(real_path(folder)):
-        raise ReportError(f"{path} leads out of {folder}, so it is not read. Copy it there, or remove it.")
+        raise ReportError(f"{path} points outside {folder}, so it is not read. Copy it there, or remove it.")
 
 
 def real_path(path: Path) -> Path:

@@ -96,7 +96,7 @@ def _named(settings: Sequence[dict[str, str]], by: Sequence[str]) -> list[str]:
     for wanted in by:
         names = [name for name in known if name == wanted or name.endswith(f"/{wanted}")]
         if not names:
-            raise ReportError(f"No run has a setting `{wanted}`; there are {', '.join(known) or 'none at all'}.")
+            raise ReportError(f"No run has a setting `{wanted}`; known settings: {', '.join(known) or 'none'}.")
         found += names
     return found
 

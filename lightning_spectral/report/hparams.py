@@ -59,7 +59,7 @@ def _check_size(root: yaml.Node) -> None:
         else:
             waiting += [(inner, depth + 1) for inner in node.value]
         if letters > MAX_LETTERS or depth > MAX_DEPTH:
-            raise ValueError("it is nested too deeply, or its aliases stand for too much")
+            raise ValueError("it is nested too deeply, or its aliases expand to too much")
 
 
 class _Lenient(yaml.SafeLoader):  # type: ignore[misc]

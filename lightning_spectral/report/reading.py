@@ -59,7 +59,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
         if not any(real_path(file) in runs for file in found):
             raise ReportError("\n".join([f"None of the {len(found)} runs in {path} can be read:", *left_out]))
     if not runs:
-        raise ReportError(f"No run was named; expected {EXPECTED}.")
+        raise ReportError(f"No run was given; expected {EXPECTED}.")
     return list(runs.values()), left_out
 
 
@@ -116,7 +116,7 @@ def _parts(rows: Sequence[dict[str, Any]], from_clients: set[str]) -> Iterator[d
 def _runs_in(folder: Path) -> list[Path]:
     found = sorted(path for path in files_below(folder) if _is_run(path.name))
     if not found:
-        raise ReportError(f"{folder} has no run in it; expected {EXPECTED}. JSON files are named one by one.")
+        raise ReportError(f"{folder} contains no run; expected {EXPECTED}. Name JSON files one by one.")
     return found
 
 

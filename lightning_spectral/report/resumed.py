@@ -134,9 +134,9 @@ def _media(earlier: Run, later: Run, since: float) -> dict[str, dict[int, Media]
 def _notes(earlier: Run, part: Part) -> tuple[str, ...]:
     """The notes of both, except on what was missing at the end of one or before the start of the other."""
     before = "/".join(earlier.path.parts[-2:])
-    how = f"continues {before} from round {part.since:g} on" if part.since > 0 else f"repeats {before}"
+    relation = f"continues {before} from round {part.since:g} on" if part.since > 0 else f"repeats {before}"
     return (
         *(note for note in earlier.notes if note != NOT_ENDED),
         *(note for note in part.run.notes if note not in gaps(part.run.rows)),
-        *([how] if math.isfinite(part.since) else []),
+        *([relation] if math.isfinite(part.since) else []),
     )

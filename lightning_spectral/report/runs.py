@@ -87,7 +87,7 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
             if isinstance(value, Table | Histogram):
                 media.setdefault(key, {})[round_idx] = value
     if not any(row.keys() - {ROUND} for row in rows.values()):
-        raise ReportError(f"{path} holds no logged round. Train at least one, or leave this run out.")
+        raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
     ordered = tuple(rows[index] for index in sorted(rows))
     run = Run(
         shortened(printable(name), MAX_NAME), path, config, ordered, media, frozenset(from_clients), gaps(ordered)
@@ -103,7 +103,7 @@ def _with_printable_names(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_size(run: Run) -> None:
     if len(run.names) * len(run.rows) > MAX_NUMBERS:
         raise ReportError(
-            f"{run.path} holds {len(run.names)} metrics of {len(run.rows)} rounds; a report reads up to {MAX_NUMBERS} "
+            f"{run.path} has {len(run.names)} metrics in {len(run.rows)} rounds; a report reads at most {MAX_NUMBERS} "
             "numbers. Leave this run out."
         )
     try:
@@ -159,7 +159,7 @@ def _round_of(path: Path, numbers: Mapping[str, float], before: int) -> int:
         return before
     found = numbers[known[0]]
     if not 0 <= found <= MAX_ROUND or (known[0] == ROUND and not found.is_integer()):
-        raise ReportError(f"{path} holds a round {found:g}: rounds are counted 0, 1, 2, ... Leave this run out.")
+        raise ReportError(f"{path} has a round {found:g}; rounds are numbered 0, 1, 2, ... Leave this run out.")
     return int(found)
 
 

@@ -34,7 +34,7 @@ def read_wandb(path: Path) -> Run:
     """
     content = read_bytes(path, LOG_MEGABYTES)
     if content[: len(FILE_HEADER)] != FILE_HEADER:
-        raise ReportError(f"{path} is not a run of wandb: it does not begin like one. Was it copied completely?")
+        raise ReportError(f"{path} is not a wandb run: its header is missing. Was it copied completely?")
     messages = _messages(path, content)
     config: dict[str, Any] = {}
     logged: list[dict[str, Any]] = []

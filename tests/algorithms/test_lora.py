@@ -300,7 +300,7 @@ def test_what_cannot_be_adapted_is_refused_with_its_name(options: Any, message: 
         ({"rank": 0}, ValueError, "`rank` must be at least 1, got 0"),
         ({"rank": {4: 0.5, 8: 0.6}}, ValueError, "Shares of `rank` must sum to 1"),
         ({"aggregation": ls.Collective()}, TypeError, "`aggregation` must be an instance of AdapterAggregation"),
-        ({"layers": "net"}, ValueError, "`layers` is a sequence of patterns"),
+        ({"layers": "net"}, ValueError, "`layers` must be a sequence of patterns"),
     ],
     ids=str,
 )

@@ -177,7 +177,7 @@ def test_a_plan_can_be_given_to_a_module_without_an_example(data: Any, fit: Fit)
     ("options", "module", "message"),
     [
         ({}, LitMLP, r"channels of LitMLP belong together, .* set its `example_input_array`"),
-        ({"exclude": ["head"]}, LitSmall, r"`exclude` pattern 'head' matches no layer; there are: net.0, "),
+        ({"exclude": ["head"]}, LitSmall, r"`exclude` pattern 'head' matches no layer; known names: net.0, "),
         ({"plan": ls.width_plan(LitSmall())}, LitMLP, r"`plan` is the plan of another module: there net.1.weight is"),
     ],
     ids=["no example", "exclude", "plan"],
@@ -193,7 +193,7 @@ def test_what_cannot_be_cut_is_refused_at_once(options: Any, module: Any, messag
         ({"keep_ratio": 0.0}, ValueError, r"`keep_ratio` must be in \(0, 1\], got 0.0; it is the share of .* channels"),
         ({"keep_ratio": {0.5: 0.5, 1.0: 0.6}}, ValueError, "Shares of `keep_ratio` must sum to 1"),
         ({"channels": ls.Collective()}, TypeError, "`channels` must be an instance of ChannelChoice"),
-        ({"exclude": "net"}, ValueError, "`exclude` is a sequence of patterns"),
+        ({"exclude": "net"}, ValueError, "`exclude` must be a sequence of patterns"),
     ],
     ids=str,
 )

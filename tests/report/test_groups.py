@@ -78,7 +78,7 @@ def test_runs_are_grouped_by_the_settings_that_are_asked_for() -> None:
     runs = [sharding(0), sharding(0, "Collective()"), sharding(0, keep_ratio=0.1)]
     groups, _ = group_runs(runs, by=["keep_ratio"])
     assert [(group.label, len(group.runs)) for group in groups] == [("keep_ratio=0.2", 2), ("keep_ratio=0.1", 1)]
-    with pytest.raises(ReportError, match=r"No run has a setting `ratio`; there are .*federation/algorithm/keep_ratio"):
+    with pytest.raises(ReportError, match=r"No run .* `ratio`; known settings: .*federation/algorithm/keep_ratio"):
         group_runs(runs, by=["ratio"])
 
 

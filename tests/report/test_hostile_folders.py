@@ -97,7 +97,7 @@ def test_a_folder_of_a_run_that_leads_elsewhere_is_not_read(tmp_path: Path, name
     runs, left_out = read_runs([tmp_path / "runs"])
     told = [*left_out, *(note for one in runs for note in one.notes)]
     assert len(told) == 1
-    assert f"leads out of {run}" in told[0]
+    assert f"points outside {run}" in told[0]
     assert all(client_tables(one) == {} for one in runs if one.path.parent == run)
 
 
@@ -125,7 +125,7 @@ def test_a_table_of_wandb_is_read_from_the_run_only(tmp_path: Path, absolute: bo
     assert SECRET not in str(run)
     (note,) = run.notes
     assert note.startswith("1 tables or histograms are left out, the first because `tables/clients` cannot be read: ")
-    assert f"leads out of {tmp_path / 'run/files'}" in note
+    assert f"points outside {tmp_path / 'run/files'}" in note
 
 
 def test_a_table_of_wandb_that_is_no_table_is_left_out_and_the_run_is_read(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ MERGED = doubled("a: &a {x: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n")
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (NESTED, "its aliases stand for too much"),
-        (MERGED, "its aliases stand for too much"),
+        (NESTED, "its aliases expand to too much"),
+        (MERGED, "its aliases expand to too much"),
         ("a: &a {b: *a}", "nested too deeply"),
         ("a: " + "[" * 100_000, "RecursionError|recursion"),
         (f"a: {'9' * 5000}", "it has a number of 5000 digits"),
@@ -162,7 +162,7 @@ MERGED = doubled("a: &a {x: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n")
         ("a: !!int x", "invalid literal for int"),
         ("[1, 2]", "it is a list, not a mapping"),
         ("text", "it is a str, not a mapping"),
-        ("a" * (2**20 + 1), "has 1 MB; a report reads up to 1"),
+        ("a" * (2**20 + 1), "has 1 MB; a report reads at most 1"),
         ("\n".join(f"a{index}: 1" for index in range(10_001)), "there are more than 10000"),
     ],
     ids=lambda value: value[:20],
@@ -188,7 +188,7 @@ def test_a_file_beyond_all_runs_is_not_read(tmp_path: Path, monkeypatch: pytest.
     assert len(read_run(path).rows) == 1
     with path.open("r+b") as file:
         file.truncate(files.TEXT_MEGABYTES * files.MEGABYTE + 1)  # a hole: the disk holds no more than before
-    with pytest.raises(ReportError, match=r"metrics.csv has 256 MB; a report reads up to 256. Remove it"):
+    with pytest.raises(ReportError, match=r"metrics.csv has 256 MB; a report reads at most 256. Remove it"):
         read_run(path)
 
 
@@ -196,7 +196,7 @@ def test_a_file_beyond_all_runs_is_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_a_round_that_is_none_leaves_the_run_out(tmp_path: Path, round_idx: str) -> None:
     path = write_csv(tmp_path / "run", rounds([0.5])) / "metrics.csv"
     path.write_text(f"fl/round,val_acc\n{round_idx},0.5\n")
-    with pytest.raises(ReportError, match=r"holds a round .*: rounds are counted 0, 1, 2, \.\.\. Leave this run out"):
+    with pytest.raises(ReportError, match=r"has a round .*; rounds are numbered 0, 1, 2, \.\.\. Leave this run out"):
         read_run(path)
 
 

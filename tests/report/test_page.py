@@ -185,7 +185,7 @@ def test_a_report_takes_texts_for_paths_and_refuses_what_it_does_not_know(tmp_pa
     assert write_report([run], str(tmp_path / "r.html"), png=str(tmp_path / "png"))[0] == tmp_path / "r.html"
     with pytest.raises(ReportError, match=r"`mode` must be 'min', 'max' or None, got 'maximum'"):
         write_report([run], tmp_path / "r.html", mode="maximum")
-    with pytest.raises(ReportError, match=r"No run was named; expected a `.wandb` file"):
+    with pytest.raises(ReportError, match=r"No run was given; expected a `.wandb` file"):
         write_report([], tmp_path / "r.html")
 
 
@@ -257,14 +257,14 @@ def test_a_run_of_a_folder_without_the_metric_is_left_out_and_a_named_one_is_ref
         (["{run}/hparams.yaml"], "{run}/hparams.yaml is not a run; expected"),
         (["https://wandb.ai/a/b"], "does not exist; expected"),
         (["/dev/null"], "/dev/null is not a run; expected"),
-        (["{run}", "{run}/../empty"], "{run}/../empty has no run in it; expected"),
+        (["{run}", "{run}/../empty"], "{run}/../empty contains no run; expected"),
         (["{run}", "-o", "{pipe}"], "{pipe} is not an ordinary file, so no page can be written to it"),
         (["{run}", "-o", "{long}.html"], "{long}.html cannot be written: File name too long. Choose another"),
         (["{run}", "--png", "{long}"], "{long} cannot be written: File name too long. Choose another"),
         (["{run}", "-o", "/dev/null/r.html"], "/dev/null cannot be a folder: /dev/null is a file"),
         (["{run}", "--metric", "f1"], "has no metric `f1`; it has `train_loss`, `val_acc`, `val_loss`"),
         (["{run}", "--metric", ""], "has no metric ``; it has"),
-        (["{run}", "--group-by", "nothing"], "No run has a setting `nothing`; there are lr"),
+        (["{run}", "--group-by", "nothing"], "No run has a setting `nothing`; known settings: lr"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_one_line_on_standard_error(

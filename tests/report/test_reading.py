@@ -189,13 +189,13 @@ def cut_histograms(folder: Path) -> Path:
         (lambda folder: folder / "gone", "gone does not exist; expected a `.wandb` file"),
         (text_file, r"notes.txt is not a run; expected a `.wandb` file"),
         (other_json, r"other.json is not a run: it was not written by `RoundHistory.save`"),
-        (other_wandb, r"run-x.wandb is not a run of wandb"),
-        (header_only, r"metrics.csv holds no logged round. Train at least one"),
+        (other_wandb, r"run-x.wandb is not a wandb run"),
+        (header_only, r"metrics.csv has no logged round. Train at least one"),
         (rows_of_numbers, r"h.json is not a run: it was not written by `RoundHistory.save`"),
         (not_utf8, r"metrics.csv cannot be read: 'utf-8' codec .* Correct or remove it"),
-        (cut_histograms, r"histograms_000000.csv cannot be read: its last row has no end. Correct or remove it"),
+        (cut_histograms, r"histograms_000000.csv cannot be read: its last row is cut off. Correct or remove it"),
         (broken_settings, r"hparams.yaml cannot be read: .* Correct or remove it"),
-        (lambda folder: folder, r"has no run in it; expected a `.wandb` file"),
+        (lambda folder: folder, r"contains no run; expected a `.wandb` file"),
     ],
 )
 def test_what_is_not_a_run_is_named_with_the_remedy(tmp_path: Path, make: Any, says: str) -> None:

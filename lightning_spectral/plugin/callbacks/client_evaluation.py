@@ -90,7 +90,7 @@ class ClientEvaluation(RoundCallback):
             return
         if not is_host(pl_module):
             raise TypeError(
-                f"ClientEvaluation evaluates clients, and {type(pl_module).__name__} trains on batches; wrap it: "
+                f"ClientEvaluation needs federated clients, but {type(pl_module).__name__} trains on batches; wrap it: "
                 "FederatedModule(module, clients_per_round=...)."
             )
         check_evaluated(pl_module)  # type: ignore[arg-type]
@@ -157,8 +157,7 @@ def check_evaluated(federation: Federation) -> None:
     for name in evaluated:
         if not is_overridden(members[name].module, "validation_step"):
             raise ValueError(
-                f"ClientEvaluation runs `{type(members[name].module).__name__}.validation_step`, which is not there; "
-                "define it."
+                f"ClientEvaluation needs `{type(members[name].module).__name__}.validation_step`; define it."
             )
 
 

@@ -36,8 +36,8 @@ class RoundHistory(RoundCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.rows and trainer.current_epoch == 0 and trainer.ckpt_path is None:
             raise ValueError(
-                f"This RoundHistory has {len(self.rows)} rounds of another fit, with which those of a new one would be "
-                "mixed; give each fit its own: Trainer(callbacks=[RoundHistory()])."
+                f"This RoundHistory already holds {len(self.rows)} rounds of another fit; "
+                "give each fit its own: Trainer(callbacks=[RoundHistory()])."
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
@@ -90,8 +90,8 @@ class RoundHistory(RoundCallback):
         """
         points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
         if not points:
-            known = ", ".join(sorted({name for row in self.rows for name in row})) or "no rounds yet"
-            raise ValueError(f"no round has a metric {name!r}; there are {known}.")
+            known = ", ".join(sorted({name for row in self.rows for name in row})) or "none"
+            raise ValueError(f"no round has a metric {name!r}; known metrics: {known}.")
         with from_extra("examples"):
             from lightning_spectral.report.printed import draw_line, printed, round_axis
             from lightning_spectral.report.style import look

@@ -27,9 +27,9 @@ class RoundCallback(pl.Callback):
         """Warn if there will be no rounds to act on."""
         if stage == "fit" and not is_host(pl_module):
             warnings.warn(
-                f"{type(self).__name__} acts on the rounds of a federation, and {type(pl_module).__name__} is trained "
-                "on batches, so it will do nothing; wrap the module, FederatedModule(module, clients_per_round=...), "
-                "or leave the callback out.",
+                f"{type(self).__name__} acts on federated rounds, but {type(pl_module).__name__} trains on batches, so "
+                "the callback will do nothing; wrap the module: FederatedModule(module, clients_per_round=...), or "
+                "remove the callback.",
                 SpectralWarning,
                 stacklevel=2,
             )

@@ -45,14 +45,14 @@ class RoundLines(RoundCallback):
         self._bytes = 0
         self._first_round = 0
         self._start = self._last = 0.0
-        self._has_spoken = False
+        self._has_logged = False
         self._losses: dict[str, float] = {}
         self._new = NewlyLogged()
         self._validated: dict[str, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._first_round, self._has_spoken = trainer.current_epoch, False
+        self._first_round, self._has_logged = trainer.current_epoch, False
         self._start = self._last = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,10 +76,10 @@ class RoundLines(RoundCallback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log a line, if it is time."""
         now, is_last = time.perf_counter(), trainer.current_epoch + 1 == num_rounds(trainer)
-        is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_spoken)
+        is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_logged)
         if is_due and not draws_bar(trainer):
             _log(", ".join(self._parts(trainer, now - self._start)))
-            self._last, self._has_spoken, self._validated = now, True, {}
+            self._last, self._has_logged, self._validated = now, True, {}
 
     def _parts(self, trainer: pl.Trainer, elapsed: float) -> Iterator[str]:
         round_idx, total = trainer.current_epoch, num_rounds(trainer)

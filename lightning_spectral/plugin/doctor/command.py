@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from lightning_spectral.plugin.doctor.devices import device_lines
 from lightning_spectral.plugin.doctor.federations import FEDERATIONS, Federation
+from lightning_spectral.plugin.doctor.machine import device_lines, version_lines
 from lightning_spectral.plugin.doctor.self_check import ROUNDS, Finding, self_check, trainer_on
-from lightning_spectral.plugin.doctor.versions import version_lines
 from lightning_spectral.protocol.stage_clock import STAGES
 
 DESCRIPTION = """Check this installation, in about half a minute: versions, devices, and two rounds with every algorithm

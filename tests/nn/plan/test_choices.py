@@ -29,10 +29,10 @@ def net() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"exclude": "4"}, r"`exclude` is a sequence of patterns, got the string '4'; write exclude=\('4',\)"),
-        ({"exclude": [4]}, r"`exclude` is a sequence of patterns, got \[4\]; write strings"),
-        ({"exclude": 4}, "`exclude` is a sequence of patterns, got 4; write strings"),
-        ({"keep_buffers": "*_var"}, r"`keep_buffers` .* got the string '\*_var'; write keep_buffers=\('\*_var',\)"),
+        ({"exclude": "4"}, r"`exclude` must be a sequence of patterns, got '4'; write exclude=\('4',\)"),
+        ({"exclude": [4]}, r"`exclude` must be a sequence of patterns, got \[4\]; write strings"),
+        ({"exclude": 4}, "`exclude` must be a sequence of patterns, got 4; write strings"),
+        ({"keep_buffers": "*_var"}, r"`keep_buffers` .* got '\*_var'; write keep_buffers=\('\*_var',\)"),
         ({"split": {"4": 1}}, "must be at least 2, got 1; leave the pattern out"),
         ({"split": {"4": 2.0}}, "must be a whole number, got 2.0; write 2"),
         ({"split": ["4"]}, r"`split` is a mapping from patterns to numbers of parts, got \['4'\]; write split="),

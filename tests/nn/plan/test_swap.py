@@ -146,7 +146,7 @@ def test_all_problems_come_in_one_error(capsys: pytest.CaptureFixture[str]) -> N
     validate(module, layers=LayerChoices(**choices))
     for text in (problems(module, **choices), capsys.readouterr().out):
         assert "Lazy layers have no weight yet: 1; run one forward pass" in text
-        assert "`exclude` pattern 'fc' matches no layer; there are: 0, 1, 2, 3, 4" in text
+        assert "`exclude` pattern 'fc' matches no layer; known names: 0, 1, 2, 3, 4" in text
         assert "`split` pattern 'qkv' matches no layer" in text
         assert "`split` of '3': A weight of 5 rows cannot be split into 2 equal parts" in text
 

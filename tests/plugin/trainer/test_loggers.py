@@ -65,10 +65,10 @@ def test_history_draws_a_picture(lit: Any, data: Any, fit: Fit, tmp_path: Path) 
     history.plot("val_acc", tmp_path / "new/acc.png")
     assert (tmp_path / "new/acc.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(
-        ValueError, match=r"no round has a metric 'accuracy'; there are .*fl/loss.*, val_acc, val_loss\."
+        ValueError, match=r"no round has a metric 'accuracy'; known metrics: .*fl/loss.*, val_acc, val_loss\."
     ):
         history.plot("accuracy", tmp_path / "accuracy.png")
-    with pytest.raises(ValueError, match=r"no round has a metric 'val_acc'; there are no rounds yet"):
+    with pytest.raises(ValueError, match=r"no round has a metric 'val_acc'; known metrics: none"):
         ls.RoundHistory().plot("val_acc", tmp_path / "accuracy.png")
     assert not (tmp_path / "accuracy.png").exists(), "an empty plot"
 
@@ -81,5 +81,5 @@ def test_a_history_of_another_fit_is_refused_and_one_that_continues_is_not(lit: 
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, data)
     assert history.column("fl/round") == [0, 1]
-    with pytest.raises(ValueError, match=r"This RoundHistory has 2 rounds of another fit.*give each fit its own"):
+    with pytest.raises(ValueError, match=r"already holds 2 rounds of another fit.*give each fit its own"):
         pl.Trainer(**quiet, max_epochs=1, callbacks=[history]).fit(model, data)

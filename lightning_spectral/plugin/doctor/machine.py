@@ -1,10 +1,13 @@
-"""Which packages are installed, which are missing, and what they would be for."""
+"""What this machine has: packages, which of them are missing and what for, and devices."""
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+
+import torch
 
 REQUIRED = ("lightning-spectral", "torch", "lightning", "torchmetrics", "numpy", "scipy")
 # Packages of the extras: what they are for, and the extra that installs them.
@@ -37,3 +40,17 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def device_lines() -> Iterator[str]:
+    """One line for the CPU and one for each accelerator."""
+    yield f"cpu      {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}   {found.name}, {found.total_memory / 2**30:.1f} GiB, {_platform()}"
+    if torch.backends.mps.is_available():
+        yield f"mps      {torch.mps.recommended_max_memory() / 2**30:.1f} GiB"
+
+
+def _platform() -> str:
+    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"

@@ -154,9 +154,9 @@ def test_the_figures_of_a_round_are_those_of_its_bits_and_of_what_was_sent() -> 
     rounds.state.probs.data = torch.tensor([0.0, 1.0, 0.5, 0.25])
     opened, units = rounds.open({0: 0.5, 1: 0.5})
     for unit, bits in zip(units, ([False, True, True, False], [False, True, True, True]), strict=True):
-        _, receipt = rounds.algorithm.send(opened, unit)
-        rounds.algorithm.add(opened, receipt, Upload(unit, {BITS: pack_bits(torch.tensor(bits))}))
-    assert rounds.algorithm.diagnostics(opened) == {
+        _, receipt = opened.send(unit)
+        opened.add(receipt, Upload(unit, {BITS: pack_bits(torch.tensor(bits))}))
+    assert opened.metrics() == {
         "bit_entropy": 0.25,
         "bits_agreed": 0.75,
         "bit_disagreement": 0.25,
@@ -169,8 +169,8 @@ def test_a_client_says_how_far_training_moved_its_probabilities() -> None:
     rounds = DirectRounds(ls.Zampling(2, degree=1), nn.Linear(3, 2), {0: 1.0})
     rounds.state.probs.data = torch.tensor([0.0, 0.9, 0.5, 0.25])
     opened, (unit,) = rounds.open({0: 1.0})
-    download, _ = rounds.algorithm.send(opened, unit)
-    side = rounds.algorithm.client_side(rounds.server)
+    download, _ = opened.send(unit)
+    side = rounds.half.device_half
     client = side.build(rounds.server, 1.0)
     side.load(client, download)
     client.get_parameter(SCORES).data += torch.tensor([-1.0, 0.3, 0.1, 0.0])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -54,6 +55,27 @@ class ChecksAverageEstimation(Protocol):
 
     def check_average_estimation(self) -> None:
         """Raise ``ValueError`` if it does, so that averages of the whole model must not replace them."""
+
+
+@runtime_checkable
+class DrawsNetworks(Protocol):
+    """An algorithm whose server holds the mean of random networks."""
+
+    def network(
+        self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
+    ) -> Mapping[str, Tensor]:
+        """The weights of one network that ``generator`` draws, by name; without one, those of the mean."""
+
+
+# Of a state
+
+
+@runtime_checkable
+class HasHistograms(Protocol):
+    """A state with tensors whose distribution is worth seeing."""
+
+    def histograms(self) -> Mapping[str, Tensor]:
+        """These tensors, by the names under which dashboards show their histograms."""
 
 
 # Of a server half

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.zampling_round import GRID
-from lightning_spectral.algorithms.zampling_side import BITS, SCORES
+from lightning_spectral.algorithms.zampling.device import BITS, SCORES
+from lightning_spectral.algorithms.zampling.state import GRID
 from lightning_spectral.functional.zampling.bits import pack_bits
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.rng import derived_generator
@@ -110,7 +110,8 @@ def test_what_travels_is_a_float_down_and_a_bit_up_for_each_probability(data: An
 
 def test_the_papers_network_sends_a_thousandth_of_its_weights_up() -> None:
     mnistfc = nn.Sequential(nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
-    side = ls.Zampling(32).client_side(mnistfc)
+    algorithm = ls.Zampling(32)
+    side = algorithm.bind(mnistfc, algorithm.new_state(mnistfc, 0)).device_half
     client = side.build(mnistfc, 1.0)
     n = math.ceil(266_610 / 32)
     side.load(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)}))
@@ -341,7 +342,7 @@ class TestWhatIsRefused:
         ("options", "message"),
         [
             ({"compression": 0.5}, "`compression` must be at least 1 and finite, got 0.5; it is the number of weights"),
-            ({"compression": 8, "degree": None}, "so `compression` is 1, got 8"),
+            ({"compression": 8, "degree": None}, "so `compression` must be 1, got 8"),
             ({"degree": 0}, "`degree` must be at least 1, or None, got 0"),
             ({"smoothing": -1.0}, "`smoothing` must be at least 0 and finite, got -1.0; it is a pseudo-count"),
             ({"downlink_bits": 32}, r"`downlink_bits` must be in \[1, 16\], or None, got 32"),
@@ -356,7 +357,7 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize("compression", [{8: 0.5, 32: 0.5}, [8, 32]])
     def test_a_compression_for_each_client(self, compression: Any) -> None:
         with pytest.raises(
-            TypeError, match=r"one number for all clients, got .*bits of different matrices have no mean"
+            TypeError, match=r"one number for all clients, got .*bits of different matrices cannot be averaged"
         ):
             ls.Zampling(compression)
 
@@ -380,7 +381,7 @@ class TestWhatIsRefused:
                 return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
 
         before = (module := HeadOnly()).net[0].weight.detach().clone()
-        with pytest.raises(ValueError, match=r"^Zampling replaces net\.0\.weight, .* with random numbers, and your"):
+        with pytest.raises(ValueError, match=r"^Zampling replaces net\.0\.weight, .* with random weights, which your"):
             fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["net.2.*"]))
         assert torch.equal(module.net[0].weight, before)
 
@@ -389,7 +390,7 @@ class TestWhatIsRefused:
         module.net[0].requires_grad_(False)
         model = fit(module, data, algorithm=SMALL).model
         module.net[0].requires_grad_(True)
-        with pytest.raises(ValueError, match=r"net\.0\.weight changed since: .*wrap the module anew"):
+        with pytest.raises(ValueError, match=r"net\.0\.weight changed since: .*in a new FederatedModule"):
             fit(model, data)
         fit(module, data, algorithm=SMALL)
 
@@ -399,14 +400,14 @@ class TestWhatIsRefused:
                 first, last = self.net[0].parameters(), self.net[-1].parameters()
                 return torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.1}], lr=3.0)
 
-        with pytest.raises(ValueError, match="one vector of scores for all compressed weights, so one optimizer"):
+        with pytest.raises(ValueError, match="one vector of scores for all compressed weights, so one optimizer must"):
             fit(seeded(TwoRates), data, algorithm=SMALL)
         dense_head = ls.Zampling(2, degree=3, exclude=["net.2.*"])
         fit(seeded(TwoRates), data, algorithm=dense_head)
 
     def test_weight_decay_is_kept_from_the_scores_and_that_is_said(self, data: Any, fit: Fit) -> None:
         plain = fit(seeded(LitNet), data, algorithm=SMALL)
-        with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.5 of SGD does not act on the scores"):
+        with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.5 of SGD is not applied to Zampling's scores"):
             decayed = fit(seeded(LitNet, weight_decay=0.5), data, algorithm=SMALL)
         assert torch.equal(plain.model.state.probs, decayed.model.state.probs)
 

@@ -8,7 +8,8 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.client_sum import ClientSum
-from lightning_spectral.algorithms.zampling_round import ZamplingState
+from lightning_spectral.algorithms.zampling.state import ZamplingState
+from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
 from lightning_spectral.nn.zampling.zample import local_weights
 
 MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -19,12 +20,13 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "cpu": nn.Module.cpu,
 }
 TYPES = {"half": torch.float16, "to": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+NO_MATRIX = InfluenceMatrix((), num_columns=5, degree=1)
 THIRD = 1 / 3  # has no short form in any type
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_states_of_algorithms_keep_their_types(name: str) -> None:
-    bits, total = ZamplingState(torch.full((5,), THIRD), seed=0, weights=[]), ClientSum({"weight": (2, 2)})
+    bits, total = ZamplingState(torch.full((5,), THIRD), [], NO_MATRIX), ClientSum({"weight": (2, 2)})
     bits.probs.grad = torch.full((5,), THIRD)
     total.values.fill_(THIRD)
     probs, before = bits.probs, bits.probs.detach().clone()
@@ -49,6 +51,6 @@ def test_scores_keep_at_least_single_precision(name: str) -> None:
 
 
 def test_moving_to_the_meta_device_moves_everything() -> None:
-    bits, total = ZamplingState(torch.zeros(5), seed=0, weights=[]), ClientSum({"weight": (2, 2)})
+    bits, total = ZamplingState(torch.zeros(5), [], NO_MATRIX), ClientSum({"weight": (2, 2)})
     nn.ModuleList([bits, total]).to("meta")
     assert (bits.probs.device.type, total.values.device.type) == ("meta", "meta")

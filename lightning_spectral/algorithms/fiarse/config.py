@@ -88,8 +88,8 @@ class FIARSE(ByKeepRatio):
         """Raise ``ValueError`` if there is no weight to choose from."""
         if not self.masked_weights(server):
             raise ValueError(
-                f"FIARSE finds no weight to cut in {type(server).__name__}: none that is trained, has two dimensions "
-                "and is not in `exclude`. Leave patterns out, or use FedAvg()."
+                f"FIARSE needs trainable weights of two or more dimensions that are not in `exclude`, and "
+                f"{type(server).__name__} has none. Exclude fewer, or use FedAvg()."
             )
 
     def cut_sizes(self, server: nn.Module) -> set[int]:

@@ -37,7 +37,7 @@ Init = Literal["he", "paper"]
 def _one_factor(argument: str, value: Any) -> Any:
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
         raise TypeError(
-            f"`{argument}` is one number for all clients, got {value!r}: bits of different matrices have no mean."
+            f"`{argument}` is one number for all clients, got {value!r}: bits of different matrices cannot be averaged."
         )
     return Number(at_least=1, hint="it is the number of weights for each probability")(argument, value)
 
@@ -116,7 +116,7 @@ class Compression:
         )
         if self.degree is None and self.factor != 1.0:
             raise ValueError(
-                f"With `degree=None` each weight has a probability of its own, so `compression` is 1, got "
+                f"With `degree=None` each weight has a probability of its own, so `compression` must be 1, got "
                 f"{self.factor!r}; give a degree, such as 10, to compress."
             )
 
@@ -192,13 +192,13 @@ class Compression:
                     continue
                 if not parameter.is_floating_point():
                     raise ValueError(
-                        f"{name!r} is of type {parameter.dtype}, and only floating-point weights can be compressed; "
-                        "keep it dense with `exclude=`."
+                        f"{name!r} is of type {parameter.dtype}; only floating-point weights can be compressed. "
+                        "Keep it dense with `exclude=`."
                     )
                 if getattr(getattr(type(owner), own_name, None), "fset", parameter) is None:
                     raise ValueError(
-                        f"{name!r} is read through a property of {type(owner).__name__} without a setter, so it cannot "
-                        "be replaced; keep it dense with `exclude=`."
+                        f"{name!r} is read through a property of {type(owner).__name__} without a setter, so it "
+                        "cannot be replaced; keep it dense with `exclude=`."
                     )
                 yield CompressedWeight(first_name[id(parameter)], tuple(parameter.shape), fan_in)
 

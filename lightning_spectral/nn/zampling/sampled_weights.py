@@ -48,7 +48,7 @@ class SampledWeights(nn.Module):
     ) -> None:
         super().__init__()
         if hasattr(module, NAME):
-            raise ValueError(f"{type(module).__name__} has an attribute {NAME!r} already; it was compressed before.")
+            raise ValueError(f"{type(module).__name__} already has an attribute {NAME!r}: it was compressed before.")
         first = module.get_parameter(weights[0].name)
         self.shapes = tuple(weight.shape for weight in weights)
         self.matrix, self.link, self.sampled = matrix, link, sampled

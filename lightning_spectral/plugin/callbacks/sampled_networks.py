@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_spectral.algorithms.zampling import Zampling
+from lightning_spectral.algorithms.capabilities import DrawsNetworks
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.validated_copy import SUFFIX, ValidatedCopy
@@ -61,7 +61,7 @@ class SampledNetworks(pl.Callback):
         if stage not in ("fit", "validate"):
             return
         trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
-        if not (is_trained(pl_module) and isinstance(pl_module.algorithm, Zampling)):
+        if not (is_trained(pl_module) and isinstance(pl_module.algorithm, DrawsNetworks)):
             raise TypeError(
                 "SampledNetworks draws the bits of FederatedModule(..., algorithm=Zampling(...)), and there are none "
                 f"in {trained_by}; leave the callback out."
@@ -96,7 +96,7 @@ class SampledNetworks(pl.Callback):
                 network.step(batch, batch_idx, dataloader_idx)
 
     def _draw(self, trainer: pl.Trainer, host: Trained) -> Iterator[ValidatedCopy]:
-        assert isinstance(host.algorithm, Zampling)
+        assert isinstance(host.algorithm, DrawsNetworks)
         for k in range(self.num_samples):
             generator = derived_generator(host.seed, "sampled networks", trainer.current_epoch, k)
             weights = host.algorithm.network(host.module, host.state, generator)

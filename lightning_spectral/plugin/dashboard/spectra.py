@@ -1,4 +1,4 @@
-"""What a dashboard shows of an algorithm's round: spectra and draws of sharded layers, or Zampling's probabilities."""
+"""What a dashboard shows of an algorithm's round: spectra and draws of sharded layers, or histograms of its state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from lightning_spectral.algorithms.capabilities import HasHistograms
 from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound
-from lightning_spectral.algorithms.zampling_round import ZamplingState
 from lightning_spectral.plugin.dashboard.records import Histogram, Table, histogram, table
 
 LayerFigures = Mapping[str, Mapping[str, float]]
@@ -26,7 +26,8 @@ def algorithm_records(
     """
     if isinstance(opened, SpectralRound):
         return [*spectral_histograms(opened.layers), layer_table(opened.layers, round_idx, figures)]
-    return [histogram("probs", state.probs)] if isinstance(state, ZamplingState) else []
+    shown = state.histograms() if isinstance(state, HasHistograms) else {}
+    return [histogram(name, values) for name, values in shown.items()]
 
 
 def spectral_histograms(layers: Mapping[str, LayerRound]) -> Iterator[Histogram]:

@@ -224,5 +224,5 @@ def test_compressing_twice_is_refused() -> None:
     how = Compression(4, degree=3)
     weights = how.weights_of(module)
     SampledWeights(module, weights, how.matrix(weights, seed=1), Clip())
-    with pytest.raises(ValueError, match="Sequential has an attribute '_zampling' already; it was compressed before"):
+    with pytest.raises(ValueError, match="Sequential already has an attribute '_zampling': it was compressed before"):
         SampledWeights(module, weights, how.matrix(weights, seed=1), Clip())

@@ -167,7 +167,7 @@ def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit:
         def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
             with torch.no_grad():
                 pl_module.state.probs.round_()
-            pl_module.algorithm.settle(pl_module.module, pl_module.state)
+            pl_module.engine.settle()
 
     row = fit(lit, data, max_epochs=1, callbacks=[Decides(), ls.SampledNetworks(2)]).rows[0]
     for name in ("val_acc", "val_loss"):
@@ -195,7 +195,7 @@ def test_several_dataloaders_and_limits_are_those_of_the_validation(
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             with torch.no_grad():
                 pl_module.state.probs.round_()
-            pl_module.algorithm.settle(pl_module.module, pl_module.state)
+            pl_module.engine.settle()
 
     data.val = [toy, TensorDataset(*(tensor[:70] for tensor in toy.tensors))]
     fitted = fit(

@@ -1,4 +1,4 @@
-"""What the user's optimizer must be like to step one vector of scores in place of many weights, and how fast."""
+"""Checks on the weights that Zampling compresses, and on the optimizer that steps their scores."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.nn.zampling.compressed import CompressedWeight
 
 LEAST_MOVE = 0.3  # below it, accuracy is far below that of a larger learning rate: studies/zampling/rates.py
 
 
 def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Check that one optimizer steps all scores with the same options, and warn that weight decay does not act on them.
+    """Check that one optimizer steps all scores with the same options, and warn that weight decay does not reach them.
 
     Args:
         template: One of the user's optimizers.
         weights: The weights that scores stand for.
 
     Raises:
-        ValueError: If it steps only some of them, or in parameter groups of different options.
+        ValueError: If it steps only some of them, or in parameter groups with different options.
     """
     wanted = {id(weight) for weight in weights}
     groups = [group for group in template.param_groups if any(id(p) in wanted for p in group["params"])]
@@ -31,16 +32,32 @@ def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> 
     first, *others = ({name: value for name, value in group.items() if name != "params"} for group in groups)
     if held != wanted or any(options != first for options in others):
         raise ValueError(
-            "Zampling has one vector of scores for all compressed weights, so one optimizer steps them, with the same "
-            f"options; your {type(template).__name__} has them in groups that differ, or only some of them. Put them "
-            "into one group, or keep the others dense with `exclude=`."
+            "Zampling trains one vector of scores for all compressed weights, so one optimizer must step them with the "
+            f"same options; your {type(template).__name__} holds only some of them, or in groups whose options differ. "
+            "Put them in one group, or keep the others dense with `exclude=`."
         )
     if first.get("weight_decay"):
         warnings.warn(
-            f"weight_decay={first['weight_decay']:g} of {type(template).__name__} does not act on the scores of "
-            "Zampling, whose probabilities it would pull to 0; it acts on what is dense.",
+            f"weight_decay={first['weight_decay']:g} of {type(template).__name__} is not applied to Zampling's scores, "
+            "since it would pull every probability to 0; it applies to dense parameters only.",
             SpectralWarning,
             stacklevel=3,
+        )
+
+
+def check_unchanged(drawn: Sequence[CompressedWeight], found: Sequence[CompressedWeight]) -> None:
+    """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now.
+
+    Args:
+        drawn: The weights that were compressed when the probabilities were drawn.
+        found: Those that are compressed now.
+    """
+    if changed := sorted({weight.name for weight in set(drawn) ^ set(found)}):
+        raise ValueError(
+            f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed since: "
+            "parameters were frozen, unfrozen, added or removed. Build layers in `__init__` rather than in `setup`, "
+            "freeze or unfreeze them first, and then wrap the module in a new FederatedModule, which draws new "
+            "probabilities."
         )
 
 
@@ -53,9 +70,9 @@ def check_none_untrained(compressed: Sequence[str], untrained: Collection[str]) 
     """
     if lost := [name for name in compressed if name in untrained]:
         raise ValueError(
-            f"Zampling replaces {', '.join(lost)} with random numbers, and your optimizer, which lacks them, would not "
-            "train these; give it all parameters of the module, or name the layers in `exclude`, which leaves them as "
-            "they are."
+            f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and would "
+            "not train; give it all parameters of the module, or list the layers in `exclude` to leave them as they "
+            "are."
         )
 
 
@@ -79,7 +96,7 @@ def hardly_moved(moved: float, num_clients: int) -> Sequence[str]:
         return ()
     return (
         f"clients move their probabilities by only {moved:.2g} a round (root mean square), and drawing their bits "
-        "moves the mean by more, so chance decides what is learned. Raise the learning rate: it acts on scores, which "
-        "have to travel from 0 to 1, and not on weights. The paper uses Adam with 0.1. If a schedule warms up, nothing "
-        "is wrong.",
+        "moves the mean by more, so chance decides what is learned. Raise the learning rate: it applies to scores, "
+        "which have to travel from 0 to 1, not to weights. The paper uses Adam with 0.1. During a warm-up, this is "
+        "expected.",
     )

@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.classic import ClassicAlgorithm
-from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.algorithms.zampling_checks import check_none_untrained, check_score_groups, hardly_moved
-from lightning_spectral.algorithms.zampling_round import (
-    ZamplingRound,
-    ZamplingState,
-    check_weights,
-    on_grid,
-    own_state,
-)
-from lightning_spectral.algorithms.zampling_side import BITS, MOVED, PLACE, PROBS, MatrixCache, ZamplingSide, uploaded
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.zampling.checks import check_none_untrained, check_score_groups, check_unchanged
+from lightning_spectral.algorithms.zampling.device import ZamplingSide
+from lightning_spectral.algorithms.zampling.server import ZamplingHalf
+from lightning_spectral.algorithms.zampling.state import ZamplingState
 from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
-from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.bits import bit_entropy, draw_bits, pack_levels, unpack_bits, unpack_levels
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
 from lightning_spectral.nn.zampling.compressed import COMPRESSION, DOWNLINK_BITS, CompressedWeight, Compression, Init
-from lightning_spectral.nn.zampling.sampled_weights import split_weights
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    kept_buffers,
-    load_tensors,
-    travelling_tensors,
-)
-from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
-from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums import MeanBits, RunningMean
+from lightning_spectral.protocol.exchange import averaged_tensors, kept_buffers
 
 
 @dataclass(frozen=True)
-class Zampling(ClassicAlgorithm[ZamplingRound]):
+class Zampling(Algorithm):
     r"""Weights are sparse random combinations w = Qz of bits, and clients train the probabilities of these bits.
 
     Q is derived from the run's seed and never travels. A client gets the n probabilities p and trains scores that start
@@ -91,7 +71,7 @@ class Zampling(ClassicAlgorithm[ZamplingRound]):
         Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning.
 
     Example:
-        >>> Zampling(compression=8).start(nn.Linear(30, 10), seed=0).probs.shape
+        >>> Zampling(compression=8).new_state(nn.Linear(30, 10), seed=0).probs.shape
         torch.Size([39])
     """
 
@@ -113,7 +93,6 @@ class Zampling(ClassicAlgorithm[ZamplingRound]):
     memory: int = 2**30
     gain: float = 1.0
     coordinated: bool = False
-    _matrices: MatrixCache = field(default_factory=MatrixCache, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_is("link", self.link, Link)
@@ -131,7 +110,7 @@ class Zampling(ClassicAlgorithm[ZamplingRound]):
         )
         if self.skip_settled and self.link != Clip():
             raise ValueError(
-                f"`skip_settled` needs scores that stay at 0 and 1, which those of `Clip()` do; got link={self.link!r}."
+                f"`skip_settled` needs scores that stay at 0 and 1, as with `Clip()`; got link={self.link!r}."
             )
         self.how()
 
@@ -169,15 +148,6 @@ class Zampling(ClassicAlgorithm[ZamplingRound]):
         how = self.how()
         how.matrix(how.weights_of(server), seed=0)
 
-    def prepare(self, server: nn.Module) -> Zampling:
-        """Decide which buffers keep the server's value, once for all rounds."""
-        return replace(self, keep_buffers=kept_buffers(server, self.keep_buffers))
-
-    def leave_untrained(self, server: nn.Module, names: Collection[str]) -> Zampling:
-        """Raise ``ValueError`` if one is a compressed weight, which would be random and stay so."""
-        check_none_untrained([weight.name for weight in self.weights_of(server)], names)
-        return self
-
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Check that one optimizer steps all scores with the same options, and warn about weight decay.
 
@@ -190,79 +160,49 @@ class Zampling(ClassicAlgorithm[ZamplingRound]):
         """The weights that are compressed."""
         return self.how().weights_of(server)
 
-    def client_side(self, server: nn.Module) -> ClientSide:
-        """The device half; it draws the same Q from the seed of each download."""
-        weights = self.weights_of(server)
-        dense = averaged_tensors(server, {weight.name for weight in weights}, self.keep_buffers)
-        return ZamplingSide(
-            self.how(), weights, self.link, tuple(dense), self.downlink_bits, self.skip_settled, self._matrices
-        )
-
-    def start(self, server: nn.Module, seed: int) -> ZamplingState:
+    def new_state(self, server: nn.Module, seed: int) -> ZamplingState:
         """Draw the first probabilities, uniform in [0, 1]."""
-        weights = self.weights_of(server)
-        return ZamplingState(self.how().first_probs(weights, seed), seed, weights)
+        weights, how = self.weights_of(server), self.how()
+        return ZamplingState(how.first_probs(weights, seed), weights, how.matrix(weights, seed))
 
-    def initialize(self, server: nn.Module, workers: SharesWork) -> str:
-        """Say what becomes of the module's own weights, which `settle` overwrites."""
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ZamplingHalf:
+        """Decide which buffers keep the server's value, and check the weights that are compressed.
+
+        Raises:
+            ValueError: If they are others than when the state was made, or no optimizer steps one of them: it would be
+                random and stay so.
+        """
+        assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
+        kept = kept_buffers(server, self.keep_buffers)
         weights = self.weights_of(server)
-        num_weights = sum(weight.num_values for weight in weights)
-        return (
-            f"Zampling: {num_weights:,} weights in {len(weights)} tensors become random combinations of "
-            f"{self.how().num_probs(weights):,} bits; the values they had, trained or not, are not used."
+        names = [weight.name for weight in weights]
+        check_none_untrained(names, untrained)
+        check_unchanged(state.weights, weights)
+        side = ZamplingSide(
+            state.matrix,
+            state.weights,
+            self.link,
+            tuple(averaged_tensors(server, names, kept)),
+            self.sampled,
+            self.downlink_bits,
+            self.skip_settled,
+        )
+        return ZamplingHalf(
+            server,
+            state,
+            side,
+            smoothing=self.smoothing,
+            weigh_clients=self.weigh_clients,
+            coordinated=self.coordinated,
         )
 
-    def open(self, server: nn.Module, state: nn.Module | None, cohort: Cohort) -> ZamplingRound:
-        """Collect what every client starts from; quantise the probabilities, the same for all."""
-        check_weights(own_state(state), self.weights_of(server))
-        probs = own_state(state).probs.detach()
-        without = {weight.name for weight in self.weights_of(server)}
-        sent, arrived = probs, probs
-        if self.downlink_bits is not None:
-            generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
-            sent = pack_levels(probs, self.downlink_bits, generator)
-            arrived = unpack_levels(sent, len(probs), self.downlink_bits).to(probs)
-        units = sum(map(len, cohort.groups.values()))
-        return ZamplingRound(
-            cohort,
-            {PROBS: sent, **travelling_tensors(server, without)},
-            arrived,
-            MeanBits(len(probs), cohort.total if self.weigh_clients else float(units), probs.device),
-            dense_mean(server, averaged_tensors(server, without, self.keep_buffers), cohort),
-        )
-
-    def send(self, opened: ZamplingRound, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the same to every client, except for its place."""
-        place = {PLACE: torch.tensor(opened.cohort.place_of(unit), dtype=torch.int32)} if self.coordinated else {}
-        return Download(unit, 1.0, {**opened.tensors, **place}), Receipt(unit, 1.0)
-
-    def add(self, opened: ZamplingRound, receipt: Receipt, upload: Upload) -> None:
-        """Count the client's bits, and add the changes of dense tensors."""
-        coefficient = receipt.unit.coefficient
-        bits = opened.probs == 1
-        asked = uploaded(opened.probs, self.skip_settled)
-        bits[asked] = unpack_bits(upload.tensors[BITS], int(asked.sum()))
-        opened.bits.add(bits, coefficient if self.weigh_clients else 1.0)
-        opened.dense.add(upload.tensors, coefficient, upload.largest)
-
-    def running_means(self, opened: ZamplingRound) -> Sequence[RunningMean]:
-        """The counts of bits, and the sum over dense tensors."""
-        return [opened.bits, opened.dense]
-
-    def close(self, server: nn.Module, state: nn.Module | None, opened: ZamplingRound) -> None:
-        """Set the pseudo-gradients: with learning rate 1 the new probabilities are exactly the mean of the bits."""
-        probs = own_state(state).probs
-        probs.grad = probs.detach() - on_grid(opened.bits.finish(self.smoothing)).to(probs)
-        apply_mean_change(server, opened.dense.finish())
-
-    @torch.no_grad()
-    def settle(self, server: nn.Module, state: nn.Module | None) -> None:
-        """Bring probabilities back into [0, 1], which a server optimizer may have left, and write Qp."""
-        own = own_state(state)
-        own.probs.copy_(on_grid(own.probs))
-        load_tensors(server, self.network(server, own))
-
-    @torch.no_grad()
     def network(
         self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
@@ -273,29 +213,6 @@ class Zampling(ClassicAlgorithm[ZamplingRound]):
             state: The server's state.
             generator: Draws bits z for the weights Qz of a sampled network; ``None`` for Qp, the expected one.
         """
-        own, weights = own_state(state), self.weights_of(server)
-        check_weights(own, weights)
-        probs = own.probs.detach()
-        z = probs if generator is None else draw_bits(probs, generator).to(probs.dtype)
-        matrix = self._matrices.get(self.how().matrix(weights, own.seed))
-        parts = split_weights(matrix.expand(z), [weight.shape for weight in weights])
-        return {weight.name: values for weight, values in zip(weights, parts, strict=True)}
-
-    def diagnostics(self, opened: ZamplingRound) -> Mapping[str, float]:
-        """Entropy of the mean of the bits, share on which all agree, how far two clients differ, share of p settled."""
-        count = opened.bits.weights.num_terms
-        if count == 0:
-            return {}
-        mean = opened.bits.finish()
-        pairs = 2 * mean * (1 - mean) * (count / (count - 1) if count > 1 else 1.0)
-        return {
-            "bit_entropy": float(bit_entropy(mean).mean()),
-            "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
-            "bit_disagreement": float(pairs.mean()),
-            "probs_settled": float((~uploaded(opened.probs, skip_settled=True)).double().mean()),
-        }
-
-    def concerns_after(self, summary: RoundSummary) -> Sequence[str]:
-        """A warning if clients hardly moved their probabilities."""
-        moved = summary.logged.get(MOVED)
-        return hardly_moved(moved.value, len(summary.averaged)) if moved else ()
+        assert isinstance(state, ZamplingState)
+        check_unchanged(state.weights, self.weights_of(server))
+        return state.network(generator)

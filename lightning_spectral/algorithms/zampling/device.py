@@ -12,7 +12,7 @@ from lightning_spectral.client.side import ClientSide, StepActions
 from lightning_spectral.functional.zampling.bits import coordinated_uniforms, draw_bits, pack_bits, unpack_levels
 from lightning_spectral.functional.zampling.links import Link
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
-from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression
+from lightning_spectral.nn.zampling.compressed import CompressedWeight
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, LoggedValue, Upload
@@ -23,61 +23,39 @@ MOVED = "fl/probs_moved"  # what every client logs
 SCORES = f"{NAME}.scores"  # name of the sub-model's parameter
 
 
-class MatrixCache:
-    """The influence matrix that a process used last, so that its server and its device do not both keep one.
-
-    Pickled, it is empty.
-    """
-
-    def __init__(self) -> None:
-        self._last: InfluenceMatrix | None = None
-
-    def get(self, wanted: InfluenceMatrix) -> InfluenceMatrix:
-        """The kept matrix of the same description; any other is replaced by ``wanted``."""
-        if self._last is None or self._last != wanted:
-            self._last = wanted
-        return self._last
-
-    def __reduce__(self) -> tuple[type[MatrixCache], tuple[()]]:
-        return MatrixCache, ()
-
-
 @dataclass(frozen=True)
 class ZamplingSide(ClientSide):
     """Sub-models whose weights are samples.
 
     Attributes:
-        compression: How weights are compressed.
+        matrix: Q. Its rows are drawn on first use, in each process that uses them; they are never pickled.
         weights: The compressed weights.
         link: From scores to probabilities.
         dense: Names of the tensors that travel back whole.
+        sampled: Whether local steps use bits, or else probabilities.
         downlink_bits: Number of bits per probability in the download; ``None`` for a float.
         skip_settled: Whether bits of probabilities 0 and 1 are not sent.
-        matrices: Shared with the server in the same process.
     """
 
-    compression: Compression
+    matrix: InfluenceMatrix = field(repr=False)
     weights: tuple[CompressedWeight, ...]
     link: Link
     dense: tuple[str, ...]
+    sampled: bool = True
     downlink_bits: int | None = None
     skip_settled: bool = False
-    matrices: MatrixCache = field(default_factory=MatrixCache, compare=False, repr=False)
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
         """A copy of ``module`` that holds scores instead of the compressed weights."""
         # The weights are about to be replaced, so they are not copied.
         client: nn.Module = copy_module(module, [module.get_parameter(weight.name) for weight in self.weights])
-        undrawn = self.compression.matrix(self.weights, seed=0)  # `load` takes the run's seed instead
-        SampledWeights(client, self.weights, undrawn, self.link, self.compression.sampled)
+        SampledWeights(client, self.weights, self.matrix, self.link, self.sampled)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
         """Set scores from the probabilities, and copy dense tensors."""
         tensors = dict(download.tensors)
-        weights = sampled_weights(client)
-        weights.matrix = self._matrix(download.seed)
-        weights.set_probs(self._probs(tensors.pop(PROBS)))
+        sampled_weights(client).set_probs(self.received(tensors.pop(PROBS)))
         tensors.pop(PLACE, None)
         load_tensors(client, tensors)
 
@@ -105,12 +83,12 @@ class ZamplingSide(ClientSide):
         weights.rest()
         if not bool(torch.isfinite(weights.scores).all()):
             return Upload(download.unit, {}, left_out="not_finite")
-        trained, probs = weights.probs, self._probs(download.tensors[PROBS])
+        trained, probs = weights.probs, self.received(download.tensors[PROBS])
         bits = _drawn(trained, download)
-        asked = uploaded(probs, self.skip_settled)
+        asked = self.asked(probs)
         if not torch.equal(bits[~asked], probs[~asked] == 1):
             raise ValueError(
-                "A score at 0 or 1 has moved, perhaps by a hook, so its bit must be sent: use skip_settled=False."
+                "A score at 0 or 1 has changed, perhaps in a hook, so its bit must be sent: use skip_settled=False."
             )
         moved = float((trained - probs).square().mean().sqrt())
         logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
@@ -122,13 +100,15 @@ class ZamplingSide(ClientSide):
         """The scores."""
         return {"the compressed weights": sampled_weights(client).scores}
 
-    def _probs(self, sent: Tensor) -> Tensor:
+    def received(self, sent: Tensor) -> Tensor:
+        """Probabilities as they arrive, from what was sent of them."""
         if self.downlink_bits is None:
             return sent
-        return unpack_levels(sent, self.compression.num_probs(self.weights), self.downlink_bits)
+        return unpack_levels(sent, self.matrix.num_columns, self.downlink_bits)
 
-    def _matrix(self, seed: int) -> InfluenceMatrix:
-        return self.matrices.get(self.compression.matrix(self.weights, seed))
+    def asked(self, probs: Tensor) -> Tensor:
+        """Which bits a client sends if it was sent these probabilities, as booleans of shape ``(n,)``."""
+        return ~is_settled(probs) if self.skip_settled else torch.ones_like(probs, dtype=torch.bool)
 
 
 def _drawn(probs: Tensor, download: Download) -> Tensor:
@@ -142,9 +122,9 @@ def _drawn(probs: Tensor, download: Download) -> Tensor:
     return (numbers < probs.cpu()).to(probs.device)
 
 
-def uploaded(probs: Tensor, skip_settled: bool) -> Tensor:
-    """Which bits a client sends if it was sent these probabilities, as booleans of shape ``(n,)``."""
-    return (probs > 0) & (probs < 1) if skip_settled else torch.ones_like(probs, dtype=torch.bool)
+def is_settled(probs: Tensor) -> Tensor:
+    """Which probabilities are 0 or 1."""
+    return ~((probs > 0) & (probs < 1))
 
 
 def sampled_weights(client: nn.Module) -> SampledWeights:

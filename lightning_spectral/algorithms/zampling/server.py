@@ -1,0 +1,151 @@
+"""The server half of Zampling: it sends probabilities, and counts the bits that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lightning_spectral.algorithms.base import Round, ServerHalf
+from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.algorithms.zampling.checks import hardly_moved
+from lightning_spectral.algorithms.zampling.device import BITS, MOVED, PLACE, PROBS, ZamplingSide, is_settled
+from lightning_spectral.algorithms.zampling.state import ZamplingState, on_grid
+from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    load_tensors,
+    select_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sums import MeanBits, RunningMean
+
+
+class ZamplingHalf(ServerHalf):
+    """Zampling bound to a module.
+
+    Args:
+        server: The server's module.
+        state: The probabilities.
+        side: The device half. In one process it shares the rows of Q with the state.
+        smoothing: Pseudo-count of the prior on each mean of bits.
+        weigh_clients: Whether clients count by their numbers of examples.
+        coordinated: Whether clients draw their bits jointly, for which each needs to know its place in the round.
+    """
+
+    state: ZamplingState
+
+    def __init__(
+        self,
+        server: nn.Module,
+        state: ZamplingState,
+        side: ZamplingSide,
+        *,
+        smoothing: float = 0.0,
+        weigh_clients: bool = False,
+        coordinated: bool = False,
+    ) -> None:
+        super().__init__(server, state)
+        self.side = side
+        self.smoothing = smoothing
+        self.weigh_clients = weigh_clients
+        self.coordinated = coordinated
+        self.compressed = frozenset(weight.name for weight in state.weights)
+
+    @property
+    def device_half(self) -> ZamplingSide:
+        """The device half, which draws the same Q."""
+        return self.side
+
+    def initialize(self, workers: SharesWork) -> str:
+        """Say what becomes of the module's own weights, which `settle` overwrites."""
+        return (
+            f"Zampling: {self.state.matrix.num_rows:,} weights in {len(self.state.weights)} tensors become random "
+            f"combinations of {len(self.state.probs):,} bits; the values they had, trained or not, are not used."
+        )
+
+    def open(self, cohort: Cohort) -> ZamplingRound:
+        """Collect what every client starts from."""
+        return ZamplingRound(self, cohort)
+
+    def settle(self) -> None:
+        """Bring probabilities back into [0, 1], which a server optimizer may have left, and write Qp."""
+        self.state.settle()
+        load_tensors(self.server, self.state.network())
+
+    def warnings_after(self, summary: RoundSummary) -> Sequence[str]:
+        """A warning if clients hardly moved their probabilities."""
+        moved = summary.logged.get(MOVED)
+        return hardly_moved(moved.value, len(summary.averaged)) if moved else ()
+
+
+class ZamplingRound(Round):
+    """One open round.
+
+    Attributes:
+        half: The server's half.
+        cohort: The clients that take part.
+        tensors: What every client is sent: probabilities and dense tensors, by name.
+        probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
+        asked: Which bits clients send, shape ``(n,)``; the others are settled.
+        num_asked: Number of these bits.
+        bits: Running mean of the clients' bits.
+        dense: Running mean of the changes of dense tensors.
+    """
+
+    def __init__(self, half: ZamplingHalf, cohort: Cohort) -> None:
+        self.half, self.cohort = half, cohort
+        sent = self.probs = half.state.probs.detach()
+        if half.side.downlink_bits is not None:
+            generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
+            sent = pack_levels(sent, half.side.downlink_bits, generator)
+            self.probs = half.side.received(sent).to(self.probs)
+        self.asked = half.side.asked(self.probs)
+        self.num_asked = int(self.asked.sum())
+        self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.compressed)}
+        total = cohort.total if half.weigh_clients else float(sum(map(len, cohort.groups.values())))
+        self.bits = MeanBits(len(self.probs), total, self.probs.device)
+        self.dense = dense_mean(half.server, select_tensors(half.server, half.side.dense), cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Send the same to every client, except for its place."""
+        place = {PLACE: torch.tensor(self.cohort.place_of(unit), dtype=torch.int32)} if self.half.coordinated else {}
+        return Download(unit, 1.0, {**self.tensors, **place}), Receipt(unit, 1.0)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Count the client's bits, and add the changes of dense tensors."""
+        coefficient = receipt.unit.coefficient
+        bits = self.probs == 1
+        bits[self.asked] = unpack_bits(upload.tensors[BITS], self.num_asked)
+        self.bits.add(bits, coefficient if self.half.weigh_clients else 1.0)
+        self.dense.add(upload.tensors, coefficient, upload.largest)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """The counts of bits, and the sum over dense tensors."""
+        return [self.bits, self.dense]
+
+    def close(self) -> None:
+        """Set the pseudo-gradients: with learning rate 1 the new probabilities are exactly the mean of the bits."""
+        probs = self.half.state.probs
+        probs.grad = probs.detach() - on_grid(self.bits.finish(self.half.smoothing)).to(probs)
+        apply_mean_change(self.half.server, self.dense.finish())
+
+    def metrics(self) -> Mapping[str, float]:
+        """Entropy of the mean of the bits, share on which all agree, how far two clients differ, share of p settled."""
+        count = self.bits.weights.num_terms
+        if count == 0:
+            return {}
+        mean = self.bits.finish()
+        pairs = 2 * mean * (1 - mean) * (count / (count - 1) if count > 1 else 1.0)
+        return {
+            "bit_entropy": float(bit_entropy(mean).mean()),
+            "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
+            "bit_disagreement": float(pairs.mean()),
+            "probs_settled": float(is_settled(self.probs).double().mean()),
+        }

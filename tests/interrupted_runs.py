@@ -56,7 +56,7 @@ class Report(ls.RoundCallback):
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_client_start(self, *args: Any) -> None:
         os.write(self.pipe, b".")
 
 

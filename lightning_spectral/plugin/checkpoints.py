@@ -69,13 +69,13 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_h
     progress["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["completed"]
 
 
-def fit_slots(checkpoint: dict[str, Any], num_slots: int) -> None:
-    """Adapt an older checkpoint's last round to this run's number of slots, which depends on the processes."""
+def as_one_batch(checkpoint: dict[str, Any]) -> None:
+    """Adapt an older checkpoint, whose last round counts a batch for every client, to rounds of a single batch."""
     if "loops" not in checkpoint:
         return  # weights only: Lightning reports what is missing
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     if current["completed"] == checkpoint.get("federation_slots"):
-        current.update(ready=num_slots, started=num_slots, processed=num_slots, completed=num_slots)
+        current.update(ready=1, started=1, processed=1, completed=1)
 
 
 def described(server_optimizer: Any) -> str:

@@ -21,7 +21,7 @@ from lightning_spectral.plugin.host import is_host
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.meetings import Meetings
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.round import named
+from lightning_spectral.server.round import listed, named
 
 
 class ClientParallelStrategy(DDPStrategy):
@@ -39,7 +39,8 @@ class ClientParallelStrategy(DDPStrategy):
     Args:
         **options: Options of ``lightning.pytorch.strategies.DDPStrategy`` that do not concern gradients: ``timeout``,
             ``process_group_backend``, ``start_method``, ``cluster_environment``. ``timeout`` is how long processes wait
-            for the slowest one, half an hour by default; it must be longer than the longest turn of a client.
+            for the slowest one, half an hour by default. They wait for each other once a round: it must be longer than
+            the longest turn of a client, and longer still if some processes are slower than others.
 
     Raises:
         TypeError: If the module to fit is not federated.
@@ -141,25 +142,34 @@ class ClientParallelStrategy(DDPStrategy):
     def _meeting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._meetings is None else self._meetings.meeting()
 
-    def note_turns(self, round_idx: int, units: Sequence[WorkUnit | None] = ()) -> None:
-        """Note whose turns the processes take until they next meet, for the error if one does not arrive.
+    def note_shares(self, round_idx: int, shares: Sequence[Sequence[WorkUnit]] = ()) -> None:
+        """Note what the processes do until they next meet, for the error if one does not arrive.
 
         Args:
             round_idx: Communication round, from 0.
-            units: What each process trains, by rank; empty between clients' turns.
+            shares: What each process trains, by rank; empty between clients' turns.
         """
         if self._meetings is not None:
-            doing = [named(unit) if unit else "idle" for unit in units] or ["between turns"] * self.world_size
-            self._meetings.turns = {rank: f"round {round_idx}, {what}" for rank, what in enumerate(doing)}
+            doing = [listed(units) for units in shares] or ["between turns"] * self.world_size
+            self._meetings.begin({rank: f"round {round_idx}, {what}" for rank, what in enumerate(doing)})
+
+    def note_turn(self, round_idx: int, unit: WorkUnit) -> None:
+        """Let the other processes know whose turn it is in this one."""
+        if self._meetings is not None:
+            self._meetings.note(f"round {round_idx}, {named(unit)}")
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Note the signal and forward it to processes started here; `end_if_told` acts on it after the turn."""
+        """Note the signal and forward it to processes started here; it takes effect after the turn."""
         if not self._sigterm_received and self.launcher is not None:
             self.launcher.kill(signum)
         self._sigterm_received = True
 
+    def is_told_to_end(self) -> bool:
+        """Whether this process, or about a second ago another, has received SIGTERM."""
+        return self._sigterm_received if self._meetings is None else self._meetings.must_end(self._sigterm_received)
+
     def end_if_told(self) -> None:
-        """End all processes after a turn, as Lightning does for SIGTERM, if any of them received that signal."""
+        """End all processes after a round, as Lightning does for SIGTERM, if any of them received that signal."""
         if self.reduce_boolean_decision(self._sigterm_received, all=False):
             assert self.lightning_module is not None
             self.lightning_module.trainer._signal_connector.received_sigterm = True

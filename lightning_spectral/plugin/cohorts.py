@@ -1,4 +1,4 @@
-"""Determines which clients take part in each round, and which of them this process trains in which slot."""
+"""Determines which clients take part in each round, and which of them this process trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.sampler_checks import check_limit, check_measurable, check_sampler
 from lightning_spectral.plugin.stages import stage_profile
@@ -27,7 +27,7 @@ from lightning_spectral.sums.weights import MOST_TERMS
 
 
 class CohortHooks(pl.LightningModule):
-    """The planning half of a federation: cohorts, drawn uniformly or by a sampler, and their schedules."""
+    """The planning half of a federation: cohorts, drawn uniformly or by a sampler, and how processes share them."""
 
     seed: int
     participation: UniformParticipation | Sampler | None
@@ -144,22 +144,11 @@ class CohortHooks(pl.LightningModule):
         self._sampled.note(index, summary.clients)
         return replace(summary, diagnostics={**summary.diagnostics, **own}, measured=measured)
 
-    @property
-    def num_slots(self) -> int:
-        """Number of positions in every process's schedule of a round: one per client in a single process."""
-        return scheduling.num_slots(self._most_units, self.processes.size)
-
-    def schedule(self, round_idx: int) -> list[Slot]:
-        """The clients that this process trains in a round, in order, and the slots in which it is idle."""
-        units = self.cohort(round_idx)
-        work = list(map(self._work, units)) if self.processes.size > 1 else []
-        table = scheduling.schedule(units, work, self.processes.size)
-        idle: scheduling.Slots = [None] * (self.num_slots - len(table[0]))
-        columns = list(zip(*([*row, *idle] for row in table), strict=True))
-        rank, last = self.processes.rank, self.num_slots - 1
-        more = [column[rank] for column in columns[last + 1 :]]
-        slots = [Slot(round_idx, column[rank], everywhere=column) for column in columns[:last]]
-        return [*slots, Slot(round_idx, columns[last][rank], [unit for unit in more if unit], columns[last])]
+    def share(self, round_idx: int) -> Share:
+        """The clients that this process trains in a round, and those of the others."""
+        units, processes = self.cohort(round_idx), self.processes
+        work = [self._work(unit) for unit in units] if processes.size > 1 else []
+        return Share(round_idx, scheduling.shares(units, work, processes.size), processes.rank)
 
     def _work(self, unit: WorkUnit) -> float:
         """Predicted time of a unit's turn; with several models, it takes their sizes into account."""

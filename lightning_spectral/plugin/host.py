@@ -15,32 +15,25 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 
 
-class Slot:
-    """One position in a process's schedule of a round, which Lightning sees as a batch.
+class Share:
+    """The units whose turns one process takes in a round, which Lightning sees as a batch.
 
     This is a plain class, because Lightning looks for tensors in batches that are tuples or dataclasses, and rebuilds
     them.
 
     Args:
         round_idx: Communication round, from 0.
-        unit: The unit whose turn it is; ``None`` if one of several processes waits for the others, or a random cohort
-            is smaller than its largest size.
-        more: Units whose turns follow in the same slot: the last slot takes those for which there is no slot left,
-            because a random cohort is larger than usual.
-        everywhere: The unit whose turn it is in each process, by rank.
+        everywhere: The units of each process, by rank, in the order of their turns.
+        rank: Rank of this process.
+
+    Attributes:
+        units: The units of this process.
     """
 
-    def __init__(
-        self,
-        round_idx: int,
-        unit: WorkUnit | None,
-        more: Sequence[WorkUnit] = (),
-        everywhere: Sequence[WorkUnit | None] = (),
-    ) -> None:
+    def __init__(self, round_idx: int, everywhere: Sequence[Sequence[WorkUnit]], rank: int = 0) -> None:
         self.round_idx = round_idx
-        self.unit = unit
-        self.more = tuple(more)
-        self.everywhere = tuple(everywhere)
+        self.everywhere = tuple(map(tuple, everywhere))
+        self.units = self.everywhere[rank]
 
 
 class Host(Protocol):
@@ -50,21 +43,14 @@ class Host(Protocol):
     def current_epoch(self) -> int:
         """The round, from 0."""
 
-    @property
-    def num_slots(self) -> int:
-        """Number of positions in this process's schedule of every round."""
-
-    def schedule(self, round_idx: int) -> list[Slot]:
-        """The clients that this process trains in a round, in order."""
+    def share(self, round_idx: int) -> Share:
+        """The clients that this process trains in a round."""
 
     def cut_cohort(self, limit: int | float) -> None:
         """Limit each cohort to a number of clients, or to a share of it."""
 
     def start_round(self, round_idx: int) -> None:
         """Open a round for its cohort."""
-
-    def send(self, slot: Slot) -> None:
-        """Begin a client's turn: send it its sub-model."""
 
     def finish_round(self) -> None:
         """Close the round and step the server."""

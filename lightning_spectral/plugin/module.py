@@ -40,7 +40,7 @@ from lightning_spectral.plugin.run_config import as_config, config_of
 from lightning_spectral.plugin.sampler_checks import check_over_selection
 from lightning_spectral.plugin.saved_rounds import SavedRounds
 from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
-from lightning_spectral.plugin.user_hooks import check_user_module, spare_slots
+from lightning_spectral.plugin.user_hooks import check_user_module, spare_shares
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.server.fault_policy import Faults
@@ -139,7 +139,7 @@ class FederatedModule(SavedRounds, Member, Host):
         self._limit, self._sampled = 1.0, None
         self._store, self._engine, self._first_rounds = ClientStore(), None, FirstRounds()
         self._frozen_base = FrozenBase()
-        self._turn = self._unreached = None
+        self._unreached = None
         self._decisions: Mapping[str, Any] = {}
         self._default_dtype = torch.get_default_dtype()
         self._rounds, self._resumed = RoundProgress(), None
@@ -209,13 +209,13 @@ class FederatedModule(SavedRounds, Member, Host):
             check_over_selection(self.conditions, absolute=self.absolute)
             self.conditions.check(self.data.num_clients, self._usual_size)
         handle_whole_files(self.trainer)
-        spare_slots(self, of=self.module)
+        spare_shares(self, of=self.module)
         if (data := self._data_or_none("")) is not None:
-            spare_slots(data, of=data)
+            spare_shares(data, of=data)
 
     def teardown(self, stage: str) -> None:
         """Drop the engine, and call the user's hook."""
-        self._engine = self._turn = None
+        self._engine = None
         self.module.teardown(stage)
 
     def configure_optimizers(self) -> Any:

@@ -102,7 +102,7 @@ class MultiModelModule(MultiModelHooks, Host):
         self.processors = check_per_client("processors", processors, PROCESSORS)
         self.unavailable = plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
-        self._limit, self._sampled, self._turn = 1.0, None, None
+        self._limit, self._sampled = 1.0, None
         self._default_dtype = torch.get_default_dtype()
         self._rounds, self._resumed = RoundProgress(), None
         self._take_seats()
@@ -209,7 +209,6 @@ class MultiModelModule(MultiModelHooks, Host):
 
     def teardown(self, stage: str) -> None:
         """Drop the engines, and call the users' hooks."""
-        self._turn = None
         for member in self.members.values():
             cast(FederatedModule, member).teardown(stage)
 

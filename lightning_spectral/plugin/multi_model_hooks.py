@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_spectral.client.user_step import call_with_accepted
-from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.plugin.saved_rounds import SavedRounds
@@ -145,7 +145,7 @@ class MultiModelHooks(SavedRounds):
 
     def _move(self, hook: str, own: Mapping[str, Any], batch: Any, *args: Any) -> Any:
         """Call one model's batch hook, or Lightning's own if it has none; clients move batches while they train."""
-        if isinstance(batch, Slot):
+        if isinstance(batch, Share):
             return batch
         name, own_index, _ = self._loader(args[-1])
         if name in own:

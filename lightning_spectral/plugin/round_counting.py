@@ -27,12 +27,10 @@ def num_rounds(trainer: pl.Trainer) -> int | None:
 class RoundsAsSteps(pl.Callback):
     """Gives a Trainer the settings of a federated fit, and restores its own settings however the fit ends.
 
-    - The cohort is to the server what accumulated batches are to an ordinary run. With as many accumulated batches as
-      slots, loggers plot against rounds and ``estimated_stepping_batches`` is the number of rounds.
-    - ``limit_train_batches`` limits the cohort, not the slots of each process.
+    - ``limit_train_batches`` limits the cohort; a round is a single batch, with all clients of a process.
     - Metrics come once per round, which Lightning should not mistake for logging too rarely.
     - Without validation data there is neither validation nor a warning that it is missing.
-    - A `LearningRateMonitor` logs once per round, not once per client.
+    - A `LearningRateMonitor` logs once per round, not twice.
     - A `ModelCheckpoint` with a ``train_time_interval`` looks at the clock after each round. Lightning ignores the
       interval under manual optimisation, which is what a federation is to it.
     """
@@ -45,7 +43,7 @@ class RoundsAsSteps(pl.Callback):
         if stage != "fit":
             return
         pl_module.cut_cohort(trainer.limit_train_batches)
-        settings: dict[str, Any] = {"accumulate_grad_batches": pl_module.num_slots, "log_every_n_steps": 1}
+        settings: dict[str, Any] = {"log_every_n_steps": 1}
         if trainer.limit_train_batches != 0:  # with 0 Lightning trains nothing, and reports it
             settings["limit_train_batches"] = 1.0
         if not getattr(trainer.datamodule, "has_val", True):  # type: ignore[attr-defined]
@@ -62,9 +60,9 @@ class RoundsAsSteps(pl.Callback):
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last client, let the checkpoints that are due by the clock be written."""
+        """After a round, let the checkpoints that are due by the clock be written."""
         as_automatic: Any = _Automatic(pl_module)
-        for callback in trainer.checkpoint_callbacks if trainer.is_last_batch else ():
+        for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "_train_time_interval", None) is not None:
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 

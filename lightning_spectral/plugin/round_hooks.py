@@ -1,4 +1,4 @@
-"""One round in Lightning's hooks: a client's turn is a training step, and the last one closes the round."""
+"""One round in Lightning's hooks: a training step trains all clients of this process and closes the round."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation
-from lightning_spectral.plugin.callbacks.boundaries import Aggregation
+from lightning_spectral.plugin.callbacks.boundaries import Aggregation, SubmodelSampling
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.cohorts import CohortHooks
-from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.precision import full_precision, scaled_by
 from lightning_spectral.plugin.round_log import log_round
@@ -24,6 +25,7 @@ from lightning_spectral.plugin.stages import stage_profile
 from lightning_spectral.plugin.unfinished_rounds import BeforeValidation, call_all, postponing_interrupts
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.share import play
 from lightning_spectral.server.turn import Turn
 
 
@@ -35,7 +37,7 @@ class RoundProgress:
         stepped: The last round in which the server has stepped.
         validated: The last round after which it was validated.
         ended: The last round whose epoch has ended, for all but callbacks that save.
-        stop_requested: Whether to stop after the current round.
+        told_to_end: Whether SIGTERM ends the run before the round's last client.
         before_validation: State before the validation of the last finished round.
         logged: Tells a round's metrics from those of earlier rounds.
     """
@@ -43,7 +45,7 @@ class RoundProgress:
     stepped: int = -1
     validated: int = -1
     ended: int = -1
-    stop_requested: bool = False
+    told_to_end: bool = False
     before_validation: BeforeValidation | None = None
     logged: NewlyLogged = field(default_factory=NewlyLogged)
 
@@ -51,13 +53,13 @@ class RoundProgress:
 class RoundHooks(CohortHooks):
     """The training half of a federation: everything from the start to the end of a round, for each of its models."""
 
-    _turn: Turn | None
     _default_dtype: torch.dtype
     _rounds: RoundProgress
 
     def start_round(self, round_idx: int) -> None:
         """Open the round of every model that some client trains, and call the round callbacks."""
-        self._note_turns(round_idx)
+        if isinstance(self.trainer.strategy, ClientParallelStrategy):
+            self.trainer.strategy.note_shares(round_idx)
         self._rounds.before_validation = None
         self._rounds.logged.mark(self.trainer)
         units = self.cohort(round_idx)
@@ -71,40 +73,50 @@ class RoundHooks(CohortHooks):
     def _open_members(self) -> list[Member]:
         return [member for member in self.members.values() if member.engine.round_is_open]
 
-    def send(self, slot: Slot) -> None:
-        """Begin a client's turn: draw its download and send it. An idle slot, or one after a failure, has no turn."""
-        self._note_turns(slot.round_idx, slot.everywhere)
-        self._turn = None if slot.unit is None else self._begin(slot.unit)
-
-    def _note_turns(self, round_idx: int, units: Sequence[WorkUnit | None] = ()) -> None:
-        if isinstance(self.trainer.strategy, ClientParallelStrategy):
-            self.trainer.strategy.note_turns(round_idx, units)
-
-    def _begin(self, unit: WorkUnit) -> Turn | None:
-        opened = self.by_key[unit.model].engine.round
-        if opened.failure is None:
-            with opened.containing_failures(unit):
-                turn = Turn(opened, unit)
-                turn.send()
-                return turn
-        return None
-
-    def training_step(self, batch: Slot, batch_idx: int) -> None:
-        """Run one client's local epochs, then `Aggregation`; after the last client, end the round."""
+    def training_step(self, batch: Share, batch_idx: int) -> None:
+        """Train this process's clients, one model after another; then `Aggregation` ends the round."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ClientParallelStrategy):
+            strategy.note_shares(batch.round_idx, batch.everywhere)
         with full_precision(self.device, self._default_dtype):
-            self._train(self._turn)
-            for unit in batch.more:
-                self._train(self._begin(unit))
-            if self.trainer.is_last_batch:
-                for callback in self._round_callbacks():
-                    callback.on_cohort_end(self.trainer, self, batch.round_idx)
+            for key, member in self.by_key.items():
+                self._play(member, [unit for unit in batch.units if unit.model == key])
+            self._end_if_told()
+            for callback in self._round_callbacks():
+                callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
-    def _train(self, turn: Turn | None) -> None:
-        if turn is not None:
-            with turn.round.containing_failures(turn.unit):
-                turn.train()
-                for callback in self._round_callbacks():
-                    callback.on_client_end(self.trainer, self.by_key[turn.unit.model], turn)
+    def _play(self, member: Member, units: Sequence[WorkUnit]) -> None:
+        callbacks = self._round_callbacks()
+
+        def start(turn: Turn) -> None:
+            for callback in callbacks:
+                callback.on_client_start(self.trainer, member, turn)
+
+        def end(turn: Turn) -> None:
+            for callback in callbacks:
+                callback.on_client_end(self.trainer, member, turn)
+
+        if units:
+            play(member.engine.round, self._until_told(units), start, end)
+
+    def _until_told(self, units: Sequence[WorkUnit]) -> Iterator[WorkUnit]:
+        """Yield the units whose turns may begin: none once a process was told to end, by SIGTERM."""
+        strategy = self.trainer.strategy
+        for unit in units:
+            if isinstance(strategy, ClientParallelStrategy):
+                strategy.note_turn(self.current_epoch, unit)
+                self._rounds.told_to_end |= strategy.is_told_to_end()
+            else:
+                self._rounds.told_to_end |= self.trainer.received_sigterm
+            if self._rounds.told_to_end:
+                return
+            yield unit
+
+    def _end_if_told(self) -> None:
+        """End all processes, as Lightning does for SIGTERM, if any of them was told to before its clients were done."""
+        if self.trainer.strategy.reduce_boolean_decision(self._rounds.told_to_end, all=False):
+            self.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
 
     def abandon_round(self) -> None:
         """End a round that failed; it has changed nothing at the server and can be repeated."""
@@ -159,26 +171,18 @@ class RoundHooks(CohortHooks):
                 yield partial(callback.on_round_end, self.trainer, member, summary)
 
     def _round_callbacks(self) -> list[RoundCallback]:
-        """The round callbacks in the Trainer's order, between those that complete the server and that end the round."""
+        """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         round_callbacks = [callback for callback in callbacks if isinstance(callback, RoundCallback)]
         return sorted(round_callbacks, key=_place)
 
-    def on_train_batch_end(self, outputs: Any, batch: Slot, batch_idx: int) -> None:
-        """Postpone a request to stop within a round to its last client.
-
-        Processes stop together, as soon as any of them is asked to. On SIGTERM they end after the current turn.
-        """
-        self._turn = None
+    def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:
+        """Stop all processes together, as soon as any of them is asked to, or received SIGTERM."""
         if isinstance(self.trainer.strategy, ClientParallelStrategy):
             self.trainer.strategy.end_if_told()
-            self.trainer.strategy.note_turns(batch.round_idx)
-        if self.trainer.is_last_batch:
-            stop = self.trainer.should_stop or self._rounds.stop_requested
-            self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(stop, all=False)
-            self._rounds.before_validation = BeforeValidation.of(self.trainer, self._rounds.logged)
-        elif self.trainer.should_stop:
-            self.trainer.should_stop, self._rounds.stop_requested = False, True
+            self.trainer.strategy.note_shares(batch.round_idx)
+        self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
+        self._rounds.before_validation = BeforeValidation.of(self.trainer, self._rounds.logged)
 
     def on_train_epoch_end(self) -> None:
         """Step the schedules that wait for a metric, which is available now."""
@@ -197,7 +201,7 @@ class RoundHooks(CohortHooks):
 
 def _place(callback: RoundCallback) -> int:
     """Whether a callback comes first, in the middle or last among the round callbacks."""
-    return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation)
+    return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation | SubmodelSampling)
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""The loader that Lightning iterates over in an epoch: the clients of a round."""
+"""The loader that Lightning iterates over in an epoch: its only batch is this process's share of a round."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 import lightning.pytorch as pl
 
-from lightning_spectral.plugin.host import Host, Slot, is_host
+from lightning_spectral.plugin.host import Host, Share, is_host
 
 
 class RoundLoader:
-    """Iterates over one epoch for Lightning: this process's schedule of one round.
+    """Iterates over one epoch for Lightning: a single batch, with all clients that this process trains in a round.
 
     Args:
-        host: Knows the round and its schedule. It is asked when the first client is fetched, because Lightning creates
-            the iterator before it knows which epoch a resumed run is in.
+        host: Knows the round and its clients. It is asked when the batch is fetched, because Lightning creates the
+            iterator before it knows which epoch a resumed run is in.
     """
 
     def __init__(self, host: Host) -> None:
         self.host = host
 
     def __len__(self) -> int:
-        return self.host.num_slots
+        return 1
 
-    def __iter__(self) -> Iterator[Slot]:
-        yield from self.host.schedule(self.host.current_epoch)
+    def __iter__(self) -> Iterator[Share]:
+        yield self.host.share(self.host.current_epoch)
 
 
 def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:

@@ -12,8 +12,8 @@ from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_archive import check_loadable
 from lightning_spectral.plugin.checkpoints import (
     TRAINER_SETTINGS,
+    as_one_batch,
     check_checkpoint,
-    fit_slots,
     settle_progress,
 )
 from lightning_spectral.plugin.data import FederatedDataModule
@@ -127,7 +127,6 @@ class SavedRounds(FixedArguments, RoundHooks):
                 member.module.on_save_checkpoint(own)
         write_arguments(checkpoint, self._given, {name: member.module for name, member in self.members.items()})
         checkpoint["federation"] = self.full_configuration()
-        checkpoint["federation_slots"] = self.num_slots
         if clients := {key: entry for member in self.members.values() for key, entry in member.stored().items()}:
             checkpoint["federation_clients"] = clients
         if frozen := {name: record for name, member in self.members.items() if (record := member.frozen())}:
@@ -169,7 +168,7 @@ class SavedRounds(FixedArguments, RoundHooks):
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_checkpoint(checkpoint, self.full_configuration())
-            fit_slots(checkpoint, self.num_slots)
+            as_one_batch(checkpoint)
             self._resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
             clients = checkpoint.get("federation_clients", {})
             frozen, unreached = checkpoint.get("federation_frozen", {}), checkpoint.get("federation_unreached", {})

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.plugin.host import Slot
+from lightning_spectral.plugin.host import Share
 
 # Hooks of a client's local steps run on the client's copy: see `client.user_step`. The hooks below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
@@ -122,8 +122,8 @@ def adopt_batch_hooks(client: pl.LightningModule, data: pl.LightningDataModule) 
             setattr(client, hook, getattr(data, hook))
 
 
-def spare_slots(module: pl.LightningModule | pl.LightningDataModule, of: Any) -> None:
-    """Let batch hooks act on evaluation batches only: Lightning moves slots too, and clients' batches move elsewhere.
+def spare_shares(module: pl.LightningModule | pl.LightningDataModule, of: Any) -> None:
+    """Let batch hooks act on evaluation batches only: Lightning moves a round's batch of clients too.
 
     Args:
         module: The module or data module whose hooks Lightning calls.
@@ -136,6 +136,6 @@ def spare_slots(module: pl.LightningModule | pl.LightningDataModule, of: Any) ->
 
 def _for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
     def hook(batch: Any, *args: Any) -> Any:
-        return batch if isinstance(batch, Slot) else batch_hook(batch, *args)
+        return batch if isinstance(batch, Share) else batch_hook(batch, *args)
 
     return hook

@@ -14,7 +14,10 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
-        """Yield one upload for each download, in any order.
+        """Yield one upload for each download, in any order, as they arrive.
+
+        Called once a round, with the downloads of all clients that this process trains. They are drawn as they are
+        taken: an executor that takes the next one when a client is done holds one at a time.
 
         The server reads or copies an upload before it asks for the next one, because the next client may train in the
         memory of its tensors. A device that fails reports it in `Upload.failure`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_spectral.errors import ClientError
-from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.round import OpenRound, client_error
@@ -52,21 +52,31 @@ def measure_figures(
 
 
 def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOutcome]:
-    for unit in units:
-        download, receipt = opened.send(unit)
-        upload = next(iter(opened.executor.run([download])))
+    sent: dict[tuple[int, str], tuple[Download, Receipt]] = {}
+
+    def downloads() -> Iterator[Download]:
+        for unit in units:
+            sent[unit.key] = opened.send(unit)
+            yield sent[unit.key][0]
+
+    for upload in opened.executor.run(downloads()):
+        unit = upload.unit
         if upload.failure is not None and opened.run.faults.ends_run("error"):
             raise client_error(opened.round_idx, unit, "measuring", upload.failure.message) from upload.failure.cause
-        yield ClientOutcome(
-            round_idx=opened.round_idx,
-            unit=unit,
-            keep_ratio=receipt.capacity,
-            num_examples=opened.num_examples[unit.key],
-            num_steps=upload.num_steps,
-            loss=upload.loss,
-            downlink_bytes=download.num_bytes,
-            frozen_bytes=download.frozen_bytes,
-            uplink_bytes=NUMBER,
-            left_out="error" if upload.failure is not None else None,
-            update_norm=opened.update_norm(download, upload),
-        )
+        yield _outcome(opened, upload, *sent.pop(unit.key))
+
+
+def _outcome(opened: OpenRound, upload: Upload, download: Download, receipt: Receipt) -> ClientOutcome:
+    return ClientOutcome(
+        round_idx=opened.round_idx,
+        unit=upload.unit,
+        keep_ratio=receipt.capacity,
+        num_examples=opened.num_examples[upload.unit.key],
+        num_steps=upload.num_steps,
+        loss=upload.loss,
+        downlink_bytes=download.num_bytes,
+        frozen_bytes=download.frozen_bytes,
+        uplink_bytes=NUMBER,
+        left_out="error" if upload.failure is not None else None,
+        update_norm=opened.update_norm(download, upload),
+    )

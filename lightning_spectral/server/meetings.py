@@ -29,7 +29,7 @@ class Meetings:
         size: Number of processes.
 
     Attributes:
-        turns: What each process is doing until the next meeting, by rank.
+        turns: What each process is doing until the next meeting, by rank, as far as this one knows.
         is_broken: Whether a process is missing; there are no more meetings then.
     """
 
@@ -39,7 +39,36 @@ class Meetings:
         self.turns: Mapping[int, str] = {}
         self.is_broken = False
         self._count = 0
+        self._is_ending = False
+        self._next_look = 0.0
         self._note_count()
+        _store().set(_ending_key(rank), "0")
+
+    def begin(self, turns: Mapping[int, str]) -> None:
+        """Note what each process does until the next meeting, by rank."""
+        self.turns = turns
+        self.note(turns[self.rank])
+
+    def note(self, turn: str) -> None:
+        """Tell the other processes what this one does, in case it does not arrive."""
+        _store().set(_turn_key(self.rank), turn)
+
+    def must_end(self, is_told: bool) -> bool:
+        """Whether this process or another was told to end; it tells the others, and asks them once a second."""
+        if is_told and not self._is_ending:
+            _store().set(_ending_key(self.rank), "1")
+        if not is_told and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + 1.0
+            is_told = self._another_ends()
+        self._is_ending |= is_told
+        return self._is_ending
+
+    def _another_ends(self) -> bool:
+        others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
+        try:
+            return within(PATIENCE, lambda: any(_number(store, _ending_key(rank)) > 0 for rank in others))
+        except (TimeoutError, RuntimeError):
+            return False  # the next meeting finds out who is missing
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -70,6 +99,8 @@ class Meetings:
         others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
         try:
             counts = within(PATIENCE, lambda: {rank: _number(store, _key(rank)) for rank in others})
+            known = within(PATIENCE, lambda: {rank: _text(store, _turn_key(rank)) for rank in others})
+            self.turns = {**self.turns, **{rank: turn for rank, turn in known.items() if turn}}
             silent = self._silent([rank for rank in others if counts[rank] == self._count], store)
             return [rank for rank in others if rank in silent or counts[rank] < self._count], True
         except TimeoutError:
@@ -130,6 +161,14 @@ def _key(rank: int) -> str:
     return f"lightning_spectral/meetings of process {rank}"
 
 
+def _turn_key(rank: int) -> str:
+    return f"lightning_spectral/turn of process {rank}"
+
+
+def _ending_key(rank: int) -> str:
+    return f"lightning_spectral/process {rank} was told to end"
+
+
 def _failed_key(rank: int) -> str:
     return f"lightning_spectral/failed meeting of process {rank}"
 
@@ -140,6 +179,10 @@ def _below(store: Any, ranks: Sequence[int], count: int) -> list[int]:
 
 def _number(store: Any, key: str) -> int:
     return int(store.get(key)) if store.check([key]) else -1
+
+
+def _text(store: Any, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def _explanation(missing: Sequence[int], is_sure: bool, turns: Mapping[int, str], error: Exception) -> str:

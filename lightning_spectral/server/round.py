@@ -27,6 +27,8 @@ from lightning_spectral.server.sub_model_sizes import SubModelSize
 from lightning_spectral.simulation import SimulatedTask
 from lightning_spectral.sums import add_up
 
+LISTED = 9  # further units are counted in messages
+
 
 class OpenRound:
     """One round of a run, from reading the server's weights to the pseudo-gradient.
@@ -116,12 +118,16 @@ class OpenRound:
         try:
             yield
         except Exception as error:
-            if self.run.processes.size == 1:
-                raise
-            self.failure = error
-            if not isinstance(error, ClientError):
-                self.failure = client_error(self.round_idx, unit, "", error)
-                self.failure.__cause__ = error
+            self.contain(error, unit)
+
+    def contain(self, error: Exception, unit: WorkUnit | None) -> None:
+        """Hold back a failure like `containing_failures`; ``unit`` is whose work failed, if that is known."""
+        if self.run.processes.size == 1:
+            raise error
+        self.failure = error
+        if not isinstance(error, ClientError):
+            self.failure = client_error(self.round_idx, unit, "", error)
+            self.failure.__cause__ = error
 
     def gather(self) -> None:
         """Add up the sums of all processes, and check that enough clients are in them.
@@ -200,10 +206,11 @@ def address(round_idx: int, unit: WorkUnit, stage: str) -> Iterator[None]:
         raise client_error(round_idx, unit, stage, error) from error
 
 
-def client_error(round_idx: int, unit: WorkUnit, stage: str, error: Exception | str) -> ClientError:
+def client_error(round_idx: int, unit: WorkUnit | None, stage: str, error: Exception | str) -> ClientError:
     """Create an error whose message begins with where it happened."""
     what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return ClientError(f"Round {round_idx}, {named(unit)}{stage and f', {stage}'}: {what}")
+    who = "" if unit is None else f", {named(unit)}"
+    return ClientError(f"Round {round_idx}{who}{stage and f', {stage}'}: {what}")
 
 
 def named(unit: WorkUnit) -> str:
@@ -214,6 +221,18 @@ def named(unit: WorkUnit) -> str:
         ('client 3', "client 3, model 'words'")
     """
     return f"client {unit.client_id}" + (f", model {unit.model!r}" if unit.model else "")
+
+
+def listed(units: Sequence[WorkUnit]) -> str:
+    """Name those of whom it may be one, in a message.
+
+    Example:
+        >>> listed([WorkUnit(3), WorkUnit(5), WorkUnit(4)]), listed([])
+        ('client 3, client 5 or client 4', 'idle')
+    """
+    names = [named(unit) for unit in units[:LISTED]] or ["idle"]
+    *others, last = names if len(units) <= LISTED else [*names, f"{len(units) - LISTED} others"]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _warn_no_client_left(round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:

@@ -1,12 +1,10 @@
-"""Assigns work to processes: dealt so that all finish together, or scheduled slot by slot."""
+"""Assigns work to processes, so that all finish together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from lightning_spectral.protocol.work_unit import WorkUnit
-
-Slots = list[WorkUnit | None]
 
 
 def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
@@ -35,40 +33,22 @@ def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
     return dealt
 
 
-def num_slots(num_units: int, num_processes: int) -> int:
-    """Length of a round's schedule: the number of slots of each process, including idle ones.
-
-    Example:
-        >>> num_slots(10, num_processes=1), num_slots(10, num_processes=3), num_slots(2, num_processes=3)
-        (10, 4, 1)
-    """
-    return max(1, -(-num_units // num_processes))
-
-
-def schedule(units: Sequence[WorkUnit], work: Sequence[float], num_processes: int) -> list[Slots]:
-    """Schedule a round: for each process, the unit that it trains in each slot, or ``None`` where it idles.
-
-    Lightning does not let a process begin a slot until all have finished the previous one, so a slot lasts as long as
-    its longest unit. So units of similar size share a slot: they are sorted, longest first, and dealt row by row.
-    With P processes a round is longer than an even share of its work by at most (P - 1) / P times the difference
-    between the longest unit and the shortest, if none idles. A single process takes the units in the given order.
+def shares(units: Sequence[WorkUnit], work: Sequence[float], num_processes: int) -> list[list[WorkUnit]]:
+    """Each process's share of a round, dealt so that all finish together; a single process keeps the given order.
 
     Args:
         units: The round's units.
-        work: Predicted time of each, any unit of time.
+        work: Predicted time of each, any unit of time; not read for a single process.
         num_processes: Number of processes that share the round.
 
     Example:
-        >>> slots = schedule([WorkUnit(7), WorkUnit(8), WorkUnit(9)], [50.0, 100.0, 40.0], num_processes=2)
-        >>> [[unit and unit.client_id for unit in process] for process in slots]
-        [[8, 9], [7, None]]
+        >>> dealt = shares([WorkUnit(7), WorkUnit(8), WorkUnit(9)], [50.0, 100.0, 40.0], num_processes=2)
+        >>> [[unit.client_id for unit in share] for share in dealt]
+        [[8], [7, 9]]
     """
     if num_processes == 1:
         return [list(units)]
-    order = sorted(range(len(units)), key=lambda i: (-work[i], i))
-    row_by_row: Slots = [units[i] for i in order]
-    row_by_row += [None] * (num_slots(len(units), num_processes) * num_processes - len(units))
-    return [row_by_row[process::num_processes] for process in range(num_processes)]
+    return [[units[index] for index in share] for share in deal(work, num_processes)]
 
 
 def predicted_work(num_examples: int, keep_ratio: float) -> float:

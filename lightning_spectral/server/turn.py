@@ -1,10 +1,9 @@
-"""One client's turn in a round: send, train, receive."""
+"""One client's turn in a round: what it is sent, and what becomes of its upload."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
 
 from lightning_spectral.algorithms.capabilities import BoundsSummands
 from lightning_spectral.errors import ClientError, SpectralWarning
@@ -26,7 +25,7 @@ class Turn:
     Attributes:
         num_examples: Number of the client's training examples.
         download: What it was sent; ``None`` before `send`, and if it has no data.
-        upload: What it sent back; ``None`` before `train`.
+        upload: What it sent back; ``None`` before `accept`.
     """
 
     def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
@@ -53,28 +52,17 @@ class Turn:
         """Whether the client trains: one that will not report back does not."""
         return self.download is not None and self.simulated.left_out is None
 
-    def train(self) -> None:
-        """Train the client, unless the round continues without it.
+    def skip(self) -> None:
+        """Note why the round goes on without a client that does not take part."""
+        self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
 
-        Raises:
-            ClientError: If training fails and `Faults.on_error` says `Raise`.
-        """
-        if self.takes_part:
-            assert self.download is not None
-            self.accept(next(iter(self.round.executor.run([self.download])), None))
-        else:
-            self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
-
-    def accept(self, upload: Upload | None) -> None:
+    def accept(self, upload: Upload) -> None:
         """Accept the upload of the client's device.
 
         Raises:
-            ClientError: If there is none, or if the device failed and `Faults` does not allow the round to go on
-                without it.
+            ClientError: If the device failed and `Faults` does not allow the round to go on without it.
             RoundError: If the device failed because the server's weights are not finite.
         """
-        if upload is None:
-            raise ClientError(f"Round {self.round_idx}, {named(self.unit)}: its executor returned no upload.")
         self.round.clock.add(upload.seconds)
         if upload.failure is not None:
             self._check(upload.failure)
@@ -93,7 +81,7 @@ class Turn:
             ClientError: If it cannot be used and `Faults` says `Raise`.
             RoundError: If it is not finite because the server's weights are not.
         """
-        assert self.upload is not None, "a client trains before its update is received"
+        assert self.upload is not None, "an upload is accepted before it is received"
         left_out, message = self.upload.left_out, ""
         if self.upload.failure is not None:
             message = self.upload.failure.message
@@ -153,29 +141,6 @@ class Turn:
                 SpectralWarning,
                 stacklevel=4,
             )
-
-
-def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
-    """Play the turns of some units: send every download, then receive the uploads in any order.
-
-    Raises:
-        ClientError: If a turn fails; with several processes, only when they meet.
-    """
-    turns = {unit.key: Turn(opened, unit) for unit in units}
-    for turn in turns.values():
-        with opened.containing_failures(turn.unit):
-            turn.send()
-    downloads = [turn.download for turn in turns.values() if turn.takes_part and turn.download is not None]
-    uploads = opened.executor.run(downloads) if opened.failure is None else ()
-    for upload in uploads:
-        turn = turns[upload.unit.key]
-        with opened.containing_failures(turn.unit):
-            turn.accept(upload)
-            turn.receive()
-    for turn in turns.values():
-        if not turn.takes_part and opened.failure is None:
-            turn.train()
-            turn.receive()
 
 
 def _too_large(upload: Upload) -> str:

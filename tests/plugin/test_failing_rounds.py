@@ -125,7 +125,7 @@ def test_an_executor_that_returns_nothing_is_named(lit: Any, data: Any, fit: Fit
         def make_executor(self, run: Run) -> SequentialExecutor:
             return Silent(super().make_executor(run).device)  # type: ignore[attr-defined]
 
-    with pytest.raises(ls.ClientError, match=r"Round 0, client \d+: its executor returned no upload"):
+    with pytest.raises(ls.RoundError, match=r"Round 0: nothing was received from client \d+, client \d+; an executor"):
         fit(Federation(lit, clients_per_round=2), data)
 
 

@@ -166,7 +166,7 @@ class TestInARun:
 
         class SaveWithin(ls.RoundCallback):
             def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-                if turn.round_idx == 1 and trainer.is_last_batch:
+                if turn.round_idx == 1:
                     trainer.save_checkpoint(tmp_path / "within.ckpt")
 
         remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[SaveWithin()])

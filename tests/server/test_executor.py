@@ -1,7 +1,9 @@
 """Rounds without Lightning: the device half's executor is exchangeable, and the order of its uploads has no effect."""
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSu
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Run
-from lightning_spectral.server.turn import play
+from lightning_spectral.server.share import play
 from lightning_spectral.simulation import Conditions
 
 SIZES = (40, 30, 20, 15, 10, 5)
@@ -36,6 +39,23 @@ class Backwards(SequentialExecutor):
 
     def kept(self, upload: Upload) -> Upload:
         return replace(upload, tensors={name: tensor.clone() for name, tensor in upload.tensors.items()})
+
+
+class Unreliable(Backwards):
+    """Answers in blocks of three and in random order; every fourth upload is lost, and its client trains again."""
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        chance, lost = random.Random(0), set()
+        remaining, count = iter(downloads), 0
+        while block := list(islice(remaining, 3)):
+            while block:
+                download = block.pop(chance.randrange(len(block)))
+                upload, count = self.kept(self.device.run(download)), count + 1
+                if count % 4 == 0 and download.unit not in lost:
+                    lost.add(download.unit)
+                    block.append(download)
+                else:
+                    yield upload
 
 
 class Careless(Backwards):
@@ -90,20 +110,23 @@ def told(clients: Iterable[ClientOutcome]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
-def test_answers_in_reversed_order_give_the_same_weights_bit_for_bit(algorithm: Any, lit_mlp: Any, uneven: Any) -> None:
+def test_answers_in_any_order_give_the_same_weights_bit_for_bit(algorithm: Any, lit_mlp: Any, uneven: Any) -> None:
     start = seeded(lit_mlp).state_dict()
     in_order, expected = played(algorithm, SequentialExecutor, seeded(lit_mlp), uneven)
     backwards, summaries = played(algorithm, Backwards, seeded(lit_mlp), uneven)
     assert same_state(in_order, backwards)
     assert not same_state(in_order, start)
-    for ours, theirs in zip(summaries, expected, strict=True):
-        assert told(ours.clients) == told(theirs.clients)  # in the cohort's order, whichever client answered first
-        assert ours.diagnostics == theirs.diagnostics
+    unreliable, repeated = played(algorithm, Unreliable, seeded(lit_mlp), uneven)
+    assert same_state(in_order, unreliable)
+    for found in (summaries, repeated):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert told(ours.clients) == told(theirs.clients)  # in the cohort's order, whichever client answered first
+            assert ours.diagnostics == theirs.diagnostics
     careless, _ = played(algorithm, Careless, seeded(lit_mlp), uneven)
     assert not same_state(in_order, careless)  # or the test would show nothing
 
 
-@pytest.mark.parametrize("executor", [SequentialExecutor, Backwards])
+@pytest.mark.parametrize("executor", [SequentialExecutor, Backwards, Unreliable])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 def test_a_round_without_lightning_is_that_of_a_trainer(
     algorithm: Any, executor: Any, lit_mlp: Any, uneven: Any, fit: Fit
@@ -131,3 +154,61 @@ def test_clients_that_will_not_report_back_are_not_asked_to_train(executor: Any,
     assert asked == [0, 2, 3, 5]
     assert summary.left_out["dropped_out"] == 2
     assert [client.left_out for client in summary.clients] == [None, "dropped_out", None, None, "dropped_out", None]
+
+
+class Twice(SequentialExecutor):
+    """Returns every upload twice."""
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        for upload in super().run(downloads):
+            yield upload
+            yield upload
+
+
+class Offline(SequentialExecutor):
+    """Fails with the second client."""
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        for place, download in enumerate(downloads):
+            if place == 1:
+                raise ConnectionError("no route to the devices")
+            yield self.device.run(download)
+
+
+def test_an_upload_that_comes_twice_is_refused(lit_mlp: Any, uneven: Any) -> None:
+    with pytest.raises(ls.ClientError, match=r"Round 0, client 0: its executor returned .* twice"):
+        played(ls.FedAvg(), Twice, seeded(lit_mlp), uneven)
+
+
+def test_an_error_of_the_executor_is_raised_as_it_is(lit_mlp: Any, uneven: Any) -> None:
+    with pytest.raises(ConnectionError, match="no route"):
+        played(ls.FedAvg(), Offline, seeded(lit_mlp), uneven)
+
+
+def test_with_several_processes_an_error_waits_for_them_and_names_the_client_sent_to_last(
+    lit_mlp: Any, uneven: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Processes, "gather", lambda self, value: [value, value])
+    with pytest.raises(ls.ClientError, match=r"Round 0, client 1: ConnectionError: no route .* \(process 0"):
+        played(ls.FedAvg(), Offline, seeded(lit_mlp), uneven, processes=Processes(size=2))
+
+
+def test_downloads_are_drawn_as_the_executor_takes_them(lit_mlp: Any, uneven: Any) -> None:
+    """So one that trains clients one after another holds one at a time."""
+    drawn: list[int] = []
+    trained: list[int] = []
+
+    class Drawing(ls.FedAvg):
+        def send(self, opened: Any, unit: WorkUnit) -> Any:
+            drawn.append(unit.client_id)
+            return super().send(opened, unit)
+
+    class Watched(SequentialExecutor):
+        def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+            for download in downloads:
+                yield self.device.run(download)
+                trained.append(download.unit.client_id)
+                assert drawn == trained
+
+    played(Drawing(), Watched, seeded(lit_mlp), uneven, rounds=1)
+    assert trained == list(range(len(SIZES)))

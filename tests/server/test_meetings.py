@@ -77,6 +77,26 @@ def test_a_process_that_does_not_arrive_is_named(processes: list[Meetings]) -> N
         assert str(error).startswith("Process 1 (round 2, client 6) is missing from a meeting")
 
 
+def test_the_turn_that_a_process_has_told_is_named_rather_than_all_it_may_be_in(processes: list[Meetings]) -> None:
+    for process in processes:
+        process.begin({rank: f"round 3, client {rank} or client {rank + 3}" for rank in range(3)})
+    processes[1].note("round 3, client 4")
+    for error in fail_together([processes[0], processes[2]]):
+        assert str(error).startswith("Process 1 (round 3, client 4) is missing from a meeting")
+
+
+def test_a_process_that_was_told_to_end_lets_the_others_know(
+    processes: list[Meetings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(meetings.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
+    assert [process.must_end(False) for process in processes] == [False] * 3
+    assert processes[1].must_end(True)
+    assert not processes[0].must_end(False)  # it asks once a second
+    now[0] = 1.0
+    assert [process.must_end(False) for process in processes] == [True] * 3
+
+
 def test_a_meeting_that_fails_although_nobody_is_missing_keeps_its_error(processes: list[Meetings]) -> None:
     assert fail_together(processes) == [CLOSED] * 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Host, Slot
+from lightning_spectral.plugin.host import Host
 from lightning_spectral.server.turn import Turn
 
 
@@ -21,18 +21,19 @@ class SVDRefresh(pl.Callback):
         pl_module.start_round(trainer.current_epoch)
 
 
-class SubmodelSampling(pl.Callback):
-    """Draws a client's terms and sends them, before the client trains."""
+class SubmodelSampling(RoundCallback):
+    """Draws a client's terms and sends them, before the client trains.
 
-    def on_train_batch_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Host, batch: Slot, batch_idx: int
-    ) -> None:
+    It acts before all other round callbacks, whatever its position in the Trainer's list.
+    """
+
+    def on_client_start(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]
         """Send the client its sub-model."""
-        pl_module.send(batch)
+        turn.send()
 
 
 class Aggregation(RoundCallback):
-    """Adds each client's update to the running sums after its training, and steps the server after the last client.
+    """Adds each client's update to the running sums after its training, and steps the server when all are there.
 
     This happens inside Lightning's training step, where optimizer steps are counted: ``global_step`` is the number of
     finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. It acts after

@@ -44,6 +44,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self._losses: dict[str, tuple[float, int]] = {}
         self._bytes = [0.0, 0.0]
         self._start = 0.0
+        self._done = self._cohort = 0
 
     @property
     def is_enabled(self) -> bool:
@@ -74,13 +75,20 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self._losses, self._bytes, self._start = {}, [0.0, 0.0], time.perf_counter()
         self._describe(trainer)
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count the clients of the round that this process trains."""
+        self._done, self._cohort = 0, len(batch.units)
+
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
-        """Show the loss of the clients so far."""
+        """Advance the bar by one client, and show the loss of the clients so far."""
         if turn.upload is not None and turn.upload.num_steps > 0:
             name = loss_title(turn.unit.model)
             total, size = self._losses.get(name, (0.0, 0))
             total, size = total + turn.upload.loss * turn.num_examples, size + turn.num_examples
             self._losses[name], self._progress[name] = (total, size), total / size
+        self._done += 1
+        if self.is_enabled and self._done < self._cohort and self._done % self.refresh_rate == 0:
+            self._show(trainer, pl_module, self._done / self._cohort)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Take the figures of the finished round; bytes are those of all models."""
@@ -97,13 +105,15 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance the bar by one client."""
-        done, cohort = batch_idx + 1, int(trainer.num_training_batches)
-        if self.is_enabled and (done % self.refresh_rate == 0 or done == cohort):
-            self.train_progress_bar.n = trainer.current_epoch + done / cohort
-            counted = {"clients" if trainer.world_size == 1 else "turns": f"{done}/{cohort}"}
-            self._progress = {**counted, **self._progress, **counted}  # first, and up to date
-            self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
+        """Advance the bar to the end of the round."""
+        if self.is_enabled:
+            self._show(trainer, pl_module, 1.0)
+
+    def _show(self, trainer: pl.Trainer, pl_module: pl.LightningModule, share: float) -> None:
+        self.train_progress_bar.n = trainer.current_epoch + share
+        counted = {"clients" if trainer.world_size == 1 else "turns": f"{self._done}/{self._cohort}"}
+        self._progress = {**counted, **self._progress, **counted}  # first, and up to date
+        self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show that validation is running."""

@@ -15,7 +15,10 @@ from lightning_spectral.server.turn import Turn
 
 
 class RoundCallback(pl.Callback):
-    """A callback with hooks at the start of a round, after each client and at the end of the round.
+    """A callback with hooks around each round and around each client's turn.
+
+    A process gets all its clients of a round as one batch, so that Lightning's own ``on_train_batch_start`` and
+    ``on_train_batch_end`` are called once a round.
 
     Example:
         >>> class PrintRounds(RoundCallback):
@@ -37,14 +40,23 @@ class RoundCallback(pl.Callback):
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         """Called once a round is open; ``opened`` is what `Algorithm.open` returned."""
 
+    def on_client_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
+        """Called when a client was sent its download, ``turn.download``, in the process that trains it.
+
+        By default clients train one after another, and the next one starts when `on_client_end` of the last is over.
+        Other executors may start several, or all, before the first one ends.
+        """
+
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
-        """Called after a client's local epochs, before its update is received, in the process that trained it.
+        """Called when a client's upload has arrived, before it is received, in the process that trained it.
+
+        Called once for every client of the round, in the order in which uploads arrive.
 
         ``turn.unit`` is the client's work unit, ``turn.upload`` what it sent back.
         """
 
     def on_cohort_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_idx: int) -> None:
-        """Called once per round, within the last turn, when this process's clients are done."""
+        """Called once per round, when this process's clients are done."""
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         """Called once per round, after the server's step and before validation."""

@@ -10,6 +10,8 @@ import pytest
 from federation import Fit, Fitted
 
 import lightning_spectral as ls
+from lightning_spectral.plugin.host import Share
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 FitOnto = Callable[..., Fitted]
 
@@ -84,9 +86,13 @@ def test_the_count_keeps_going_and_comes_first(num_processes: int, name: str, te
     shown: list[dict[str, Any]] = []
     bar._progress = {"loss": 0.5}
     bar.train_progress_bar = SimpleNamespace(set_postfix=shown.append)
-    trainer = SimpleNamespace(world_size=num_processes, num_training_batches=3, current_epoch=0)
-    for batch_idx in range(3):
-        bar.on_train_batch_end(trainer, pl.LightningModule(), None, None, batch_idx)
+    trainer: Any = SimpleNamespace(world_size=num_processes, current_epoch=0)
+    skipped: Any = SimpleNamespace(upload=None)
+    share = Share(0, [list(map(WorkUnit, range(3)))] * num_processes)
+    bar.on_train_batch_start(trainer, pl.LightningModule(), share, 0)
+    for _ in range(3):
+        bar.on_client_end(trainer, pl.LightningModule(), skipped)
+    bar.on_train_batch_end(trainer, pl.LightningModule(), None, share, 0)
     assert [list(one.items()) for one in shown] == [[(name, f"{done}/3"), ("loss", 0.5)] for done in (1, 2, 3)]
 
 

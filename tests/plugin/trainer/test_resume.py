@@ -103,7 +103,7 @@ def test_a_run_stopped_within_a_round_begins_that_round_again(
 
     class StopWithin(ls.RoundCallback):
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            if turn.round_idx == 1 and not trainer.is_last_batch:
+            if turn.round_idx == 1:
                 trainer.save_checkpoint(tmp_path / "within.ckpt")
 
     fit(seeded(lit_mlp), data, max_epochs=2, callbacks=[StopWithin()])

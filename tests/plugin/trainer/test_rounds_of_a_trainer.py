@@ -9,15 +9,21 @@ from federation import Fit
 import lightning_spectral as ls
 
 
-def test_an_epoch_is_a_round_and_a_batch_a_client(lit: Any, data: Any, fit: Fit) -> None:
+def test_an_epoch_is_a_round_and_its_only_batch_all_clients(lit: Any, data: Any, fit: Fit) -> None:
     calls: list[str] = []
 
     class Spy(ls.RoundCallback):
         def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
             calls.append(f"round {trainer.current_epoch}")
 
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            calls.append(f"{len(batch.units)} clients")
+
+        def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+            calls.append("sent" if turn.download is not None and turn.upload is None else "too early, or too late")
+
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            calls.append("client")
+            calls.append("trained" if turn.upload is not None else "too early")
 
         def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
             calls.append(f"aggregated {summary.round_idx}")
@@ -30,8 +36,8 @@ def test_an_epoch_is_a_round_and_a_batch_a_client(lit: Any, data: Any, fit: Fit)
 
     fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=[Spy()])
     assert calls == [
-        *("round 0", "client", "step 0", "client", "aggregated 0", "step 1", "validate"),
-        *("round 1", "client", "step 1", "client", "aggregated 1", "step 2", "validate"),
+        *("round 0", "2 clients", "sent", "trained", "sent", "trained", "aggregated 0", "step 1", "validate"),
+        *("round 1", "2 clients", "sent", "trained", "sent", "trained", "aggregated 1", "step 2", "validate"),
     ]
     assert fitted.trainer.global_step == 2
 

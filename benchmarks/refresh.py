@@ -76,20 +76,20 @@ def shapes_table(turns: int) -> list[list[str]]:
 def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[float]]) -> None:
     """Play one round, stage by stage like the engine; ``took`` collects the seconds of each stage."""
     template = torch.optim.SGD(server.parameters(), lr=0.01, momentum=0.9)
-    sharding = SHARDING.prepare(server)
-    side = sharding.client_side(server)
+    half = SHARDING.bind(server)
+    side = half.device_half
     client = side.build(server, 0.2)
     optimizer = side.local_optimizer(recipe_of(template, server), client).optimizer
     cohort = Cohort(0, round_idx, {0.2: tuple(WorkUnit(c, coefficient=EXAMPLES) for c in range(COHORT))})
     stage: dict[str, float] = defaultdict(float)
 
     start = time.perf_counter()
-    opened = sharding.open(server, None, cohort)
+    opened = half.open(cohort)
     stage["refresh"] = time.perf_counter() - start
     parts_of_refresh(server, stage)
     for unit in cohort.groups[0.2]:
         start = time.perf_counter()
-        download, receipt = sharding.send(opened, unit)
+        download, receipt = opened.send(unit)
         drawn = time.perf_counter()
         side.load(client, download)
         stage["sample"] += drawn - start
@@ -98,9 +98,9 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
         start = time.perf_counter()
         upload = side.collect(client, download)
         assert upload.can_be_averaged()
-        sharding.add(opened, receipt, upload)
+        opened.add(receipt, upload)
         stage["aggregate"] += time.perf_counter() - start
-    stage["apply"] = seconds(lambda: sharding.close(server, None, opened))
+    stage["apply"] = seconds(opened.close)
     template.step()
     for name, value in stage.items():
         took[name].append(value)

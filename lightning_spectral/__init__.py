@@ -25,7 +25,7 @@ from lightning_spectral.algorithms import (
 )
 from lightning_spectral.algorithms.lora.budgets import rank_for
 from lightning_spectral.algorithms.lora.costs import LoRACostTable, lora_cost_table
-from lightning_spectral.algorithms.spectral_start import SpectralStart, spectral_start
+from lightning_spectral.algorithms.spectral import SpectralStart, spectral_start
 from lightning_spectral.algorithms.sub_model_costs import sub_model_cost_table, sub_model_keep_ratio_for
 from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
 from lightning_spectral.client.masked_logits import MaskedLogits

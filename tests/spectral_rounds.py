@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral_round import SpectralRound
+from lightning_spectral.algorithms.spectral.round import SpectralRound
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -30,8 +30,8 @@ def cohort(ratios: list[float], seed: int = 0, round_idx: int = 0) -> Cohort:
 def draw(
     algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float]
 ) -> tuple[SpectralRound, list[tuple[Download, Receipt]]]:
-    opened = algorithm.open(server, None, cohort(ratios))
-    return opened, [algorithm.send(opened, unit(c)) for c in range(len(ratios))]
+    opened = algorithm.bind(server).open(cohort(ratios))
+    return opened, [opened.send(unit(c)) for c in range(len(ratios))]
 
 
 def train(client: nn.Module, seed: int) -> None:
@@ -45,7 +45,7 @@ def run_round(
     algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], trained: bool = True
 ) -> list[tuple[Receipt, dict[str, torch.Tensor]]]:
     opened, sent = draw(algorithm, server, ratios)
-    side = algorithm.client_side(server)
+    side = algorithm.bind(server).device_half
     seen = []
     for c, (download, receipt) in enumerate(sent):
         client = side.build(server, download.capacity)
@@ -53,8 +53,8 @@ def run_round(
         if trained:
             train(client, seed=c)
         upload = side.collect(client, download)
-        algorithm.add(opened, receipt, upload)
+        opened.add(receipt, upload)
         seen.append((receipt, {name: t.clone() for name, t in upload.tensors.items()}))
-    algorithm.close(server, None, opened)
+    opened.close()
     torch.optim.SGD(server.parameters(), lr=1.0).step()
     return seen

@@ -80,7 +80,7 @@ def test_terms_that_nobody_held_fade(study, lit_mlp, data, fit):
     """No client trains: of twelve terms, top-n keeps the first three, and the others lose half."""
     lit = lit_mlp()
     before = torch.linalg.svdvals(lit.net[2].weight.detach().double())
-    fading = study.fading.Fading(ls.TopN(), 0.25, spectral_start=None, fading=0.5)
+    fading = ls.SpectralSharding(ls.TopN(), 0.25, spectral_start=None, aggregation=study.fading.FadingTerms(0.5))
     fit(lit, data, algorithm=fading, local_epochs=0)
     after = torch.linalg.svdvals(lit.net[2].weight.detach().double())
     torch.testing.assert_close(after[:3], before[:3], rtol=1e-5, atol=1e-6)

@@ -13,11 +13,14 @@ from lightning_spectral.algorithms.lora import (
     StackedProducts,
     TruncatedProducts,
 )
-from lightning_spectral.algorithms.matrix_means import MatrixMeans
 from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
-from lightning_spectral.algorithms.spectral import SpectralSharding
-from lightning_spectral.algorithms.spectral_side import SpectralSide
-from lightning_spectral.algorithms.term_aggregation import TermAggregation, TermMeans
+from lightning_spectral.algorithms.spectral import (
+    MatrixMeans,
+    SpectralSharding,
+    SpectralSide,
+    TermAggregation,
+    TermMeans,
+)
 from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.protocol.cohort import SharesWork
 from lightning_spectral.protocol.records import Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -122,6 +123,24 @@ class MayRestAverages(Protocol):
         """Whether they may, with this module."""
 
 
+@runtime_checkable
+class RemediesLargeUpdates(Protocol):
+    """A half with a remedy of its own for rounds that move the weights too far."""
+
+    @property
+    def remedy_for_large_updates(self) -> str:
+        """What the user can do, in the imperative and without a full stop; empty if it is done already."""
+
+
+@runtime_checkable
+class RemediesUnusedLayers(Protocol):
+    """A half that can leave layers out which no client trains."""
+
+    @property
+    def remedy_for_unused_layers(self) -> str:
+        """What the user can do, in the imperative and without a full stop."""
+
+
 # Of a round
 
 
@@ -150,3 +169,15 @@ class ExpectsUpdates(Protocol):
 
     def expected_update(self, unit: WorkUnit) -> Mapping[str, Tensor]:
         """The expected change of the server's tensors, by name."""
+
+
+@runtime_checkable
+class DrawsTerms(Protocol):
+    """A round in which clients hold drawn singular terms of the server's matrices."""
+
+    @property
+    def term_draws(self) -> Mapping[str, TermDraws]:
+        """How clients draw the terms of each sharded matrix, by its dotted name; may be empty."""
+
+    def visited_terms(self) -> Mapping[str, Tensor]:
+        """Which terms of each sharded matrix some client held, among those added so far: shape ``(N,)``, bool."""

@@ -68,7 +68,7 @@ class RoundHooks(CohortHooks):
             if own or member.algorithm.steps_without_clients:
                 opened = member.open_round(round_idx, own)
                 for callback in self._round_callbacks():
-                    callback.on_round_start(self.trainer, member, getattr(opened.opened, "opened", opened.opened))
+                    callback.on_round_start(self.trainer, member, opened.opened)
 
     def _open_members(self) -> list[Member]:
         return [member for member in self.members.values() if member.engine.round_is_open]

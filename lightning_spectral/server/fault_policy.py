@@ -14,7 +14,7 @@ from lightning_spectral.simulation import Conditions
 
 REMEDIES: dict[ExclusionReason, str] = {
     "error": "The warnings show what failed.",
-    "not_finite": "Lower the learning rate, or bound steps (`clip_weight_lr=1`), and look at these clients' data.",
+    "not_finite": "Look at these clients' data.",
     "no_update": "Look at these clients' data, and at which batches `training_step` skips.",
     "no_data": "Use fewer clients or another partitioner.",
     "dropped_out": "Lower the probability of `ClientDropout`.",
@@ -103,8 +103,13 @@ class Faults:
         own: tuple[ExclusionReason, ...] = ("error", "not_finite", "no_update", "no_data")
         return tuple(reason for reason in own + conditions.exclusion_reasons if not self.ends_run(reason))
 
-    def check_round(self, round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
+    def check_round(self, round_idx: int, outcomes: Sequence[ClientOutcome], smaller_updates: str = "") -> None:
         """Check that a round lost no more clients than allowed.
+
+        Args:
+            round_idx: Communication round, from 0.
+            outcomes: Of its clients.
+            smaller_updates: What the user can do about updates that are too large, without a full stop.
 
         Raises:
             RoundError: If it lost more; the message names the reason, the clients and what to do.
@@ -116,8 +121,12 @@ class Faults:
                     f"Round {round_idx}: {len(client_ids)} of {len(outcomes)} clients are left out "
                     f"({_named(sorted(client_ids))}: {EXPLANATIONS[reason]}), more than the share of "
                     f"{answer.max_share:g} that `Faults.on_{reason}` allows; the server's weights are unchanged. "
-                    f"{REMEDIES[reason]}"
+                    f"{_remedy(reason, smaller_updates)}"
                 )
+
+
+def _remedy(reason: ExclusionReason, smaller_updates: str) -> str:
+    return f"{smaller_updates}. {REMEDIES[reason]}" if reason == "not_finite" and smaller_updates else REMEDIES[reason]
 
 
 def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason, list[int]]:

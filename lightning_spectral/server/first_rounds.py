@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from lightning_spectral.algorithms.base import Round, ServerHalf
-from lightning_spectral.algorithms.capabilities import Warns, WarnsAfterwards
+from lightning_spectral.algorithms.capabilities import (
+    RemediesLargeUpdates,
+    RemediesUnusedLayers,
+    Warns,
+    WarnsAfterwards,
+)
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
@@ -68,9 +73,9 @@ class FirstRounds:
             for concern in half.warnings_after(summary):
                 _warn(summary.round_idx, concern)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
-            self._look_at_update(server, summary.round_idx)
+            self._look_at_update(half, summary.round_idx)
         if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
-            self._look_at_loss(mean_loss(summary), summary.round_idx)
+            self._look_at_loss(half, mean_loss(summary), summary.round_idx)
         if self._averages_are_watched and has_trained:
             self._averages_are_watched = False
             if summary.round_idx == 0 and (layers := untouched_averages(server)):
@@ -80,6 +85,8 @@ class FirstRounds:
             _warn(summary.round_idx, _lost_changes(names))
         if summary.round_idx < WATCHED_ROUNDS:
             self._unreached.note(summary.clients)
+            if isinstance(half, RemediesUnusedLayers):
+                self._unreached.remedy = half.remedy_for_unused_layers
             self._last_watched = summary.round_idx
             if summary.round_idx == WATCHED_ROUNDS - 1:
                 self._say_what_is_unreached()
@@ -98,18 +105,18 @@ class FirstRounds:
         """The layers that no client has given a gradient, for a checkpoint; ``None`` once watching has ended."""
         return self._unreached.names if self._last_watched < WATCHED_ROUNDS - 1 else None
 
-    def _look_at_update(self, server: nn.Module, round_idx: int) -> None:
-        ratio, name = max(relative_updates(server), default=(0.0, ""))
+    def _look_at_update(self, half: ServerHalf, round_idx: int) -> None:
+        ratio, name = max(relative_updates(half.server), default=(0.0, ""))
         if ratio > LARGEST_UPDATE:
             self._update_is_watched = False
-            _warn(round_idx, _huge_update(ratio, name))
+            _warn(round_idx, _huge_update(ratio, name, smaller_updates(half)))
 
-    def _look_at_loss(self, loss: float, round_idx: int) -> None:
+    def _look_at_loss(self, half: ServerHalf, loss: float, round_idx: int) -> None:
         if self._first is None and math.isfinite(loss):
             self._first = round_idx, loss
         if self._first is not None and has_exploded(loss, self._first[1]):
             self._loss_is_watched = False
-            _warn(round_idx, _explosion(loss, *self._first))
+            _warn(round_idx, _explosion(loss, *self._first, smaller_updates(half)))
 
 
 def has_exploded(loss: float, first: float) -> bool:
@@ -161,6 +168,18 @@ def untouched_averages(server: nn.Module) -> list[str]:
     ]
 
 
+def smaller_updates(half: ServerHalf) -> str:
+    """What the user can do about updates that are too large, as a sentence without its full stop.
+
+    Example:
+        >>> from lightning_spectral.algorithms import FedAvg
+        >>> smaller_updates(FedAvg().bind(nn.Linear(1, 1)))
+        'Lower the learning rate, or clip gradients with `local_hooks=[GradientClip(...)]`'
+    """
+    own = half.remedy_for_large_updates if isinstance(half, RemediesLargeUpdates) else ""
+    return f"Lower the learning rate, {CLIP}, or {own}" if own else f"Lower the learning rate, or {CLIP}"
+
+
 def _no_averages(layers: list[str]) -> str:
     return (
         f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
@@ -179,19 +198,17 @@ def _lost_changes(names: list[str]) -> str:
     )
 
 
-def _huge_update(ratio: float, name: str) -> str:
+def _huge_update(ratio: float, name: str, remedies: str) -> str:
     return (
         f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
-        f"and overwhelms it. Lower the learning rate, or {CLIP}; for sharded layers, bound the steps along large terms "
-        "and multipliers, `clip_weight_lr=1`."
+        f"and overwhelms it. {remedies}."
     )
 
 
-def _explosion(loss: float, first_round: int, first: float) -> str:
+def _explosion(loss: float, first_round: int, first: float, remedies: str) -> str:
     return (
-        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). Lower "
-        f"the learning rate, or {CLIP}; with sharded layers try `clip_weight_lr=1`. Where rounds have few clients "
-        "whose data differ much, look at the validation loss first."
+        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). "
+        f"{remedies}. Where rounds have few clients whose data differ much, look at the validation loss first."
     )
 
 

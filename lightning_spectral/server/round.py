@@ -20,6 +20,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import clients_by_reason
+from lightning_spectral.server.first_rounds import smaller_updates
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.run import Run
@@ -138,7 +139,7 @@ class OpenRound:
                 processes because the server's weights are not finite; raised in all of them.
         """
         outcomes = self.gathered = self._meet()
-        self.run.faults.check_round(self.round_idx, outcomes)
+        self.run.faults.check_round(self.round_idx, outcomes, smaller_updates(self.run.half))
         if outcomes and not self._moves(outcomes):
             _warn_no_client_left(self.round_idx, outcomes)
         else:

@@ -17,6 +17,7 @@ class UnreachedLayers:
 
     Attributes:
         names: Names of the layers, sorted; ``None`` if no client has trained yet.
+        remedy: How the algorithm can leave them out; empty if it cannot.
 
     Example:
         >>> layers = UnreachedLayers(["experts.0", "experts.1"])
@@ -26,6 +27,7 @@ class UnreachedLayers:
 
     def __init__(self, names: Collection[str] | None = None) -> None:
         self.names = None if names is None else sorted(names)
+        self.remedy = ""
 
     def note(self, outcomes: Iterable[ClientOutcome]) -> None:
         """Record a round: a layer counts as reached if it was reached in at least one turn."""
@@ -38,8 +40,9 @@ class UnreachedLayers:
         """The text of the warning; empty if there is nothing to warn of."""
         if not self.names:
             return ""
+        remedy = f"{self.remedy}, or remove them" if self.remedy else "remove them"
         return (
             f"no client has given a gradient to these sharded layers: {', '.join(self.names)}. If `training_step` "
-            "never uses them, keep them dense with `SpectralSharding(exclude=[...])`, or remove them from the module. "
-            "If it does for other clients or in later rounds, as with experts or gradual unfreezing, nothing is wrong."
+            f"never uses them, {remedy} from the module. If it does for other clients or in later rounds, as with "
+            "experts or gradual unfreezing, nothing is wrong."
         )

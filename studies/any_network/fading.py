@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound
-from lightning_spectral.nn.layers.blocks import assemble, by_parameter
+from lightning_spectral.algorithms.spectral.aggregation import LayerMean, MeanOfTerms
+from lightning_spectral.protocol.cohort import Cohort
+
+
+class FadingMean(MeanOfTerms):
+    """The mean of terms, from which the terms held by no client lose a share."""
+
+    def __init__(self, fading: float, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None) -> None:
+        super().__init__(u, v, cohort, held_rows)
+        self.fading = fading
+
+    def weight_change(self) -> Tensor:
+        """The change from training and from fading, each rounded to the type of the weight."""
+        alone, dtype = ~self.visited, self.u.dtype
+        lost = self.fading * (self.u[:, alone].double() @ self.v[alone].double())
+        return super().weight_change().to(dtype) - lost.to(dtype)
 
 
 @dataclass(frozen=True)
-class Fading(ls.SpectralSharding):
-    """`SpectralSharding` whose server multiplies terms held by no client by 1 - ``fading``, once a round.
+class FadingTerms(ls.TermMeans):
+    """`TermMeans` whose server multiplies terms held by no client by 1 - ``fading``, once a round.
 
     Args:
         fading: Share that these terms lose in a round.
@@ -21,17 +35,6 @@ class Fading(ls.SpectralSharding):
 
     fading: float = 0.01
 
-    def close(self, server: nn.Module, state: nn.Module | None, opened: SpectralRound) -> None:
-        """Write the pseudo-gradients, and add the loss of the terms held by no client."""
-        super().close(server, state, opened)
-        for name, blocks in by_parameter(list(opened.plan.blocks.values())):
-            weight = server.get_parameter(name)
-            lost = [self.fading * unvisited(opened.layers[block.name]).to(weight.dtype) for block in blocks]
-            assert weight.grad is not None
-            weight.grad += assemble(blocks, lost, weight)
-
-
-def unvisited(layer: LayerRound) -> Tensor:
-    """Return the part of a layer's matrix held by no client, in float64."""
-    alone = ~layer.mean.visited
-    return layer.mean.u[:, alone].double() @ layer.mean.v[alone].double()
+    def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
+        """Begin the sums of both vectors of each term."""
+        return FadingMean(self.fading, u, v, cohort, held_rows)

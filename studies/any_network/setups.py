@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from fading import Fading
+from fading import FadingTerms
 from torch import nn
 
 import lightning_spectral as ls
@@ -54,7 +54,7 @@ class Setup:
             return ls.FedAvg()
         given = {"spectral_start": self.start, **dict(self.options)}
         if self.fading:
-            return Fading(self.strategy, ratio, fading=self.fading, **given)
+            given["aggregation"] = FadingTerms(self.fading)
         return ls.SpectralSharding(self.strategy, ratio, **given)
 
     @property

@@ -40,7 +40,7 @@ def way(net: nn.Module, keep_ratio: float, layers: ls.LayerChoices) -> Way:
     dense = BYTES * sum(tensor.numel() for tensor in travelling_tensors(net, sharded).values())
     factors = sum(
         parameter.numel()
-        for name, parameter in sharding.client_side(net).build(net, keep_ratio).named_parameters()
+        for name, parameter in sharding.bind(net).device_half.build(net, keep_ratio).named_parameters()
         if name.rpartition(".")[2] in ("u", "v")
     )
     compressible = BYTES * sum(weight.num_values for weight in weights if weight.name not in sharded)

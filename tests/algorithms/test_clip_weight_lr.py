@@ -11,7 +11,7 @@ from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral_side import SpectralSide
+from lightning_spectral.algorithms.spectral import SpectralSide
 from lightning_spectral.client.local_optimizer import (
     LocalOptimizer,
     OptimizerRecipe,
@@ -132,10 +132,7 @@ class MultipliersAlone(SpectralSide):
 
 @dataclass(frozen=True)
 class WithoutTermRates(ls.SpectralSharding):
-    def client_side(self, server: nn.Module) -> MultipliersAlone:
-        side = super().client_side(server)
-        assert isinstance(side, SpectralSide)
-        return MultipliersAlone(side.plan, side.dense, side.clip_tau, side.clip_weight_lr, side.frobenius_decay)
+    side = MultipliersAlone
 
 
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)

@@ -127,8 +127,8 @@ def test_held_rows_are_averaged_over_those_who_held_the_term_and_the_others_stay
 
 def test_what_travels_is_cut() -> None:
     server = net()
-    opened = HALF.open(server, None, cohort([0.3, 0.3]))
-    download, _ = HALF.send(opened, unit(0))
+    opened = HALF.bind(server).open(cohort([0.3, 0.3]))
+    download, _ = opened.send(unit(0))
     shapes = {name: tuple(tensor.shape) for name, tensor in download.tensors.items() if name[0] in "14"}
     assert shapes == {
         **{"1.u": (4, 3), "1.v": (3, 54), "1.omega": (3,), "1.bias": (4,)},
@@ -153,8 +153,9 @@ def test_no_direction_of_the_weight_is_trained_faster_than_in_a_dense_layer() ->
     """The bound on the learning rate also holds for cut vectors, which are not orthogonal."""
     server = nn.Sequential(*(seeded(nn.Linear, 12, 12) for _ in range(3)))
     algorithm = ls.SpectralSharding(ls.TopN(), keep_ratio=0.5, output_ratio=0.1, clip_weight_lr=0.5)
-    download, _ = algorithm.send(algorithm.open(server, None, cohort([0.5])), unit(0))
-    side = algorithm.client_side(server)
+    half = algorithm.bind(server)
+    download, _ = half.open(cohort([0.5])).send(unit(0))
+    side = half.device_half
     client = side.build(server, 0.5)
     side.load(client, download)
     layer = client[1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.term_aggregation import TrainedTerms
+from lightning_spectral.algorithms.spectral.aggregation import TrainedTerms
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.functional.sampling.support import ONE, minimum_support
 
@@ -98,7 +98,7 @@ def test_unbiased_sub_models_keep_the_weight_on_average() -> None:
     ours, weight = algorithm(ls.Unbiased(), keep_ratio=0.5), matrix(server, "1")
     opened, _ = draw(ours, server, [0.5])
     layer = opened.layers["1"]
-    plan, expected = layer.groups[0.5], torch.zeros_like(weight)
+    plan, expected = layer.draws.groups[0.5], torch.zeros_like(weight)
     for drawn, units in zip(*minimum_support(plan.inclusion_probs), strict=True):
         fresh = ours.aggregation.open(layer.mean.u, layer.mean.v, opened.cohort)
         fresh.add(trained(drawn, layer.mean.u[:, drawn], layer.mean.v[drawn], plan.multipliers[drawn]), 1.0)

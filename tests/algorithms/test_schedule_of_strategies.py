@@ -11,7 +11,7 @@ from federation import Fit, Fitted, same_state, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral_round import SpectralRound
+from lightning_spectral.algorithms.spectral.round import SpectralRound
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -90,14 +90,14 @@ def test_a_strategys_own_design_comes_with_it(rounds: Rounds, switched: Any) -> 
 
 def opened(algorithm: ls.SpectralSharding, server: torch.nn.Module, round_idx: int) -> SpectralRound:
     units = tuple(WorkUnit(client_id, coefficient=1.0) for client_id in range(5))
-    return algorithm.open(server, None, Cohort(seed=0, round_idx=round_idx, groups={0.4: units}))
+    return algorithm.bind(server).open(Cohort(seed=0, round_idx=round_idx, groups={0.4: units}))
 
 
 def drawn(algorithm: ls.SpectralSharding, server: torch.nn.Module, round_idx: int) -> list[list[int]]:
     """The terms of each client."""
     now = opened(algorithm, server, round_idx)
     units = now.cohort.groups[0.4]
-    return [terms.tolist() for unit in units for terms in algorithm.send(now, unit)[1].drawn.values()]
+    return [terms.tolist() for unit in units for terms in now.send(unit)[1].drawn.values()]
 
 
 DESIGNS = [None, None, ls.Systematic(), ls.Coordinated(), ls.Coordinated(), None]

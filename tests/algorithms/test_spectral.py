@@ -1,7 +1,6 @@
 import copy
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def test_aggregated_weight_is_the_slow_sum_over_terms_and_clients() -> None:
 def test_shards_of_all_terms_sum_to_the_weight() -> None:
     server = net()
     _, ((download, _),) = draw(ls.SpectralSharding(ls.Collective()), server, [1.0])
-    side = ls.SpectralSharding().client_side(server)
+    side = ls.SpectralSharding().bind(server).device_half
     client = side.build(server, 1.0)
     side.load(client, download)
     for name, layer in sharded_layers(client).items():
@@ -65,13 +64,14 @@ def test_unbiased_shard_averages_to_the_weight() -> None:
     algorithm, server = ls.SpectralSharding(ls.Unbiased()), net()
     count = 1000
     # planned for ten clients, drawn for many
-    opened = replace(algorithm.open(server, None, cohort([0.3] * 10)), cohort=cohort([0.3] * count))
+    opened = algorithm.bind(server).open(cohort([0.3] * 10))
+    opened.cohort = cohort([0.3] * count)
     total = torch.zeros(8, 54).double()
     for c in range(count):
-        download, _ = algorithm.send(opened, unit(c))
+        download, _ = opened.send(unit(c))
         total += ((download.tensors["1.u"] * download.tensors["1.omega"]) @ download.tensors["1.v"]).double()
     U, s, Vh = factorize(server[1].weight)
-    pi = opened.layers["1"].groups[0.3].inclusion_probs
+    pi = opened.term_draws["1"].groups[0.3].inclusion_probs
     # coefficient of term i is s_i z_i / pi_i: mean s_i, variance s_i^2 (1 / pi_i - 1)
     coefficients = torch.diagonal(U.T @ (total / count) @ Vh.T)
     sigma = s * (1 / pi - 1).clamp(min=0).sqrt()
@@ -85,7 +85,7 @@ def test_each_group_is_planned_for_its_own_size() -> None:
     opened, _ = draw(ls.SpectralSharding(ls.Collective()), server, [0.3, 0.3, 0.3, 0.6])
     s = factorize(server[4].weight).s
     for ratio, size in {0.3: 3, 0.6: 1}.items():
-        plan = opened.layers["4"].groups[ratio]
+        plan = opened.term_draws["4"].groups[ratio]
         pi, omega = ls.Collective()(s, num_terms_for(10, ratio), size)
         assert torch.equal(plan.inclusion_probs, pi)
         assert torch.equal(plan.multipliers, omega)
@@ -95,10 +95,10 @@ def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
     algorithm, server = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.3), net()
 
     def terms(c: int, seed: int, round_idx: int) -> Any:
-        _, receipt = algorithm.send(replace(opened, cohort=cohort([0.3] * 5, seed, round_idx)), unit(c))
-        return receipt.drawn
+        opened.cohort = cohort([0.3] * 5, seed, round_idx)
+        return opened.send(unit(c))[1].drawn
 
-    opened = algorithm.open(server, None, cohort([0.3] * 5))
+    opened = algorithm.bind(server).open(cohort([0.3] * 5))
     forward = [terms(c, 0, 1) for c in range(5)]
     backward = [terms(c, 0, 1) for c in reversed(range(5))][::-1]
     for one, two in zip(forward, backward, strict=True):
@@ -109,7 +109,7 @@ def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
 
 def test_a_sub_model_shares_nothing_with_the_server() -> None:
     server = net()
-    client = ls.SpectralSharding().client_side(server).build(server, 0.3)
+    client = ls.SpectralSharding().bind(server).device_half.build(server, 0.3)
     theirs = {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
     assert theirs.isdisjoint(tensor.data_ptr() for tensor in client.state_dict().values())
     assert sharded_layers(client)["4"].num_terms == 3
@@ -122,7 +122,7 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
         algorithm.check_optimizer(template, server)
     _, ((download, _),) = draw(algorithm, server, [0.5])
-    side = algorithm.client_side(server)
+    side = algorithm.bind(server).device_half
     client = side.build(server, 0.5)
     side.load(client, download)
     local = side.local_optimizer(recipe_of(template, server), client)
@@ -146,7 +146,7 @@ def test_clipping_acts_through_the_local_optimizer() -> None:
     algorithm = ls.SpectralSharding.published(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0)
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    side = algorithm.client_side(server)
+    side = algorithm.bind(server).device_half
     client = side.build(server, 0.5)
     layer = sharded_layers(client)["4"]
     layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
@@ -161,7 +161,7 @@ def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=1.0, frobenius_decay=0.0), net()
     template = torch.optim.AdamW(server.parameters(), lr=0.01, weight_decay=0.1)
     _, ((download, _),) = draw(algorithm, server, [1.0])
-    side = algorithm.client_side(server)
+    side = algorithm.bind(server).device_half
     client = side.build(server, 1.0)
     side.load(client, download)
     local = side.local_optimizer(recipe_of(template, server), client)
@@ -181,7 +181,7 @@ def test_decay_is_added_before_clipping(clip_weight_lr: float) -> None:
     )
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    side = algorithm.client_side(server)
+    side = algorithm.bind(server).device_half
     client = side.build(server, 0.5)
     layer = sharded_layers(client)["4"]
     generator = torch.Generator().manual_seed(0)
@@ -203,13 +203,13 @@ def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
     with torch.no_grad():
         server[4].weight[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"Layer '4' cannot be factorised.*must be finite"):
-        ls.SpectralSharding().open(server, None, cohort([0.2]))
+        ls.SpectralSharding().bind(server).open(cohort([0.2]))
 
 
 def test_bytes_are_those_of_the_tensors_that_travel() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5), net()
     _, ((download, _),) = draw(algorithm, server, [0.5])
-    side = algorithm.client_side(server)
+    side = algorithm.bind(server).device_half
     client = side.build(server, 0.5)
     dense = 6 * 2 * 9 + 6 + 8 + 4 * 8 + 10 + 3 * 10 + 3
     factors = 4 * (8 + 54) + 5 * (10 + 32)
@@ -246,7 +246,7 @@ def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
     """A schedule may change it: the gradient that the hook adds is proportional to the round's coefficient."""
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=0.1, weight_decay=0.1)
-    side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).client_side(server)
+    side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).bind(server).device_half
     client = side.build(server, 0.5)
     local = side.local_optimizer(recipe_of(template, server), client)
     layer = next(iter(sharded_layers(client).values()))

@@ -177,7 +177,7 @@ class TestSubModels:
         algorithm, server = random_start(), seeded(LitWide)
         cohort = Cohort(0, 0, {ratio: (WorkUnit(2 * i), WorkUnit(2 * i + 1)) for i, ratio in enumerate((0.5, 0.1))})
         opened: Any = algorithm.bind(server).open(cohort)
-        errors = opened.layers["net.2"].client_errors()
+        errors = opened.term_draws["net.2"].client_errors()
         assert errors[0.1] > 1 > errors[0.5]
         (told,) = opened.warnings()
         assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
@@ -197,7 +197,7 @@ class TestSubModels:
             errors.append(float((weight - sub_model).square().sum() / weight.square().sum()))
         found = torch.tensor(errors)
         five_sigma = 5 * float(found.std()) / num_draws**0.5 + 1e-5
-        assert abs(float(found.mean()) - opened.layers["net.2"].client_errors()[0.3]) <= five_sigma
+        assert abs(float(found.mean()) - opened.term_draws["net.2"].client_errors()[0.3]) <= five_sigma
 
 
 def test_a_second_fit_is_watched_anew(data: Any, fit: Fit) -> None:

@@ -43,10 +43,10 @@ class PaddedRound(AdapterRound):
 class TermMeanRound(AdapterRound):
     """Each term is averaged over the clients that held it; terms held by no client are unchanged."""
 
-    def __init__(self, opened: OpenAdapter, trained: Sequence[str], mean: MeanTermChange | None = None) -> None:
+    def __init__(self, opened: OpenAdapter, trained: Sequence[str]) -> None:
         super().__init__(opened)
         self.trained = tuple(trained)
-        self.mean = mean or MeanTermChange(opened.B, opened.A, opened.cohort.total, opened.cohort.absolute)
+        self.mean = MeanTermChange(opened.B, opened.A, opened.cohort.total, opened.cohort.absolute)
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         """Add the change of a client's terms; a factor that was not trained has not changed."""

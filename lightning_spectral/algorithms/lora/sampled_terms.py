@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,26 +12,26 @@ from torch import Tensor
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.algorithms.lora.factor_means import TermMeanRound
 from lightning_spectral.algorithms.lora.product_means import set_factors
-from lightning_spectral.algorithms.spectral_round import LayerRound, open_layers
-from lightning_spectral.algorithms.term_aggregation import MeanOfTerms
+from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
-from lightning_spectral.sums import MeanTermChange
 
 
 class SampledRound(TermMeanRound):
     """Terms are drawn for each client, averaged by term, and factorised anew when the round closes."""
 
-    def __init__(self, opened: OpenAdapter, drawn: LayerRound, mean: MeanTermChange) -> None:
-        super().__init__(opened, ("A", "B"), mean)
-        self._drawn = drawn
+    def __init__(self, opened: OpenAdapter, draws: TermDraws) -> None:
+        super().__init__(opened, ("A", "B"))
+        self._draws = draws
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
         """Draw a unit's terms."""
-        terms, parts = self._drawn.draw(self.opened.cohort, unit)
-        return terms, {"A": parts["v"], "B": parts["u"], "omega": parts["omega"]}
+        drawn, omega = self._draws.draw(self.opened.cohort, unit)
+        A, B = self.opened.A, self.opened.B
+        terms = drawn.to(B.device)
+        return terms, {"A": A[terms], "B": B[:, terms], "omega": omega.to(B)}
 
     @torch.no_grad()
     def close(self, adapter: Adapter) -> None:
@@ -86,15 +86,10 @@ class SampledTerms(AdapterAggregation):
         """Do the same for all layers, whose designs are fitted together."""
         if not opened or not opened[0].is_mixed:
             return [TermMeanRound(one, ("A", "B")) for one in opened]
-        cohort = opened[0].cohort
-        sizes: Mapping[float, float] = {ratio: float(len(units)) for ratio, units in cohort.groups.items()}
         ordered = [_by_size(one) for one in opened]
-        means = [MeanOfTerms(one.B, one.A, cohort) for _, one in ordered]
-        layers = {one.layer.name: (norms, mean) for (norms, one), mean in zip(ordered, means, strict=True)}
-        drawn = open_layers(layers, self.strategy, self.design, cohort, sizes)
-        return [
-            SampledRound(one, layer, mean.running) for (_, one), layer, mean in zip(ordered, drawn, means, strict=True)
-        ]
+        spectra = {one.layer.name: norms for norms, one in ordered}
+        draws = plan_draws(spectra, self.strategy, self.design, opened[0].cohort)
+        return [SampledRound(one, draws[one.layer.name]) for _, one in ordered]
 
 
 def _by_size(opened: OpenAdapter) -> tuple[Tensor, OpenAdapter]:

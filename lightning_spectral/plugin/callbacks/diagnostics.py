@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.spectral_round import GroupPlan, LayerRound, SpectralRound
+from lightning_spectral.algorithms.capabilities import DrawsTerms
+from lightning_spectral.algorithms.term_draws import GroupPlan, TermDraws
 from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
@@ -60,21 +61,19 @@ class SpectralDiagnostics(RoundCallback):
         self, trainer: pl.Trainer, pl_module: Trained, opened: Any
     ) -> None:
         """Compute the figures of the round and log them."""
-        if isinstance(opened, SpectralRound) and opened.layers and self.is_due(trainer.current_epoch):
+        if isinstance(opened, DrawsTerms) and opened.term_draws and self.is_due(trainer.current_epoch):
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
 
-def layer_figures(opened: SpectralRound) -> dict[str, dict[str, float]]:
+def layer_figures(opened: DrawsTerms) -> dict[str, dict[str, float]]:
     """The figures of each sharded layer in one open round."""
-    return {name: _layer_figures(layer) for name, layer in opened.layers.items()}
+    return {name: _layer_figures(layer) for name, layer in opened.term_draws.items()}
 
 
-def spectral_figures(
-    opened: SpectralRound, by_layer: Mapping[str, Mapping[str, float]] | None = None
-) -> dict[str, float]:
+def spectral_figures(opened: DrawsTerms, by_layer: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
     """The figures of one open round, by the names under which they are logged.
 
     Args:
@@ -82,7 +81,7 @@ def spectral_figures(
         by_layer: Its `layer_figures`, if already known.
     """
     by_layer = layer_figures(opened) if by_layer is None else by_layer
-    chosen = {name: _chosen_figures(layer) for name, layer in opened.layers.items()}
+    chosen = {name: _chosen_figures(layer) for name, layer in opened.term_draws.items()}
     means = {**_means(by_layer.values()), **_means(chosen.values())}
     return {
         **{f"fl/{name}": value for name, value in means.items()},
@@ -99,20 +98,20 @@ def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(values) for name, values in by_name.items()}
 
 
-def _chosen_figures(layer: LayerRound) -> dict[str, float]:
+def _chosen_figures(layer: TermDraws) -> dict[str, float]:
     """The strategy's own figures on its choices for one layer, averaged over keep ratios."""
     plans, s = layer.groups.values(), layer.singular_values
     return _means(layer.strategy.figures(s, plan.num_terms, plan.cohort_size) for plan in plans)
 
 
-def _client_error(layer: LayerRound) -> float:
+def _client_error(layer: TermDraws) -> float:
     """Mean error over the clients of all keep ratios."""
     num_clients = {ratio: plan.num_clients for ratio, plan in layer.groups.items()}
     total = sum(error * num_clients[ratio] for ratio, error in layer.client_errors().items())
     return total / sum(num_clients.values())
 
 
-def _layer_figures(layer: LayerRound) -> dict[str, float]:
+def _layer_figures(layer: TermDraws) -> dict[str, float]:
     s, num_singular = layer.singular_values, len(layer.singular_values)
     squared_norm = float((s**2).sum())
     return {
@@ -125,7 +124,7 @@ def _layer_figures(layer: LayerRound) -> dict[str, float]:
     }
 
 
-def _discrepancy(layer: LayerRound) -> Tensor:
+def _discrepancy(layer: TermDraws) -> Tensor:
     """Exact for independent clients and for one coordinated group; several such groups count as independent clients."""
     plans = list(layer.groups.values())
     if len(plans) == 1 and plans[0].dealt is not None:
@@ -137,7 +136,7 @@ def _discrepancy(layer: LayerRound) -> Tensor:
     return cohort_discrepancy(layer.singular_values, probs, multipliers, weights)
 
 
-def _coverage(layer: LayerRound) -> Tensor:
+def _coverage(layer: TermDraws) -> Tensor:
     return expected_coverage(torch.cat([_holders(plan) for plan in layer.groups.values()]))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_spectral.algorithms.capabilities import HasHistograms
-from lightning_spectral.algorithms.spectral_round import LayerRound, SpectralRound
+from lightning_spectral.algorithms.capabilities import DrawsTerms, HasHistograms
+from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.plugin.dashboard.records import Histogram, Table, histogram, table
 
 LayerFigures = Mapping[str, Mapping[str, float]]
@@ -24,13 +24,13 @@ def algorithm_records(
         round_idx: Communication round, from 0.
         figures: Figures of each sharded layer, by name: its discrepancy, effective ranks and the like.
     """
-    if isinstance(opened, SpectralRound):
-        return [*spectral_histograms(opened.layers), layer_table(opened.layers, round_idx, figures)]
-    shown = state.histograms() if isinstance(state, HasHistograms) else {}
+    if isinstance(opened, DrawsTerms):
+        return [*spectral_histograms(opened.term_draws), layer_table(opened, round_idx, figures)]
+    shown: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
     return [histogram(name, values) for name, values in shown.items()]
 
 
-def spectral_histograms(layers: Mapping[str, LayerRound]) -> Iterator[Histogram]:
+def spectral_histograms(layers: Mapping[str, TermDraws]) -> Iterator[Histogram]:
     """Each layer's spectrum and, for each keep ratio, inclusion probabilities and multipliers of possible terms."""
     for name, layer in layers.items():
         yield histogram(f"singular_values/{name}", layer.singular_values)
@@ -39,14 +39,15 @@ def spectral_histograms(layers: Mapping[str, LayerRound]) -> Iterator[Histogram]
             yield histogram(f"multipliers/{name}/{ratio:g}", plan.multipliers[plan.inclusion_probs > 0])
 
 
-def layer_table(layers: Mapping[str, LayerRound], round_idx: int, figures: LayerFigures) -> Table:
+def layer_table(opened: DrawsTerms, round_idx: int, figures: LayerFigures) -> Table:
     """One row per sharded layer.
 
     Args:
-        layers: The layers of the round after its clients were added.
+        opened: The round, after its clients were added.
         round_idx: Communication round, from 0.
         figures: Further columns of each layer.
     """
+    visited = opened.visited_terms()
     return table(
         "tables/layers",
         [
@@ -54,10 +55,10 @@ def layer_table(layers: Mapping[str, LayerRound], round_idx: int, figures: Layer
                 "round": round_idx,
                 "layer": name,
                 "terms": len(layer.singular_values),
-                "terms_visited": float(layer.mean.visited.double().mean()),
+                "terms_visited": float(visited[name].double().mean()),
                 "largest_singular_value": float(layer.singular_values.max()),
                 **figures.get(name, {}),
             }
-            for name, layer in layers.items()
+            for name, layer in opened.term_draws.items()
         ],
     )

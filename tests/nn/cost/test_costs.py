@@ -343,5 +343,5 @@ def test_parameters_are_those_of_the_sub_model(output_ratio: float) -> None:
     table = ls.cost_table(Federated(), KEEP_RATIOS, layers=choices)
     assert table.full.parameters == sum(p.numel() for p in Federated().parameters())
     for keep_ratio, cost in table.at.items():
-        client = ls.SpectralSharding(layers=choices).client_side(Federated()).build(Federated(), keep_ratio)
+        client = ls.SpectralSharding(layers=choices).bind(Federated()).device_half.build(Federated(), keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())

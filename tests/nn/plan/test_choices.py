@@ -87,7 +87,7 @@ EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
     "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
     "costs_of": lambda layers: costs_of(net(), EXAMPLE, layers),
     "SpectralSharding": lambda layers: numbers_of_terms(
-        ls.SpectralSharding(layers=layers).client_side(net()).build(net(), 0.3)
+        ls.SpectralSharding(layers=layers).bind(net()).device_half.build(net(), 0.3)
     ),
 }
 
@@ -153,8 +153,7 @@ class TestSpectralSharding:
         finer = ls.SpectralSharding(layers=plan_layers(net(), choices=ls.LayerChoices(term_granularity=2)))
         assert repr(finer) != repr(ls.SpectralSharding(layers=plan_layers(net())))
 
-    def test_it_prepares_to_the_same_from_choices_and_from_their_plan(self) -> None:
-        from_choices = ls.SpectralSharding(layers=CHOICES).prepare(net())
-        assert from_choices == ls.SpectralSharding(layers=plan_layers(net(), choices=CHOICES)).prepare(net())
-        assert from_choices.prepare(net()) == from_choices
-        assert repr(from_choices) == repr(from_choices.prepare(net()))
+    def test_it_is_bound_to_the_same_plan_from_choices_and_from_their_plan(self) -> None:
+        plan = ls.SpectralSharding(layers=CHOICES).bind(net()).plan
+        assert ls.SpectralSharding(layers=plan_layers(net(), choices=CHOICES)).bind(net()).plan == plan
+        assert ls.SpectralSharding(layers=plan).bind(net()).plan == plan

@@ -121,9 +121,7 @@ def test_frozen_and_excluded_parameters_stay_and_included_ones_are_added() -> No
 
 def test_a_complex_weight_is_refused_by_name_unless_it_stays() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.complex64))
-    with pytest.raises(
-        ValueError, match=r"'1\.weight' is of type torch\.complex64; only floating-point weights can"
-    ):
+    with pytest.raises(ValueError, match=r"'1\.weight' is of type torch\.complex64; only floating-point weights can"):
         fan_ins(module)
     assert list(fan_ins(module, exclude=("1.*",))) == ["0.weight", "0.bias"]
 

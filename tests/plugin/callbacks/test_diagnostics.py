@@ -37,9 +37,9 @@ def test_figures_are_the_pure_functions_of_a_round() -> None:
     torch.manual_seed(0)
     server = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2))
     algorithm = ls.SpectralSharding(ls.Collective(), keep_ratio=0.5)
-    opened = algorithm.open(server, None, Cohort(0, 0, {0.5: tuple(map(WorkUnit, range(3)))}))
+    opened = algorithm.bind(server).open(Cohort(0, 0, {0.5: tuple(map(WorkUnit, range(3)))}))
     figures = spectral_figures(opened)
-    layer = opened.layers["1"]
+    layer = opened.term_draws["1"]
     pi, s = layer.groups[0.5].inclusion_probs, layer.singular_values
     expected = group_discrepancy(s, pi, collective_multipliers(pi, 3), 3) / (s**2).sum()
     assert figures["fl/discrepancy"] == pytest.approx(float(expected))
@@ -51,9 +51,9 @@ def test_the_clients_error_is_the_mean_over_clients_of_all_keep_ratios() -> None
     torch.manual_seed(0)
     server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     units = tuple(map(WorkUnit, range(5)))
-    opened = ls.SpectralSharding(ls.Unbiased()).open(server, None, Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]}))
+    opened = ls.SpectralSharding(ls.Unbiased()).bind(server).open(Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]}))
     by_hand = []
-    for layer in opened.layers.values():
+    for layer in opened.term_draws.values():
         s = layer.singular_values
         errors = [(s**2 * (1 / layer.groups[ratio].inclusion_probs - 1)).sum() / (s**2).sum() for ratio in (0.25, 0.5)]
         by_hand.append(float(4 * errors[0] + errors[1]) / 5)
@@ -68,17 +68,17 @@ def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any
     units = tuple(WorkUnit(c, coefficient=1 + c) for c in range(6))
     cohort = Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]})
     algorithm = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5)), weigh_clients=True)
-    opened = algorithm.open(server, None, cohort)
+    opened = algorithm.bind(server).open(cohort)
     figures = spectral_figures(opened)
     per_layer = []
-    for name, layer in opened.layers.items():
+    for name, layer in opened.term_draws.items():
         given = [(n, cohort.effective_size(cohort.groups[ratio])) for n, ratio in ((2, 0.25), (4, 0.5))]
         sizes = [effective_cohort_size(layer.singular_values, n, size, 0.5) for n, size in given]
         per_layer.append(sum(sizes) / 2)
         assert figures[f"fl/effective_cohort/{name}"] == pytest.approx(per_layer[-1])
     assert figures["fl/effective_cohort"] == pytest.approx(sum(per_layer) / 2)
     assert 1.0 < figures["fl/effective_cohort"] < 4.0
-    plain = spectral_figures(ls.SpectralSharding(ls.Collective()).open(server, None, cohort))
+    plain = spectral_figures(ls.SpectralSharding(ls.Collective()).bind(server).open(cohort))
     assert not [name for name in plain if "effective_cohort" in name]
 
 
@@ -87,7 +87,7 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
     server = nn.Sequential(nn.Linear(4, 30), nn.Linear(30, 20), nn.Linear(20, 2))
     cohort = Cohort(0, 0, {0.2: tuple(WorkUnit(c, coefficient=10) for c in range(6))})
     apart, together = (
-        spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).open(server, None, cohort))
+        spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).bind(server).open(cohort))
         for design in (None, ls.Coordinated())
     )
     assert together["fl/discrepancy"] < apart["fl/discrepancy"]
@@ -131,7 +131,7 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
     ids=repr,
 )
 def test_strategies_and_designs_beyond_the_four_train(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
-    algorithm.initialize(lit, Alone())  # now, so that only training changes the weights
+    algorithm.bind(lit).initialize(Alone())  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
     rows = fit(lit, data, callbacks=[ls.SpectralDiagnostics()], algorithm=algorithm).rows
     assert not torch.equal(before, lit.net[2].weight)

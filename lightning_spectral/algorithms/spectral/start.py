@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.decomposition import (
-    NamedMatrix,
-    decomposition_cost,
-    naming_layer,
-    sharded_matrices,
-)
+from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.functional.concentration import TAIL, concentrated_values, is_concentrated, looks_random
 from lightning_spectral.functional.factors import KEEP_RATIO, factorize, num_terms_for
-from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import plan_of
@@ -82,7 +76,6 @@ class StartReport:
         return f"Spectral start: the energy of {where}{left}."
 
 
-@torch.no_grad()
 def spectral_start(
     module: nn.Module,
     keep_ratio: float,
@@ -122,24 +115,26 @@ def spectral_start(
         Spectral start: the energy of 0 of 2 sharded matrices is now in 10% of the terms; left as they are, because they
         look trained or have nothing to move: 1, 2.
     """
-    keep_ratio = KEEP_RATIO("keep_ratio", keep_ratio)
-    start = SpectralStart(tail, keep_ratio, trained)
-    plan = plan_of(module, layers)
-    granularity = plan.choices.term_granularity
-    moved = (workers or Alone()).share_out(
-        sharded_matrices(module, plan), lambda piece: _moved(piece, start, keep_ratio, granularity), decomposition_cost
-    )
-    found = dict(zip(plan.blocks, (m[0] if m else None for m in moved), strict=True))
-    _write(module, plan, found)
-    changed = [name for name, matrix in found.items() if matrix is not None]
-    return StartReport(keep_ratio, changed, [name for name in found if name not in changed])
+    start = SpectralStart(tail, KEEP_RATIO("keep_ratio", keep_ratio), trained)
+    return move_energy(PlannedModule(module, plan_of(module, layers)), start, workers or Alone())
 
 
-def _moved(piece: NamedMatrix, start: SpectralStart, keep_ratio: float, granularity: int) -> tuple[Tensor, ...]:
+@torch.no_grad()
+def move_energy(planned: PlannedModule, start: SpectralStart, workers: SharesWork) -> StartReport:
+    """Apply a spectral start whose keep ratio is given, in place."""
+    granularity, keep_ratio = planned.plan.choices.term_granularity, start.keep_ratio
+    assert keep_ratio is not None, "that of the smallest clients, if the user gives none"
+    found = planned.of_each_matrix(lambda matrix: _moved(matrix, start, keep_ratio, granularity), workers)
+    moved = {name: tensors[0] for name, tensors in found.items() if tensors}
+    matrices = {**planned.matrices(), **moved}
+    for weight, after in planned.assembled(matrices.__getitem__):
+        weight.copy_(after)
+    return StartReport(keep_ratio, list(moved), [name for name in found if name not in moved])
+
+
+def _moved(matrix: Tensor, start: SpectralStart, keep_ratio: float, granularity: int) -> tuple[Tensor, ...]:
     """The new matrix, in the weight's type; an empty tuple if it is unchanged."""
-    name, matrix = piece
-    with naming_layer(name):
-        factors = factorize(matrix)
+    factors = factorize(matrix)
     num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
     rounding = torch.finfo(matrix.dtype).eps
     if is_concentrated(factors.s, num_terms, start.tail, rounding):
@@ -148,13 +143,3 @@ def _moved(piece: NamedMatrix, start: SpectralStart, keep_ratio: float, granular
         return ()
     values = concentrated_values(factors.s, num_terms, start.tail)
     return ((factors.U * values @ factors.Vh).to(matrix.dtype),)
-
-
-def _write(module: nn.Module, plan: ModulePlan, matrices: Mapping[str, Tensor | None]) -> None:
-    for name, blocks in by_parameter(list(plan.blocks.values())):
-        weight = module.get_parameter(name)
-        before = [block.matrix(weight) for block in blocks]
-        after = [
-            found if (found := matrices[b.name]) is not None else old for b, old in zip(blocks, before, strict=True)
-        ]
-        weight.copy_(assemble(blocks, after, weight))

@@ -1,4 +1,4 @@
-"""Checks of the arguments of spectral sharding, and warnings about modules and optimizers that do not suit it."""
+"""Checks of arguments, and warnings about modules, optimizers and weights that do not suit spectral sharding."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
+import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Optimizer
 
+from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.schedule import values_of
 from lightning_spectral.sharding import ShardingStrategy
+
+LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
+ROUNDING = torch.finfo(torch.float32).eps  # a term up to this share of the largest one is zero
 
 
 def check_by_round(strategy: object, design: object) -> None:
@@ -100,3 +106,69 @@ def warn_of_optimizer(template: Optimizer, clip_tau: float, frobenius_decay: flo
             SpectralWarning,
             stacklevel=3,
         )
+
+
+def noisy_sub_models(layers: Mapping[str, TermDraws], starts_random: bool) -> Sequence[str]:
+    """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only.
+
+    Args:
+        layers: How clients draw the terms of each sharded layer.
+        starts_random: Whether the run has no spectral start, which might then help.
+
+    Returns:
+        The warning with its remedies, or nothing.
+    """
+    if not layers:
+        return []
+    rounds = list(layers.values())
+    errors = [layer.client_errors() for layer in rounds]
+    mean_errors = {ratio: fmean(of_layer[ratio] for of_layer in errors) for ratio in errors[0]}
+    ratio = max(mean_errors, key=mean_errors.__getitem__)
+    if mean_errors[ratio] <= LARGEST_ERROR:
+        return []
+    least = fmean(layer.missing_energy(ratio) for layer in rounds)
+    figures = (
+        f"sub-models of keep ratio {ratio:g} are mostly noise, or mostly empty: the expected squared error of one is "
+        f"{mean_errors[ratio]:.3g} times the squared norm of the weight, mean over {len(layers)} sharded layers; with "
+        f"so many terms it is at least {least:.3g}. The spectra are flat, as those of random weights are."
+    )
+    return [f"{figures} Use {_remedies(least, starts_random)}; `fl/client_error` of SpectralDiagnostics follows it."]
+
+
+def _remedies(least: float, starts_random: bool) -> str:
+    """What can lower the error; a strategy is named only if some choice of terms is good enough."""
+    start = ["`spectral_start=SpectralStart()`"] if starts_random else []
+    strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
+    return " or ".join([*start, "a larger keep ratio", *strategy])
+
+
+def empty_terms(layers: Mapping[str, TermDraws], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:
+    """A warning if even the smallest clients hold more terms of a matrix than its rank.
+
+    Args:
+        layers: How clients draw the terms of each sharded layer.
+        dtypes: The type of each weight, whose rounding makes terms of a low rank appear.
+
+    Returns:
+        The warning with its remedies, or nothing.
+    """
+    ranks = {name: _rank(layer, dtypes[name]) for name, layer in layers.items()}
+    fewest = {name: min(plan.num_terms for plan in layer.groups.values()) for name, layer in layers.items()}
+    lacking = [
+        f"{name} (rank {rank} of {len(layers[name].singular_values)}; clients hold at least {fewest[name]} terms)"
+        for name, rank in ranks.items()
+        if rank < fewest[name]
+    ]
+    if not lacking:
+        return []
+    return [
+        f"the weights of some sharded layers have fewer terms than every client holds: {', '.join(lacking)}. Their "
+        "rank never grows, because a term of size zero has no gradient. Keep them dense with `exclude=`, or initialise "
+        "them differently."
+    ]
+
+
+def _rank(layer: TermDraws, dtype: torch.dtype) -> int:
+    """Rank of the weight up to rounding; the rounding of half precision is terms that can train."""
+    s = layer.singular_values
+    return int((s > min(ROUNDING, torch.finfo(dtype).eps) * s[0]).sum())

@@ -1,4 +1,4 @@
-"""One open round of spectral sharding: factors, probabilities and running sums, layer by layer."""
+"""How the clients of a round draw terms of factorised matrices: probabilities, multipliers and fitted designs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.term_aggregation import LayerMean, TrainedTerms
 from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.figures.discrepancy import group_discrepancy
-from lightning_spectral.functional.figures.effective_rank import marginal_entropy
-from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
-from lightning_spectral.sums import MeanChange
 
 TINY = torch.finfo(torch.float64).tiny  # keeps the missing share of a weight of zeros at zero
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """How the clients of one keep ratio draw their terms of one layer.
+    """How the clients of one keep ratio draw their terms of one matrix.
 
     Attributes:
         inclusion_probs: Shape ``(N,)``, float64, on the CPU.
@@ -53,49 +48,35 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerRound:
-    """One factorised matrix in one round: a layer's weight, or a block of it.
+class TermDraws:
+    """How the clients of a round draw terms of one factorised matrix: a layer's weight, or a block of it.
 
     Attributes:
-        name: Its dotted name.
+        name: The matrix's dotted name.
         singular_values: Shape ``(N,)``, float64, on the CPU.
         groups: A plan for each keep ratio of the round.
-        mean: Holds the vectors, which have absorbed the singular values, and the sums of the clients' vectors.
         strategy: Scales the drawn terms.
     """
 
     name: str
     singular_values: Tensor
     groups: Mapping[float, GroupPlan]
-    mean: LayerMean
     strategy: ShardingStrategy
 
-    def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
-        """One unit's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``."""
-        plan = self.groups[cohort.keep_ratio_of(unit)]
+    def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, Tensor]:
+        """One unit's sorted term indices and their multipliers, both of shape ``(n,)``, on the CPU."""
+        keep_ratio = cohort.keep_ratio_of(unit)
+        plan = self.groups[keep_ratio]
         if plan.dealt is None:
             generator = derived_generator(cohort.seed, "terms", cohort.round_idx, *unit.ids, self.name)
             drawn = plan.design.draw(1, generator)[0]
         else:
             drawn = plan.dealt[unit.key]
-        u, v = self.mean.u, self.mean.v
-        terms, omega = drawn.to(u.device), self._multipliers(plan, drawn)
-        return terms, {"u": u[: self.mean.held_rows, terms], "v": v[terms], "omega": omega}
+        return drawn, self.multipliers(keep_ratio, drawn)
 
-    def trained(self, receipt: Receipt, upload: Upload) -> TrainedTerms:
-        """What a unit sends back of the terms that `draw` returned, with their multipliers."""
-        plan, terms = self.groups[receipt.capacity], receipt.drawn[self.name]
-        u, v = f"{self.name}.u", f"{self.name}.v"
-        return TrainedTerms(
-            terms,
-            upload.tensors[u],
-            upload.tensors[v],
-            magnitudes=(upload.largest[u], upload.largest[v]),
-            multipliers=lambda: self._multipliers(plan, terms.cpu()),
-        )
-
-    def _multipliers(self, plan: GroupPlan, drawn: Tensor) -> Tensor:
-        return self.strategy.drawn_multipliers(self.singular_values, plan.multipliers, drawn).to(self.mean.u)
+    def multipliers(self, keep_ratio: float, drawn: Tensor) -> Tensor:
+        """The multipliers of a client's drawn terms, shape ``(n,)``, float64."""
+        return self.strategy.drawn_multipliers(self.singular_values, self.groups[keep_ratio].multipliers, drawn)
 
     def client_errors(self) -> dict[float, float]:
         r"""Expected :math:`\|W - \hat W\|_F^2 / \|W\|_F^2` of a single client's sub-model, for each keep ratio.
@@ -114,101 +95,42 @@ class LayerRound:
         squares = self.singular_values**2  # descending
         return float(squares[self.groups[keep_ratio].num_terms :].sum() / squares.sum().clamp(min=TINY))
 
-    def weight_change(self) -> Tensor:
-        """Change of the weight as a matrix, float64."""
-        return self.mean.weight_change()
 
-
-@dataclass(frozen=True, eq=False)
-class SpectralRound:
-    """One open round of spectral sharding.
-
-    Attributes:
-        cohort: The clients that take part.
-        plan: How clients hold each layer.
-        layers: The sharded layers by dotted name.
-        tensors: The tensors that travel whole, by name.
-        mean: Running mean of the clients' changes to these tensors.
-    """
-
-    cohort: Cohort
-    plan: ModulePlan
-    layers: Mapping[str, LayerRound]
-    tensors: Mapping[str, Tensor]
-    mean: MeanChange
-
-    def diagnostics(self) -> dict[str, float]:
-        """Figures to log: see `SpectralSharding.diagnostics`; none if no layer is sharded."""
-        if not self.layers:
-            return {}
-        visited = sum(int(layer.mean.visited.sum()) for layer in self.layers.values())
-        total = sum(len(layer.singular_values) for layer in self.layers.values())
-        plans = [plan for layer in self.layers.values() for plan in layer.groups.values()]
-        entropies = [float(marginal_entropy(plan.inclusion_probs)) for plan in plans]
-        largest = max(float(plan.multipliers[plan.inclusion_probs > 0].max()) for plan in plans)
-        return {
-            "terms_visited": visited / total,
-            "inclusion_entropy": sum(entropies) / len(entropies),
-            "largest_multiplier": largest,
-        }
-
-
-def open_layer(
-    name: str,
-    singular_values: Tensor,
-    mean: LayerMean,
+def plan_draws(
+    spectra: Mapping[str, Tensor],
     strategy: ShardingStrategy,
     design: Design | None,
     cohort: Cohort,
-    sizes: Mapping[float, float],
+    *,
     granularity: int = 1,
-) -> LayerRound:
-    """Plan every group's draws of one factorised matrix.
-
-    Args:
-        name: Its dotted name.
-        singular_values: Shape ``(N,)``, descending.
-        mean: Holds its vectors, and will hold the sums of the clients'.
-        strategy: Gives probabilities and multipliers.
-        design: Draws terms; ``None`` for the strategy's own.
-        cohort: The clients that take part.
-        sizes: For each keep ratio, the number of clients that the strategy is given.
-        granularity: Numbers of terms are rounded up to a multiple of this.
-    """
-    (opened,) = open_layers({name: (singular_values, mean)}, strategy, design, cohort, sizes, granularity)
-    return opened
-
-
-def open_layers(
-    layers: Mapping[str, tuple[Tensor, LayerMean]],
-    strategy: ShardingStrategy,
-    design: Design | None,
-    cohort: Cohort,
-    sizes: Mapping[float, float],
-    granularity: int = 1,
-) -> list[LayerRound]:
+    weigh_clients: bool = False,
+) -> dict[str, TermDraws]:
     """Plan every group's draws of several matrices, whose designs are fitted together.
 
     Args:
-        layers: For each matrix, by its name, its singular values and its mean.
-        strategy: As for `open_layer`.
-        design: As for `open_layer`.
-        cohort: As for `open_layer`.
-        sizes: As for `open_layer`.
-        granularity: As for `open_layer`.
+        spectra: Singular values of each matrix, by its name, shape ``(N,)``, descending.
+        strategy: Gives probabilities and multipliers.
+        design: Draws terms; ``None`` for the strategy's own.
+        cohort: The clients that take part.
+        granularity: Numbers of terms are rounded up to a multiple of this.
+        weigh_clients: Whether the strategy is given Kish's effective number of a group's clients, not their number.
     """
+    spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
+    sizes = {
+        ratio: cohort.effective_size(units) if weigh_clients else float(len(units))
+        for ratio, units in cohort.groups.items()
+    }
     drafts: list[_Draft] = []
-    for name, (singular_values, _) in layers.items():
-        s = singular_values.cpu()
+    for name, s in spectra.items():
         num_terms = {ratio: num_terms_for(len(s), ratio, granularity) for ratio in cohort.groups}
         answers = strategy.for_groups(s, list(num_terms.values()), [sizes[ratio] for ratio in num_terms])
         for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
             chosen = design if design is not None else strategy.own_design(s, n)
             drafts.append(_Draft(name, ratio, *answer, chosen))
-    plans: dict[str, dict[float, GroupPlan]] = {name: {} for name in layers}
+    plans: dict[str, dict[float, GroupPlan]] = {name: {} for name in spectra}
     for draft, fitted in zip(drafts, _fit(drafts), strict=True):
         plans[draft.name][draft.keep_ratio] = draft.plan(fitted, cohort, sizes[draft.keep_ratio])
-    return [LayerRound(name, s.cpu(), plans[name], mean, strategy) for name, (s, mean) in layers.items()]
+    return {name: TermDraws(name, s, plans[name], strategy) for name, s in spectra.items()}
 
 
 class _Draft(NamedTuple):

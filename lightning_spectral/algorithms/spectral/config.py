@@ -1,0 +1,196 @@
+"""Spectral model sharding: clients train sampled singular terms of every affine layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.spectral.aggregation import TermAggregation, TermMeans
+from lightning_spectral.algorithms.spectral.checks import (
+    check_by_round,
+    cutting,
+    excluding,
+    warn_of_optimizer,
+    warn_of_whole_layers,
+)
+from lightning_spectral.algorithms.spectral.device import SpectralSide
+from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
+from lightning_spectral.algorithms.spectral.round import Sampling
+from lightning_spectral.algorithms.spectral.server import SpectralHalf
+from lightning_spectral.algorithms.spectral.start import SpectralStart
+from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
+from lightning_spectral.designs import Design
+from lightning_spectral.errors import check_is
+from lightning_spectral.functional.factors import KEEP_RATIO
+from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
+from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.validate import check_layers, plan_of
+from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
+from lightning_spectral.protocol.schedule import Schedule
+from lightning_spectral.sharding import Collective, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class SpectralSharding(ByKeepRatio):
+    """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
+
+    Args:
+        strategy: Turns a layer's singular values into inclusion probabilities and multipliers; or a `Schedule` of
+            strategies.
+        keep_ratio: Share r of the terms a client holds: one for all; ``{ratio: share of clients}``; or one per client.
+        design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling; for
+            PriSM successive sampling, as in its paper). May also be a `Schedule` of designs.
+        clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
+            Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
+        frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
+            ``weight_decay`` of the user's optimizer never acts on the factors; it is added to lambda instead.
+        exclude: Shell-style patterns of the names of layers that stay dense: short for
+            ``layers=LayerChoices(exclude=...)``, where they are stored.
+        layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
+            returned, which fixes the outcome for every layer. Given choices, the plan is made when training starts,
+            with a traced forward pass if the module has an ``example_input_array``.
+        clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
+            nominal one; ``float("inf")`` for none. Without a bound, the weight moves along a term of singular value s
+            at 2 omega^2 s times the rate of a dense layer; with 1, never faster than in a dense layer.
+        spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
+            train from the weights as they are. Weights that look trained are unchanged.
+        weigh_clients: Whether the strategy is given Kish's effective number of clients, which accounts for unequal
+            numbers of examples, instead of their actual number.
+        output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
+            others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
+            where it is stored.
+        aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
+            FedHM.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1, ``clip_weight_lr`` is
+            not positive, ``frobenius_decay`` is negative, or ``layers`` is given together with ``exclude``, or has
+            another ``output_ratio``.
+
+    Note:
+        Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
+        clients in this round, as in the 2024 paper.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.1. Niu et al. (2023), section 3.2.1 and Eq. (5), for ``output_ratio``.
+
+    Example:
+        >>> SpectralSharding(Collective(), keep_ratio={0.2: 0.6, 0.4: 0.4}).keep_ratio
+        {0.2: 0.6, 0.4: 0.4}
+        >>> SpectralSharding(exclude=["head"]) == SpectralSharding(layers=LayerChoices(exclude=["head"]))
+        True
+    """
+
+    side: ClassVar[type[SpectralSide]] = SpectralSide
+    updates_have_norms: ClassVar[bool] = True
+
+    strategy: ShardingStrategy | Schedule[ShardingStrategy] = field(default_factory=Collective)
+    keep_ratio: PerClient[float] = 0.2
+    design: Design | Schedule[Design | None] | None = None
+    clip_tau: float = 10.0
+    frobenius_decay: float = 1e-4
+    exclude: Sequence[str] = field(default=(), repr=False, compare=False)  # moves into `layers`; empty afterwards
+    layers: LayerChoices | ModulePlan = LayerChoices()
+    weigh_clients: bool = False
+    clip_weight_lr: float = 1.0
+    spectral_start: SpectralStart | None = SpectralStart()
+    output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
+    aggregation: TermAggregation = field(default_factory=TermMeans)
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            clip_tau=TAU,
+            frobenius_decay=Number(at_least=0),
+            weigh_clients=flag,
+            clip_weight_lr=WEIGHT_LR,
+            exclude=as_patterns,
+        )
+        check_by_round(self.strategy, self.design)
+        if self.spectral_start is not None:
+            check_is("spectral_start", self.spectral_start, SpectralStart)
+        check_is("aggregation", self.aggregation, TermAggregation)
+        check_layers(self.layers)
+        if self.exclude:
+            object.__setattr__(self, "layers", excluding(self.exclude, self.layers))
+            object.__setattr__(self, "exclude", ())
+        if self.output_ratio is not None:
+            object.__setattr__(self, "layers", cutting(self.output_ratio, self.layers))
+            object.__setattr__(self, "output_ratio", None)
+
+    @classmethod
+    def published(
+        cls,
+        strategy: ShardingStrategy | Schedule[ShardingStrategy] | None = None,
+        keep_ratio: PerClient[float] = 0.2,
+        **options: Any,
+    ) -> SpectralSharding:
+        """The paper's recipe: weights as they are initialised, and no bound on the learning rate of the weight.
+
+        Args:
+            strategy: As for the class; ``None`` for `Collective`.
+            keep_ratio: As for the class.
+            **options: Further arguments of the class.
+
+        Example:
+            >>> SpectralSharding.published(keep_ratio=0.1).spectral_start is None
+            True
+        """
+        chosen = Collective() if strategy is None else strategy
+        return cls(chosen, keep_ratio, **{"clip_weight_lr": math.inf, "spectral_start": None, **options})
+
+    def plan(self, server: nn.Module) -> ModulePlan:
+        """How clients hold every layer and buffer of ``server``.
+
+        Raises:
+            ValueError: If ``server`` cannot be sharded, with all problems at once, or if ``layers`` is the plan of
+                another module.
+        """
+        return plan_of(server, self.layers)
+
+    def check(self, server: nn.Module) -> None:
+        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module.
+
+        Warns about layers of which every client would hold all terms, and if no layer is sharded at all.
+        """
+        warn_of_whole_layers(server, self.plan(server))
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
+        if self.plan(server).sharded:
+            warn_of_optimizer(template, self.clip_tau, self.frobenius_decay)
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> SpectralHalf:
+        """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
+        missing_rank = None if decisions is None else decisions.get("missing_rank", {})
+        plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
+        planned = PlannedModule(server, plan)
+        device_half = self.side(
+            plan, tuple(planned.averaged()), self.clip_tau, self.clip_weight_lr, self.frobenius_decay
+        )
+        sampling = Sampling(self.strategy, self.design, self.aggregation, self.weigh_clients)
+        return SpectralHalf(planned, device_half, sampling, self._start())
+
+    def _start(self) -> SpectralStart | None:
+        """The spectral start for the smallest clients, unless the user says for which."""
+        start = self.spectral_start
+        if start is None or start.keep_ratio is not None:
+            return start
+        return replace(start, keep_ratio=min(entries_of(self.keep_ratio)))

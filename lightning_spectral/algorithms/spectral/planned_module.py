@@ -1,0 +1,136 @@
+"""The server's module as its plan divides it: matrices that are factorised, and tensors that travel whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_spectral.nn.layers.blocks import assemble, by_parameter
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.protocol.cohort import SharesWork
+from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
+
+NamedMatrix = tuple[str, Tensor]
+
+
+class PlannedModule:
+    """A module, and how clients hold it.
+
+    Attributes:
+        module: The module.
+        plan: How clients hold every layer and buffer.
+    """
+
+    def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
+        self.module = module
+        self.plan = plan
+        self._held_entries = plan.cut_biases(module)  # of biases whose outputs clients do not compute in full
+
+    def matrices(self) -> dict[str, Tensor]:
+        """The sharded matrices by the names of the plan's blocks and in their order, detached."""
+        blocks, module = self.plan.blocks, self.module
+        return {name: block.matrix(module.get_parameter(block.parameter).detach()) for name, block in blocks.items()}
+
+    def of_each_matrix(
+        self, compute: Callable[[Tensor], tuple[Tensor, ...]], workers: SharesWork
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """What follows from the decomposition of each sharded matrix, computed in one of the processes.
+
+        Args:
+            compute: Maps a matrix to tensors.
+            workers: The processes that share the work.
+
+        Raises:
+            ValueError: If a matrix cannot be factorised; the message names the layer.
+        """
+
+        def named(piece: NamedMatrix) -> tuple[Tensor, ...]:
+            name, matrix = piece
+            with naming_layer(name):
+                return compute(matrix)
+
+        pieces = list(self.matrices().items())
+        return dict(zip(self.plan.blocks, workers.share_out(pieces, named, decomposition_cost), strict=True))
+
+    def assembled(self, matrix_of: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield every sharded weight, with a tensor of its shape made of one matrix for each of its blocks.
+
+        Args:
+            matrix_of: Maps a block's name to a matrix, of any type.
+        """
+        for name, blocks in by_parameter(list(self.plan.blocks.values())):
+            weight = self.module.get_parameter(name)
+            yield weight, assemble(blocks, [matrix_of(block.name).to(weight.dtype) for block in blocks], weight)
+
+    def travelling(self) -> dict[str, Tensor]:
+        """The tensors that are sent whole, or cut to the entries that clients hold; views."""
+        return leading_entries(travelling_tensors(self.module, self.plan.sharded_weights), self._held_entries)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Those of them that clients send back."""
+        tensors = averaged_tensors(self.module, self.plan.sharded_weights, self.plan.kept_buffers)
+        return leading_entries(tensors, self._held_entries)
+
+    def apply_mean_change(self, changes: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the pseudo-gradients and buffers of these tensors; entries that no client holds do not change."""
+        held, module = self._held_entries, self.module
+        apply_mean_change(
+            module,
+            (
+                (name, with_absent_rows(change, len(module.get_parameter(name))) if name in held else change)
+                for name, change in changes
+            ),
+        )
+
+
+@contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Name the layer in errors about its weight."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
+
+
+def decomposition_cost(named_matrix: NamedMatrix) -> float:
+    """Number of multiplications of a singular value decomposition, up to a constant factor.
+
+    Example:
+        >>> import torch
+        >>> decomposition_cost(("net.0", torch.ones(2, 3)))
+        12.0
+    """
+    rows, columns = named_matrix[1].shape
+    return float(rows * columns * min(rows, columns))
+
+
+def leading_entries(tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> dict[str, Tensor]:
+    """Named tensors, some of them cut to their leading entries; views.
+
+    Args:
+        tensors: By name.
+        held: Number of entries of the first dimension to keep, by name; other tensors stay whole.
+
+    Example:
+        >>> import torch
+        >>> leading_entries({"a": torch.arange(3), "b": torch.arange(3)}, {"b": 2})
+        {'a': tensor([0, 1, 2]), 'b': tensor([0, 1])}
+    """
+    return {name: tensor[: held[name]] if name in held else tensor for name, tensor in tensors.items()}
+
+
+def with_absent_rows(change: Tensor, num_rows: int) -> Tensor:
+    """A change of leading rows, followed by zeros.
+
+    Example:
+        >>> import torch
+        >>> with_absent_rows(torch.ones(2), 3)
+        tensor([1., 1., 0.])
+    """
+    if len(change) == num_rows:
+        return change
+    whole = change.new_zeros(num_rows, *change.shape[1:])
+    whole[: len(change)] = change
+    return whole

@@ -1,0 +1,171 @@
+"""One open round of spectral sharding: drawn terms and running sums, matrix by matrix, and dense tensors whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.algorithms.spectral.aggregation import LayerMean, TermAggregation, TrainedTerms
+from lightning_spectral.algorithms.spectral.checks import empty_terms, noisy_sub_models
+from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
+from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
+from lightning_spectral.designs import Design
+from lightning_spectral.functional.figures.effective_rank import marginal_entropy
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.schedule import Schedule, value_at
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.sharding import ShardingStrategy
+from lightning_spectral.sums import RunningMean
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRound:
+    """One factorised matrix in one round: a layer's weight, or a block of it.
+
+    Attributes:
+        draws: How its terms are drawn.
+        mean: Holds its vectors, which have absorbed the singular values, and the sums of the clients' vectors.
+    """
+
+    draws: TermDraws
+    mean: LayerMean
+
+    def send(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
+        """One unit's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``, by full name."""
+        drawn, omega = self.draws.draw(cohort, unit)
+        name, u, v = self.draws.name, self.mean.u, self.mean.v
+        terms = drawn.to(u.device)
+        parts = {"u": u[: self.mean.held_rows, terms], "v": v[terms], "omega": omega.to(u)}
+        return terms, {f"{name}.{part}": tensor for part, tensor in parts.items()}
+
+    def trained(self, receipt: Receipt, upload: Upload) -> TrainedTerms:
+        """What a unit sends back of the terms that `send` drew, with their multipliers."""
+        name = self.draws.name
+        terms, u, v = receipt.drawn[name], f"{name}.u", f"{name}.v"
+        return TrainedTerms(
+            terms,
+            upload.tensors[u],
+            upload.tensors[v],
+            magnitudes=(upload.largest[u], upload.largest[v]),
+            multipliers=lambda: self.draws.multipliers(receipt.capacity, terms.cpu()).to(self.mean.u),
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How terms are drawn and averaged: what every round reads of the choice.
+
+    Attributes:
+        strategy: As for `SpectralSharding`.
+        design: As for `SpectralSharding`.
+        aggregation: As for `SpectralSharding`.
+        weigh_clients: As for `SpectralSharding`.
+    """
+
+    strategy: ShardingStrategy | Schedule[ShardingStrategy]
+    design: Design | Schedule[Design | None] | None
+    aggregation: TermAggregation
+    weigh_clients: bool
+
+    def open(
+        self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int, held_rows: int | None
+    ) -> LayerRound:
+        """Plan the draws of one matrix, and begin its sums.
+
+        Args:
+            name: Its dotted name.
+            terms: Singular values, left vectors and right vectors.
+            cohort: The clients that take part.
+            granularity: Numbers of terms are rounded up to a multiple of this.
+            held_rows: Number of leading rows that clients hold; ``None`` for all.
+        """
+        strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
+        singular_values, u, v = terms
+        mean = self.aggregation.open(u, v, cohort, held_rows)
+        spectrum, weigh = {name: singular_values}, self.weigh_clients
+        draws = plan_draws(spectrum, strategy, design, cohort, granularity=granularity, weigh_clients=weigh)
+        return LayerRound(draws[name], mean)
+
+
+class SpectralRound(Round):
+    """One open round of spectral sharding.
+
+    Attributes:
+        cohort: The clients that take part.
+        layers: The sharded matrices by dotted name.
+        tensors: The tensors that travel whole, by name.
+        mean: Running mean of the clients' changes to these tensors.
+    """
+
+    def __init__(
+        self, planned: PlannedModule, cohort: Cohort, layers: Mapping[str, LayerRound], *, starts_random: bool = False
+    ) -> None:
+        self.cohort = cohort
+        self.layers = layers
+        self.tensors: Mapping[str, Tensor] = planned.travelling()
+        self.mean = dense_mean(planned.module, planned.averaged(), cohort)
+        self._planned = planned
+        self._starts_random = starts_random
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        """Draw the unit's terms of every matrix, independently."""
+        keep_ratio = self.cohort.keep_ratio_of(unit)
+        tensors, terms = dict(self.tensors), {}
+        for name, layer in self.layers.items():
+            terms[name], parts = layer.send(self.cohort, unit)
+            tensors.update(parts)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add the client's change: dense tensors whole, sharded matrices by their terms."""
+        self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+        for layer in self.layers.values():
+            layer.mean.add(layer.trained(receipt, upload), receipt.unit.coefficient)
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """The largest of any matrix: some aggregations sum products, which may be large where the factors are not."""
+        layers = self.layers.values()
+        return max((layer.mean.largest_summand(layer.trained(receipt, upload)) for layer in layers), default=0.0)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        """One sum over the dense tensors, and one for each sharded matrix."""
+        return [self.mean, *(layer.mean.running for layer in self.layers.values())]
+
+    def close(self) -> None:
+        """Set the pseudo-gradients of dense tensors, and of sharded weights from the aggregation of their terms."""
+        self._planned.apply_mean_change(self.mean.finish())
+        for weight, change in self._planned.assembled(lambda name: self.layers[name].mean.weight_change()):
+            weight.grad = -change
+
+    def metrics(self) -> Mapping[str, float]:
+        """Share of terms visited, normalised inclusion entropy and the largest multiplier, if a layer is sharded."""
+        if not self.layers:
+            return {}
+        visited = self.visited_terms().values()
+        plans = [plan for draws in self.term_draws.values() for plan in draws.groups.values()]
+        entropies = [float(marginal_entropy(plan.inclusion_probs)) for plan in plans]
+        return {
+            "terms_visited": sum(int(of_matrix.sum()) for of_matrix in visited) / sum(map(len, visited)),
+            "inclusion_entropy": sum(entropies) / len(entropies),
+            "largest_multiplier": max(float(plan.multipliers[plan.inclusion_probs > 0].max()) for plan in plans),
+        }
+
+    @property
+    def term_draws(self) -> Mapping[str, TermDraws]:
+        """How clients draw the terms of each sharded matrix."""
+        return {name: layer.draws for name, layer in self.layers.items()}
+
+    def visited_terms(self) -> Mapping[str, Tensor]:
+        """Which terms of each sharded matrix were held by some client."""
+        return {name: layer.mean.visited for name, layer in self.layers.items()}
+
+    def warnings(self) -> Sequence[str]:
+        """Warnings if the sub-models of a keep ratio retain little of the weights, or hold empty terms."""
+        dtypes = {name: layer.mean.u.dtype for name, layer in self.layers.items()}
+        return [*noisy_sub_models(self.term_draws, self._starts_random), *empty_terms(self.term_draws, dtypes)]

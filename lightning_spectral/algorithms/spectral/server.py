@@ -1,0 +1,84 @@
+"""Spectral sharding, bound to the server's module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.spectral.device import SpectralSide
+from lightning_spectral.algorithms.spectral.planned_module import PlannedModule, naming_layer
+from lightning_spectral.algorithms.spectral.round import LayerRound, Sampling, SpectralRound
+from lightning_spectral.algorithms.spectral.start import SpectralStart, move_energy
+from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.nn.plan.validate import untraced_ends
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
+
+
+class SpectralHalf(ServerHalf):
+    """Factorises the sharded matrices of a module in every round.
+
+    Args:
+        planned: The server's module, and how clients hold it.
+        device_half: What devices have to know.
+        sampling: How terms are drawn and averaged.
+        start: How initial weights are changed, with its keep ratio; ``None`` to leave them as they are.
+    """
+
+    def __init__(
+        self, planned: PlannedModule, device_half: SpectralSide, sampling: Sampling, start: SpectralStart | None
+    ) -> None:
+        super().__init__(planned.module)
+        self.planned = planned
+        self.sampling = sampling
+        self.start = start
+        self._device_half = device_half
+
+    @property
+    def plan(self) -> ModulePlan:
+        """How clients hold every layer and buffer."""
+        return self.planned.plan
+
+    @property
+    def device_half(self) -> SpectralSide:
+        """Sub-models, and optimizers that decay and clip their factors."""
+        return self._device_half
+
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """The layers that stay whole because their initial weights lack rank."""
+        return {"missing_rank": dict(found)} if (found := self.plan.missing_rank) else {}
+
+    def initialize(self, workers: SharesWork) -> str:
+        """Apply the spectral start, if there is one; and say what a plan without a forward pass assumes."""
+        if not self.plan.sharded:
+            return ""
+        said = [untraced_ends(self.server, self.plan)]
+        if self.start is not None:
+            said.append(str(move_energy(self.planned, self.start, workers)))
+        return "\n".join(filter(None, said))
+
+    def open(self, cohort: Cohort) -> SpectralRound:
+        """Factorise every sharded matrix once, and compute probabilities and multipliers for each keep ratio."""
+        terms = self.planned.of_each_matrix(singular_terms, cohort.workers)
+        layers = {name: self._open(name, found, cohort) for name, found in terms.items()}
+        return SpectralRound(self.planned, cohort, layers, starts_random=self.start is None)
+
+    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
+        granularity, held_rows = self.plan.choices.term_granularity, self.plan.blocks[name].held_rows
+        with naming_layer(name):
+            return self.sampling.open(name, terms, cohort, granularity, held_rows)
+
+    @property
+    def remedy_for_large_updates(self) -> str:
+        """The bound on the learning rate of the weight, unless it is set."""
+        bounded = self.device_half.clip_weight_lr <= 1
+        return "" if bounded else "bound the steps along large terms and multipliers with `clip_weight_lr=1`"
+
+    @property
+    def remedy_for_unused_layers(self) -> str:
+        """To exclude them."""
+        return "keep them dense with `SpectralSharding(exclude=[...])`"

@@ -1,264 +1,178 @@
-"""Federated learning of models that no client can hold whole: spectral model sharding for PyTorch Lightning."""
+"""Federated learning of models that no client can hold whole: spectral model sharding for PyTorch Lightning.
 
-from lightning.pytorch.strategies import StrategyRegistry
+What most users need is here, what else there is in the packages below. Importing this imports neither Lightning nor
+torch: a name is looked up when it is first used.
+"""
 
-from lightning_spectral.algorithms import (
-    FIARSE,
-    AdapterAggregation,
-    Algorithm,
-    AlternatingFactors,
-    FedAvg,
-    FrozenA,
-    LoRA,
-    MatrixMeans,
-    PaddedFactors,
-    SampledTerms,
-    Scaffold,
-    SpectralSharding,
-    StackedProducts,
-    StaleUpdates,
-    TermAggregation,
-    TermMeans,
-    TruncatedProducts,
-    WidthSharding,
-    Zampling,
-)
-from lightning_spectral.algorithms.lora.budgets import rank_for
-from lightning_spectral.algorithms.lora.costs import LoRACostTable, lora_cost_table
-from lightning_spectral.algorithms.spectral import SpectralStart, spectral_start
-from lightning_spectral.algorithms.sub_model_costs import sub_model_cost_table, sub_model_keep_ratio_for
-from lightning_spectral.client.local_hooks import GradientClip, LocalHook, ProximalTerm
-from lightning_spectral.client.masked_logits import MaskedLogits
-from lightning_spectral.designs import (
-    Brewer,
-    ConditionalPoisson,
-    Coordinated,
-    Design,
-    JointDesign,
-    MinimumSupport,
-    RandomSystematic,
-    SuccessiveSampling,
-    Systematic,
-)
-from lightning_spectral.errors import ClientError, LostProcessError, RoundError, SpectralWarning
-from lightning_spectral.functional.images import standardize_images
-from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
-from lightning_spectral.nn import (
-    CostTable,
-    LayerChoices,
-    SpectralShardedConv1d,
-    SpectralShardedConv2d,
-    SpectralShardedConv3d,
-    SpectralShardedLinear,
-    ZamplingCostTable,
-    compression_for,
-    cost_table,
-    keep_ratio_for,
-    replace_layers,
-    validate,
-    zampling_cost_table,
-)
-from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.planner import width_plan
-from lightning_spectral.nn.zampling.zample import unzample, zample
-from lightning_spectral.participation import (
-    FullParticipation,
-    LossVarianceReduced,
-    RoundRobin,
-    Sampler,
-    StaleUpdateVarianceReduced,
-    Uniform,
-    UpdateVarianceReduced,
-)
-from lightning_spectral.partition import (
-    DirichletPartitioner,
-    IIDPartitioner,
-    NaturalPartitioner,
-    PachinkoPartitioner,
-    Partitioner,
-)
-from lightning_spectral.plugin.allocator import tune_allocator
-from lightning_spectral.plugin.callbacks import (
-    Aggregation,
-    BatchNormEstimation,
-    ClientEvaluation,
-    ClientRow,
-    ClientTable,
-    CommunicationLedger,
-    RoundDashboard,
-    RoundHistory,
-    RoundLines,
-    RoundProgressBar,
-    SampledNetworks,
-    SpectralDiagnostics,
-    SubmodelSampling,
-    SVDRefresh,
-    UpdateAlignment,
-)
-from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.checkpoint_files import AtomicCheckpointIO, latest_checkpoint
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
-from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.exports import narrow_model, save_peft_adapter
-from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.multi_model import MultiModelModule
-from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
-from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
-from lightning_spectral.plugin.saved_modules import load_user_module
-from lightning_spectral.protocol.schedule import Schedule
-from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
-from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from lightning_spectral.sharding import (
-    ChannelChoice,
-    Collective,
-    EffectiveCohort,
-    PrefixChannels,
-    PriSM,
-    RandomChannels,
-    RollingChannels,
-    Scaled,
-    Schatten,
-    ShardingStrategy,
-    TopN,
-    Unbiased,
-)
-from lightning_spectral.simulation import ClientDropout, DeviceProfile, VirtualClock
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_spectral.strategy_names import register_strategies
+
+if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
+    from lightning_spectral import algorithms as algorithms
+    from lightning_spectral import client as client
+    from lightning_spectral import designs as designs
+    from lightning_spectral import errors as errors
+    from lightning_spectral import functional as functional
+    from lightning_spectral import models as models
+    from lightning_spectral import nn as nn
+    from lightning_spectral import participation as participation
+    from lightning_spectral import partition as partition
+    from lightning_spectral import plugin as plugin
+    from lightning_spectral import protocol as protocol
+    from lightning_spectral import report as report
+    from lightning_spectral import server as server
+    from lightning_spectral import sharding as sharding
+    from lightning_spectral import simulation as simulation
+    from lightning_spectral import testing as testing
+    from lightning_spectral.algorithms import FIARSE as FIARSE
+    from lightning_spectral.algorithms import Algorithm as Algorithm
+    from lightning_spectral.algorithms import AlternatingFactors as AlternatingFactors
+    from lightning_spectral.algorithms import FedAvg as FedAvg
+    from lightning_spectral.algorithms import FrozenA as FrozenA
+    from lightning_spectral.algorithms import LoRA as LoRA
+    from lightning_spectral.algorithms import PaddedFactors as PaddedFactors
+    from lightning_spectral.algorithms import SampledTerms as SampledTerms
+    from lightning_spectral.algorithms import Scaffold as Scaffold
+    from lightning_spectral.algorithms import SpectralSharding as SpectralSharding
+    from lightning_spectral.algorithms import StackedProducts as StackedProducts
+    from lightning_spectral.algorithms import StaleUpdates as StaleUpdates
+    from lightning_spectral.algorithms import TruncatedProducts as TruncatedProducts
+    from lightning_spectral.algorithms import WidthSharding as WidthSharding
+    from lightning_spectral.algorithms import Zampling as Zampling
+    from lightning_spectral.designs import Brewer as Brewer
+    from lightning_spectral.designs import ConditionalPoisson as ConditionalPoisson
+    from lightning_spectral.designs import MinimumSupport as MinimumSupport
+    from lightning_spectral.designs import SuccessiveSampling as SuccessiveSampling
+    from lightning_spectral.designs import Systematic as Systematic
+    from lightning_spectral.errors import ClientError as ClientError
+    from lightning_spectral.errors import SpectralWarning as SpectralWarning
+    from lightning_spectral.nn import EffectiveLRClip as EffectiveLRClip
+    from lightning_spectral.nn import LayerChoices as LayerChoices
+    from lightning_spectral.nn import SpectralShardedConv1d as SpectralShardedConv1d
+    from lightning_spectral.nn import SpectralShardedConv2d as SpectralShardedConv2d
+    from lightning_spectral.nn import SpectralShardedConv3d as SpectralShardedConv3d
+    from lightning_spectral.nn import SpectralShardedLinear as SpectralShardedLinear
+    from lightning_spectral.nn import cost_table as cost_table
+    from lightning_spectral.nn import replace_layers as replace_layers
+    from lightning_spectral.nn import validate as validate
+    from lightning_spectral.participation import FullParticipation as FullParticipation
+    from lightning_spectral.participation import LossVarianceReduced as LossVarianceReduced
+    from lightning_spectral.participation import RoundRobin as RoundRobin
+    from lightning_spectral.participation import StaleUpdateVarianceReduced as StaleUpdateVarianceReduced
+    from lightning_spectral.participation import Uniform as Uniform
+    from lightning_spectral.participation import UpdateVarianceReduced as UpdateVarianceReduced
+    from lightning_spectral.partition import DirichletPartitioner as DirichletPartitioner
+    from lightning_spectral.partition import IIDPartitioner as IIDPartitioner
+    from lightning_spectral.partition import NaturalPartitioner as NaturalPartitioner
+    from lightning_spectral.partition import PachinkoPartitioner as PachinkoPartitioner
+    from lightning_spectral.plugin import FederatedDataModule as FederatedDataModule
+    from lightning_spectral.plugin import FederatedModule as FederatedModule
+    from lightning_spectral.plugin import MultiModelDataModule as MultiModelDataModule
+    from lightning_spectral.plugin import MultiModelModule as MultiModelModule
+    from lightning_spectral.plugin import latest_checkpoint as latest_checkpoint
+    from lightning_spectral.plugin.callbacks import Aggregation as Aggregation
+    from lightning_spectral.plugin.callbacks import ClientEvaluation as ClientEvaluation
+    from lightning_spectral.plugin.callbacks import CommunicationLedger as CommunicationLedger
+    from lightning_spectral.plugin.callbacks import RoundCallback as RoundCallback
+    from lightning_spectral.plugin.callbacks import RoundDashboard as RoundDashboard
+    from lightning_spectral.plugin.callbacks import RoundHistory as RoundHistory
+    from lightning_spectral.plugin.callbacks import RoundProgressBar as RoundProgressBar
+    from lightning_spectral.plugin.callbacks import SubmodelSampling as SubmodelSampling
+    from lightning_spectral.plugin.callbacks import SVDRefresh as SVDRefresh
+    from lightning_spectral.protocol import Schedule as Schedule
+    from lightning_spectral.sharding import Collective as Collective
+    from lightning_spectral.sharding import EffectiveCohort as EffectiveCohort
+    from lightning_spectral.sharding import PrefixChannels as PrefixChannels
+    from lightning_spectral.sharding import PriSM as PriSM
+    from lightning_spectral.sharding import RandomChannels as RandomChannels
+    from lightning_spectral.sharding import RollingChannels as RollingChannels
+    from lightning_spectral.sharding import TopN as TopN
+    from lightning_spectral.sharding import Unbiased as Unbiased
+    from lightning_spectral.simulation import ClientDropout as ClientDropout
+    from lightning_spectral.simulation import VirtualClock as VirtualClock
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "FIARSE",
-    "AdapterAggregation",
-    "Aggregation",
-    "Algorithm",
-    "AlternatingFactors",
-    "AtomicCheckpointIO",
-    "BatchNormEstimation",
-    "Brewer",
-    "ChannelChoice",
-    "ClientDropout",
-    "ClientError",
-    "ClientEvaluation",
-    "ClientParallelStrategy",
-    "ClientRow",
-    "ClientTable",
-    "Clip",
-    "Collective",
-    "CommunicationLedger",
-    "ConditionalPoisson",
-    "Coordinated",
-    "CostTable",
-    "Design",
-    "DeviceProfile",
-    "DirichletPartitioner",
-    "EffectiveCohort",
-    "EffectiveLRClip",
-    "Faults",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedYogi",
-    "FederatedDataModule",
-    "FederatedModule",
-    "FrobeniusDecay",
-    "FrozenA",
-    "FullParticipation",
-    "GradientClip",
-    "IIDPartitioner",
-    "JointDesign",
-    "LayerChoices",
-    "LeaveOut",
-    "Link",
-    "LoRA",
-    "LoRACostTable",
-    "LocalHook",
-    "LossVarianceReduced",
-    "LostProcessError",
-    "MaskedLogits",
-    "MatrixMeans",
-    "MinimumSupport",
-    "MultiModelDataModule",
-    "MultiModelModule",
-    "NaturalPartitioner",
-    "PachinkoPartitioner",
-    "PaddedFactors",
-    "Partitioner",
-    "PrefixChannels",
-    "PriSM",
-    "ProximalTerm",
-    "Raise",
-    "RandomChannels",
-    "RandomSystematic",
-    "RollingChannels",
-    "RoundCallback",
-    "RoundDashboard",
-    "RoundError",
-    "RoundHistory",
-    "RoundLines",
-    "RoundProgressBar",
-    "RoundRobin",
-    "RunEstimate",
-    "SVDRefresh",
-    "SampledNetworks",
-    "SampledTerms",
-    "Sampler",
-    "Scaffold",
-    "Scaled",
-    "Schatten",
-    "Schedule",
-    "ShardingStrategy",
-    "Sigmoid",
-    "SpectralDiagnostics",
-    "SpectralShardedConv1d",
-    "SpectralShardedConv2d",
-    "SpectralShardedConv3d",
-    "SpectralShardedLinear",
-    "SpectralSharding",
-    "SpectralStart",
-    "SpectralWarning",
-    "StackedProducts",
-    "StaleUpdateVarianceReduced",
-    "StaleUpdates",
-    "SubmodelSampling",
-    "SuccessiveSampling",
-    "Systematic",
-    "TermAggregation",
-    "TermMeans",
-    "TopN",
-    "TruncatedProducts",
-    "Unbiased",
-    "Uniform",
-    "UpdateAlignment",
-    "UpdateVarianceReduced",
-    "VirtualClock",
-    "WidthPlan",
-    "WidthSharding",
-    "Zampling",
-    "ZamplingCostTable",
-    "compression_for",
-    "cost_table",
-    "estimate",
-    "keep_ratio_for",
-    "latest_checkpoint",
-    "load_user_module",
-    "lora_cost_table",
-    "narrow_model",
-    "rank_for",
-    "replace_layers",
-    "save_peft_adapter",
-    "spectral_start",
-    "standardize_images",
-    "sub_model_cost_table",
-    "sub_model_keep_ratio_for",
-    "tune_allocator",
-    "unzample",
-    "validate",
-    "width_plan",
-    "zample",
-    "zampling_cost_table",
-]
+# Where each name is found on first use.
+_NAMES = {
+    "algorithms": """
+        Algorithm AlternatingFactors FIARSE FedAvg FrozenA LoRA PaddedFactors SampledTerms Scaffold SpectralSharding
+        StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling
+    """,
+    "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
+    "errors": "ClientError SpectralWarning",
+    "nn": """
+        EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d
+        SpectralShardedLinear cost_table replace_layers validate
+    """,
+    "participation": """
+        FullParticipation LossVarianceReduced RoundRobin StaleUpdateVarianceReduced Uniform UpdateVarianceReduced
+    """,
+    "partition": "DirichletPartitioner IIDPartitioner NaturalPartitioner PachinkoPartitioner",
+    "plugin": "FederatedDataModule FederatedModule MultiModelDataModule MultiModelModule latest_checkpoint",
+    "plugin.callbacks": """
+        Aggregation ClientEvaluation CommunicationLedger RoundCallback RoundDashboard RoundHistory RoundProgressBar
+        SVDRefresh SubmodelSampling
+    """,
+    "protocol": "Schedule",
+    "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
+    "simulation": "ClientDropout VirtualClock",
+}
 
-# The only side effect of importing: `Trainer(strategy="client_parallel")` finds the class by its name in this table.
-ClientParallelStrategy.register_strategies(StrategyRegistry)
+# What was here until 0.1, and now only where the table says.
+_MOVED = {
+    "algorithms": """
+        AdapterAggregation LoRACostTable MatrixMeans SpectralStart TermAggregation TermMeans lora_cost_table
+        rank_for spectral_start sub_model_cost_table sub_model_keep_ratio_for
+    """,
+    "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
+    "designs": "Coordinated Design JointDesign RandomSystematic",
+    "errors": "LostProcessError RoundError",
+    "functional": "standardize_images",
+    "functional.zampling": "Clip Link Sigmoid",
+    "nn": """
+        CostTable FrobeniusDecay WidthPlan ZamplingCostTable compression_for keep_ratio_for unzample width_plan
+        zample zampling_cost_table
+    """,
+    "participation": "Sampler",
+    "partition": "Partitioner",
+    "plugin": """
+        AtomicCheckpointIO ClientParallelStrategy RunEstimate estimate load_user_module narrow_model
+        save_peft_adapter tune_allocator
+    """,
+    "plugin.callbacks": """
+        BatchNormEstimation ClientRow ClientTable RoundLines SampledNetworks SpectralDiagnostics UpdateAlignment
+    """,
+    "server": "Faults FedAdagrad FedAdam FedAvgM FedYogi LeaveOut Raise",
+    "sharding": "ChannelChoice Scaled Schatten ShardingStrategy",
+    "simulation": "DeviceProfile",
+}
+_PLACE = {name: place for place, names in _NAMES.items() for name in names.split()}
+_NEW_PLACE = {name: place for place, names in _MOVED.items() for name in names.split()}
+_ROOMS = {"client", "functional", "models", "report", "server", "testing", *(place.split(".")[0] for place in _NAMES)}
+
+__all__ = sorted(_PLACE)
+
+if not TYPE_CHECKING:  # for a type checker, a module that has `__getattr__` has every name
+
+    def __getattr__(name: str) -> Any:
+        """Import a name on first use."""
+        if name in _ROOMS:
+            return import_module(f"{__name__}.{name}")
+        if name in _PLACE:
+            globals()[name] = getattr(import_module(f"{__name__}.{_PLACE[name]}"), name)
+            return globals()[name]
+        if name in _NEW_PLACE:
+            return getattr(import_module(f"{__name__}.{_NEW_PLACE[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ROOMS, *(name for name in globals() if name.startswith("__"))})
+
+
+register_strategies()

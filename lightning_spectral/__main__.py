@@ -6,10 +6,6 @@ import os
 import sys
 from importlib.util import find_spec
 
-from lightning_spectral.plugin.doctor.command import main as doctor
-from lightning_spectral.report.command import main as report
-
-COMMANDS = {"doctor": doctor, "report": report}
 EPILOG = """Two further commands: `report RUN ...` writes a page on runs, and `doctor` checks this installation; see
 `report --help` and `doctor --help`."""
 
@@ -21,8 +17,14 @@ def main() -> None:
         SystemExit: With the status of ``doctor`` or ``report``, if jsonargparse is not installed, or if the command
             line is wrong.
     """
-    if sys.argv[1:] and sys.argv[1] in COMMANDS:
-        sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
+    if sys.argv[1:2] == ["doctor"]:
+        from lightning_spectral.plugin.doctor.command import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
+    if sys.argv[1:2] == ["report"]:  # it does not wait for Lightning to be imported
+        from lightning_spectral.report.command import main as report
+
+        sys.exit(report(sys.argv[2:]))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that a user's own modules are found, as with `python -m`
     if find_spec("jsonargparse") is None:

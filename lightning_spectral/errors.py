@@ -1,5 +1,7 @@
 """The package's own warnings and exceptions, so that users can filter them and tests can expect them."""
 
+__all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "SpectralWarning"]
+
 
 class SpectralWarning(UserWarning):
     """The run continues, but something happened that the user should know: a client left out, a setting changed."""

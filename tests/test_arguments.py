@@ -1,6 +1,6 @@
 """Every number and flag that a public class or function takes is checked, by its name.
 
-The arguments are found by their type hints, so that a new public class is tested as soon as it is in ``__all__``.
+The arguments are found by their type hints, so that a new public class is tested as soon as it has a name in `PUBLIC`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from public_names import PUBLIC
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -108,8 +109,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def arguments() -> Iterator[tuple[str, str, Any]]:
     """Public name, argument and type hint of everything that takes arguments of our own."""
-    for name in ls.__all__:
-        made = getattr(ls, name)
+    for name, made in PUBLIC.items():
         function = made.__init__ if isinstance(made, type) else made
         is_ours = getattr(function, "__module__", "").startswith("lightning_spectral") or dataclasses.is_dataclass(made)
         if is_ours and not inspect.isabstract(made) and name not in LEFT_OUT:
@@ -145,7 +145,7 @@ def test_a_wrong_number_or_flag_is_refused_by_name(name: str, argument: str, hin
         given.pop("budget_bytes", None)  # exactly one may be given
     for value in wrong_values(name, argument, hint):
         with pytest.raises((TypeError, ValueError), match=rf"`{argument}[`\[]"):
-            getattr(ls, name)(**{**given, argument: value})
+            PUBLIC[name](**{**given, argument: value})
 
 
 def test_the_walk_finds_arguments_of_each_kind() -> None:

@@ -13,14 +13,19 @@ from lightning_spectral.algorithms.lora import (
     StackedProducts,
     TruncatedProducts,
 )
+from lightning_spectral.algorithms.lora.budgets import rank_for
+from lightning_spectral.algorithms.lora.costs import LoRACostTable, lora_cost_table
 from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
 from lightning_spectral.algorithms.spectral import (
     MatrixMeans,
     SpectralSharding,
     SpectralSide,
+    SpectralStart,
     TermAggregation,
     TermMeans,
+    spectral_start,
 )
+from lightning_spectral.algorithms.sub_model_costs import sub_model_cost_table, sub_model_keep_ratio_for
 from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
 
@@ -35,12 +40,14 @@ __all__ = [
     "FedAvg",
     "FrozenA",
     "LoRA",
+    "LoRACostTable",
     "MatrixMeans",
     "PaddedFactors",
     "SampledTerms",
     "Scaffold",
     "SpectralSharding",
     "SpectralSide",
+    "SpectralStart",
     "StackedProducts",
     "StaleUpdates",
     "TermAggregation",
@@ -48,4 +55,9 @@ __all__ = [
     "TruncatedProducts",
     "WidthSharding",
     "Zampling",
+    "lora_cost_table",
+    "rank_for",
+    "spectral_start",
+    "sub_model_cost_table",
+    "sub_model_keep_ratio_for",
 ]

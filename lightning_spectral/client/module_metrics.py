@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_spectral.protocol.attribute_paths import all_parts
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Whether a value is a metric of ``torchmetrics``, which a device need not have: until it is imported, none is."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
@@ -20,7 +30,7 @@ def metrics_of(module: nn.Module) -> list[Metric]:
         >>> len(metrics_of(module))
         2
     """
-    return [part for _, part in all_parts({"": module}) if isinstance(part, Metric)]
+    return [part for _, part in all_parts({"": module}) if is_metric(part)]
 
 
 def isolate_metrics(module: nn.Module) -> Callable[[], None]:

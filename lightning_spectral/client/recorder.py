@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from lightning_spectral.client.module_metrics import metrics_of
+from lightning_spectral.client.module_metrics import is_metric, metrics_of
 from lightning_spectral.protocol.records import LoggedValue
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Recorder:
         """Record one value; the other options of ``LightningModule.log`` have no effect on a client."""
         name = f"{name}_epoch" if on_step and on_epoch else name
         to_logger = logger is not False
-        if isinstance(value, Metric):
+        if is_metric(value):
             self._metrics[name] = (value, prog_bar, to_logger)
             return
         if not isinstance(value, Tensor | Number):

@@ -25,12 +25,16 @@ from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralS
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
 from lightning_spectral.nn.layers.spatial_conv import SpectralShardedSpatialConv2d
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
+from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import SHARDED_LAYERS
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.planner import plan_layers
 from lightning_spectral.nn.plan.swap import replace_layers
 from lightning_spectral.nn.plan.validate import plan_of, validate
+from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.planner import width_plan
+from lightning_spectral.nn.zampling.zample import unzample, zample
 
 __all__ = [
     "SHARDED_LAYERS",
@@ -38,6 +42,8 @@ __all__ = [
     "BufferPlan",
     "Cost",
     "CostTable",
+    "EffectiveLRClip",
+    "FrobeniusDecay",
     "LayerChoices",
     "LayerPlan",
     "ModulePlan",
@@ -59,6 +65,7 @@ __all__ = [
     "SpectralShardedSplitTransposedLinear",
     "SpectralShardedTransposedLinear",
     "WeightBlock",
+    "WidthPlan",
     "ZamplingCost",
     "ZamplingCostTable",
     "compression_for",
@@ -68,7 +75,10 @@ __all__ = [
     "plan_of",
     "replace_layers",
     "sharded_layers",
+    "unzample",
     "use_batch_statistics",
     "validate",
+    "width_plan",
+    "zample",
     "zampling_cost_table",
 ]

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NoReturn
 
 import jsonargparse
@@ -31,7 +30,7 @@ UNKNOWN_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*)\)")
 WRONG_TYPE = re.compile(r"Expected an? (?:<class ')?(?:[a-z_]+\.)*(.*?)(?:'>)?(?:\. Got value: (.*))?$")
 
-PACKAGE = sys.modules[__name__.partition(".")[0]]  # not imported, because it imports everything
+PACKAGE = sys.modules[__name__.partition(".")[0]]
 OWN, LIGHTNING, JSONARGPARSE = (
     os.path.dirname(str(package.__file__)) + os.sep for package in (PACKAGE, lightning, jsonargparse)
 )
@@ -143,8 +142,10 @@ def _keys(parser: Any) -> set[str]:
 
 def _class_names() -> list[str]:
     """Classes that need no dotted path."""
-    places: list[ModuleType] = [PACKAGE, callbacks, loggers, torch.optim]
-    return [name for place in places for name, value in vars(place).items() if isinstance(value, type)]
+    packages = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE.__name__}.")]
+    ours = [getattr(package, name) for package in packages for name in getattr(package, "__all__", ())]
+    others = [value for place in (callbacks, loggers, torch.optim) for value in vars(place).values()]
+    return [value.__name__ for value in (*ours, *others) if isinstance(value, type)]
 
 
 def _is_on_purpose(error: BaseException) -> bool:

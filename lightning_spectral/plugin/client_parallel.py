@@ -63,14 +63,6 @@ class ClientParallelStrategy(DDPStrategy):
         self._sigterm_received = False
         self._meetings: Meetings | None = None
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names with Lightning, as its own strategies do: ``client_parallel`` and its start methods."""
-        for suffix, start_method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
-            description = f"Clients of a round spread over processes, started by '{start_method}'"
-            name = f"{cls.strategy_name}{suffix}"
-            strategy_registry.register(name, cls, description=description, start_method=start_method)
-
     @property
     def processes(self) -> Processes:
         """This process among the others."""

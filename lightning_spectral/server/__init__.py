@@ -1,5 +1,17 @@
 """The server half of a run: rounds, clients' turns, averages and the server's step."""
 
 from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
+from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-__all__ = ["Executor", "SequentialExecutor"]
+__all__ = [
+    "Executor",
+    "Faults",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvgM",
+    "FedYogi",
+    "LeaveOut",
+    "Raise",
+    "SequentialExecutor",
+]

@@ -42,7 +42,8 @@ def test_every_algorithm_is_right_and_nothing_is_left_behind(
 
 
 def test_all_public_algorithms_are_checked() -> None:
-    algorithms = {cls.__name__ for cls in vars(ls).values() if isinstance(cls, type) and issubclass(cls, ls.Algorithm)}
+    public = [getattr(ls, name) for name in ls.__all__]
+    algorithms = {cls.__name__ for cls in public if isinstance(cls, type) and issubclass(cls, ls.Algorithm)}
     assert algorithms - {"Algorithm"} <= FEDERATIONS.keys()
 
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from scipy.special import roots_legendre
 from torch import Tensor
 
 from lightning_spectral.functional.checks import as_inclusion_probs, check_num_terms
@@ -108,6 +107,8 @@ def arrived(log_rates: Tensor, log_time: float | Tensor) -> Tensor:
 
 def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[float, float]]]:
     """Window in log time that contains the n-th arrival: its start, and its nodes and weights."""
+    from scipy.special import roots_legendre  # here, so that a device imports this file without scipy
+
     start, end = _window(log_rates, num_terms)
     # The integrand varies over one unit of log time, or over less when many sizes are alike and the window is short.
     nodes, weights = roots_legendre(32 + math.ceil(4 * (end - start)))

@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 Values = Literal["normal", "sign"]
 BLOCK_ROWS = 2**14  # rows that are drawn together; changing the number would change the matrix
@@ -77,6 +76,8 @@ def _table(values: Values) -> NDArray[np.float32]:
     Normal values are quantiles, scaled to variance 1 and rounded to multiples of 2**-20, so that the last digits of a
     platform's ``log`` make no difference.
     """
+    from scipy.special import ndtri  # here, so that a device imports this file without scipy
+
     half = 2**15
     if values == "sign":
         return np.repeat(np.array([-1.0, 1.0], np.float32), half)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array, vstack
 from torch import Tensor
 
 from lightning_spectral.functional.zampling.influence import BLOCK_ROWS, Values, draw_rows
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 BYTES_PER_ENTRY = 8  # a column index and a value
 BYTES_PER_ROW = 4  # where its entries end
@@ -132,6 +134,8 @@ class InfluenceMatrix:
         return columns, values * np.float32(layer.scale)
 
     def _rows(self, block: Block) -> csr_array:
+        from scipy.sparse import csr_array  # here, so that a device imports this file without scipy
+
         columns, values = self._draw(block)
         ends = np.arange(0, columns.size + 1, self.width, dtype=np.int32)
         return csr_array((values.ravel(), columns.ravel(), ends), shape=(block.num_rows, self.num_columns))
@@ -145,8 +149,7 @@ class InfluenceMatrix:
     @cached_property
     def _kept(self) -> csr_array:
         rows = [self._rows(block) for block, _ in zip(self._blocks(), range(self._num_kept), strict=False)]
-        empty = csr_array((0, self.num_columns), dtype=np.float32)
-        return csr_array(vstack(rows, format="csr")) if rows else empty
+        return _stacked(rows) if rows else _empty(self.num_columns)
 
     def _drawn_again(self) -> Iterator[tuple[int, csr_array]]:
         for i, block in enumerate(self._blocks()):
@@ -159,13 +162,25 @@ class InfluenceMatrix:
         if any(pair[0].device != like.device for pair in kept.values()):
             kept.clear()
         if like.dtype not in kept:
-            whole = csr_array(vstack([self._kept, *(rows for _, rows in self._drawn_again())], format="csr"))
-            kept[like.dtype] = _torch_csr(whole, like), _torch_csr(csr_array(whole.T.tocsr()), like)
+            whole = _stacked([self._kept, *(rows for _, rows in self._drawn_again())])
+            kept[like.dtype] = _torch_csr(whole, like), _torch_csr(whole.T.tocsr(), like)
         return kept[like.dtype]
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields, without the rows that are kept."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _stacked(rows: Sequence[csr_array]) -> csr_array:
+    from scipy.sparse import csr_array, vstack
+
+    return csr_array(vstack(rows, format="csr"))
+
+
+def _empty(num_columns: int) -> csr_array:
+    from scipy.sparse import csr_array
+
+    return csr_array((0, num_columns), dtype=np.float32)
 
 
 def _wide(vector: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
 from lightning_spectral.plugin.callbacks.progress import RoundProgressBar
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.callbacks.round_lines import RoundLines
 from lightning_spectral.plugin.callbacks.sampled_networks import SampledNetworks
 from lightning_spectral.plugin.callbacks.wandb import WandbRounds
@@ -21,6 +22,7 @@ __all__ = [
     "ClientRow",
     "ClientTable",
     "CommunicationLedger",
+    "RoundCallback",
     "RoundDashboard",
     "RoundHistory",
     "RoundLines",

@@ -1,0 +1,135 @@
+"""The front door: names are found on first use, typed, listed, and nothing heavy is imported before it is needed."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from public_names import PUBLIC
+
+import lightning_spectral as ls
+
+# Refuses the packages that a device need not have, and those that nobody has asked for.
+REFUSING = """
+    import sys
+
+    class Refusing:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in {names!r}:
+                raise ModuleNotFoundError(f"{{name}} is refused", name=name)
+
+    sys.meta_path.insert(0, Refusing())
+"""
+
+
+def run(script: str) -> str:
+    """What a script prints in a process of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refusing(*names: str) -> str:
+    return textwrap.dedent(REFUSING).format(names=names)
+
+
+def typed_names() -> dict[str, str]:
+    """What type checkers see at the top level: a name, and the package that it is imported from."""
+    tree = ast.parse(Path(ls.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(block.body)
+    return {str(alias.asname): str(node.module) for node in imports for alias in node.names}
+
+
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    rooms = dict.fromkeys(ls._ROOMS, "lightning_spectral")
+    assert typed_names() == {**rooms, **{name: f"lightning_spectral.{place}" for name, place in ls._PLACE.items()}}
+
+
+def test_a_name_is_what_its_package_has() -> None:
+    for name, place in ls._PLACE.items():
+        package = importlib.import_module(f"lightning_spectral.{place}")
+        assert getattr(ls, name) is getattr(package, name)
+        assert name in package.__all__
+
+
+def test_the_interface_is_listed() -> None:
+    assert {*ls.__all__, *ls._ROOMS, "__version__"} <= {*dir(ls)}
+    assert {name for name in dir(ls) if not name.startswith("__")} == {*ls.__all__, *ls._ROOMS}
+    assert all(getattr(ls, room).__name__ == f"lightning_spectral.{room}" for room in ls._ROOMS)
+    everything: dict[str, object] = {}
+    exec("from lightning_spectral import *", everything)
+    assert everything.keys() - {"__builtins__"} == {*ls.__all__}
+
+
+def test_a_wrong_name_is_refused_with_what_may_have_been_meant() -> None:
+    with pytest.raises(AttributeError, match="module 'lightning_spectral' has no attribute 'FedAvgg'") as caught:
+        _ = ls.FedAvgg
+    assert (caught.value.name, caught.value.obj) == ("FedAvgg", ls)  # from which Python makes its proposal
+    done = subprocess.run(
+        [sys.executable, "-c", "import lightning_spectral as ls; ls.FedAvgg"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Did you mean: 'FedAvg'?" in done.stderr
+    with pytest.raises(ImportError, match="cannot import name 'FedAvgg'"):
+        exec("from lightning_spectral import FedAvgg")
+
+
+def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy() -> None:
+    names = ("lightning", "lightning_fabric", "pytorch_lightning", "scipy", "torchmetrics", "wandb")
+    found = run(
+        refusing(*names)
+        + textwrap.dedent("""
+            import lightning_spectral.client.device
+            import lightning_spectral.algorithms  # with what each does on a device
+            from torch import nn
+            from lightning_spectral.client.module_metrics import metrics_of
+            print(metrics_of(nn.Linear(2, 2)))
+        """)
+    )
+    assert found == "[]\n"
+
+
+def test_importing_the_package_imports_no_other() -> None:
+    heavy = "lightning", "numpy", "pytorch_lightning", "scipy", "torch", "torchmetrics", "wandb"
+    run(refusing(*heavy) + "import lightning_spectral as ls\nassert ls.__version__ and len(dir(ls)) > 60")
+
+
+def test_a_federation_imports_no_logger_and_no_other_lightning() -> None:
+    before = "import lightning.pytorch, sys; before = {*sys.modules}\n"
+    imported = run(f"{before}import lightning_spectral as ls; ls.FederatedModule\nprint(*({{*sys.modules}} - before))")
+    assert {"pytorch_lightning", "wandb", "matplotlib", "mlxtend"}.isdisjoint(imported.split())
+
+
+def test_with_a_federation_every_choice_is_known_by_its_name() -> None:
+    """jsonargparse finds a class without a dotted path if it has been imported."""
+    imported = run("import lightning_spectral as ls, sys; ls.FederatedModule; print(*sys.modules)").split()
+    assert {choice.__module__ for choice in PUBLIC.values()} <= {*imported}
+
+
+STRATEGY = """
+    {imports}
+    waiting = sum(type(finder).__module__.startswith("lightning_spectral") for finder in sys.meta_path)
+    names = [name for name in lightning.pytorch.strategies.StrategyRegistry if name.startswith("client_parallel")]
+    trainer = lightning.pytorch.Trainer(strategy="client_parallel", accelerator="cpu", devices=1, logger=False)
+    print(waiting, len(names), type(trainer.strategy).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import sys, lightning_spectral, lightning.pytorch",
+        "import sys, lightning.pytorch, lightning_spectral",
+        "import sys, lightning_spectral.plugin, lightning.pytorch",
+    ],
+)
+def test_lightning_knows_the_strategy_by_name_in_any_order_of_imports(imports: str) -> None:
+    assert run(STRATEGY.format(imports=imports)).splitlines()[-1] == "0 4 ClientParallelStrategy"

@@ -26,8 +26,9 @@ def algorithm_records(
     """
     if isinstance(opened, SpectralRound):
         return [*spectral_histograms(opened.layers), layer_table(opened.layers, round_idx, figures)]
-    shown = state.histograms() if isinstance(state, HasHistograms) else {}
-    return [histogram(name, values) for name, values in shown.items()]
+    if isinstance(state, HasHistograms):
+        return [histogram(name, values) for name, values in state.histograms().items()]
+    return []
 
 
 def spectral_histograms(layers: Mapping[str, LayerRound]) -> Iterator[Histogram]:

@@ -1,6 +1,7 @@
 """Zampling in whole rounds: what travels, what the server makes of it, and what is refused."""
 
 import math
+import pickle
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -118,6 +119,19 @@ def test_the_papers_network_sends_a_thousandth_of_its_weights_up() -> None:
     uploaded = side.collect(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)})).num_bytes
     assert uploaded == math.ceil(n / 8)
     assert 4 * 266_610 / uploaded > 1023
+
+
+def test_one_process_draws_one_matrix_and_pickles_none_of_it() -> None:
+    server = nn.Linear(40, 30)
+    state = SMALL.new_state(server, seed=0)
+    half = SMALL.bind(server, state)
+    side, size = half.device_half, len(pickle.dumps(half.device_half))
+    client: Any = side.build(server, 1.0)
+    half.settle()  # draws all rows
+    assert client._zampling.matrix is state.matrix
+    assert len(pickle.dumps(side)) == size < 8 * state.matrix.num_rows
+    elsewhere = pickle.loads(pickle.dumps(side)).build(server, 1.0)._zampling.matrix
+    assert torch.equal(elsewhere.expand(state.probs), state.matrix.expand(state.probs))
 
 
 def test_the_server_holds_the_expected_network_before_and_after_every_round(data: Any, fit: Fit) -> None:

@@ -81,8 +81,9 @@ def test_bytes_of_a_mask_for_each_weight_are_those_of_a_round(toy: TensorDataset
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
     cost = ls.zampling_cost_table(Federated(), [4], EXAMPLE, **options).at[4]
-    side = algorithm_of(4, options).client_side(Federated())
-    client: Any = side.build(Federated(), 1.0)
+    algorithm, server = algorithm_of(4, options), Federated()
+    half = algorithm.bind(server, algorithm.new_state(server, 0))
+    client: Any = half.device_half.build(server, 1.0)
     client._zampling.draw(torch.Generator().manual_seed(0))
     assert cost.parameters == sum(p.numel() for p in client.parameters())
     with FlopCounterMode(display=False) as counter:

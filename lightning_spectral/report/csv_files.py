@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_spectral.errors import ReportError
-from lightning_spectral.report.files import TEXT_MEGABYTES, check_inside, files_below, read_bytes
+from lightning_spectral.report.files import TEXT_MEGABYTES, check_inside, files_below, read_bytes, unreadable
 from lightning_spectral.report.hparams import read_hparams
-from lightning_spectral.report.media import Histogram, Table, as_histogram
+from lightning_spectral.report.media import LoggedHistogram, LoggedTable, as_histogram
 from lightning_spectral.report.names import HISTOGRAMS, ROUND, TABLES
-from lightning_spectral.report.runs import NOT_ENDED, Run, as_cell, build_run
+from lightning_spectral.report.runs import NOT_ENDED, LoggedRun, as_cell, build_run
 
 DASHBOARD = "dashboard"  # the folder next to the metrics
 
@@ -33,7 +32,7 @@ class Cells(NamedTuple):
     is_whole: bool
 
 
-def read_csv(path: Path) -> Run:
+def read_csv(path: Path) -> LoggedRun:
     """Read a ``metrics.csv``, the settings in the ``hparams.yaml`` next to it, and the dashboard's files."""
     cells = _cells(path)
     rows = [dict(zip(cells.columns, row, strict=True)) for row in cells.rows]
@@ -48,13 +47,10 @@ def _cells(path: Path, folder: Path | None = None) -> Cells:
         whole = text[: text.rfind("\n") + 1]
         columns, *rows = [row for row in csv.reader(io.StringIO(whole, newline="")) if row] or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+        raise unreadable(path, error) from error
     for number, row in enumerate(rows, start=1):
         if len(row) != len(columns):
-            raise ReportError(
-                f"{path} cannot be read: row {number} has {len(row)} cells, and the header has {len(columns)}. "
-                "Correct or remove it."
-            )
+            raise unreadable(path, f"row {number} has {len(row)} cells, and the header has {len(columns)}")
     return Cells(columns, rows, whole == text)
 
 
@@ -67,29 +63,29 @@ def _shown(folder: Path) -> Iterator[dict[str, Any]]:
             continue  # not of the dashboard
         cells = _cells(path, folder.parent)
         if not cells.is_whole:
-            raise ReportError(f"{path} cannot be read: its last row is cut off. Correct or remove it.")
+            raise unreadable(path, "its last row is cut off")
         if cells.rows:
             model = path.parent.relative_to(folder).as_posix().removeprefix(".")
             table = {f"{model}/{TABLES}{kind}".removeprefix("/"): _table(cells)}
             yield {ROUND: int(round_idx), **(_histograms(path, cells) if kind == HISTOGRAMS else table)}
 
 
-def _table(cells: Cells) -> Table:
-    return Table(tuple(cells.columns), tuple(tuple(map(as_cell, row)) for row in cells.rows))
+def _table(cells: Cells) -> LoggedTable:
+    return LoggedTable(tuple(cells.columns), tuple(tuple(map(as_cell, row)) for row in cells.rows))
 
 
-def _histograms(path: Path, cells: Cells) -> dict[str, Histogram]:
+def _histograms(path: Path, cells: Cells) -> dict[str, LoggedHistogram]:
     bins: dict[str, list[Sequence[float]]] = defaultdict(list)
     if missing := {"histogram", "left", "right", "count"} - set(cells.columns):
-        raise ReportError(f"{path} cannot be read: it has no column `{min(missing)}`. Correct or remove it.")
+        raise unreadable(path, f"it has no column `{min(missing)}`")
     try:
         for row in (dict(zip(cells.columns, row, strict=True)) for row in cells.rows):
             bins[row["histogram"]].append([float(row[name]) for name in ("left", "right", "count")])
         return {name: _histogram(own) for name, own in bins.items()}
     except ValueError as error:
-        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+        raise unreadable(path, error) from error
 
 
-def _histogram(bins: Sequence[Sequence[float]]) -> Histogram:
+def _histogram(bins: Sequence[Sequence[float]]) -> LoggedHistogram:
     left, right, counts = zip(*bins, strict=True)
     return as_histogram([left[0], *right], counts)

@@ -22,6 +22,18 @@ SETTINGS_MEGABYTES = 1  # YAML, which takes seconds per megabyte
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 
 
+def unreadable(path: Path, reason: object) -> ReportError:
+    """The error for a file that its program would not have written."""
+    return ReportError(f"{path} cannot be read: {reason}. Correct or remove it.")
+
+
+def not_installed(path: Path, program: str) -> ReportError:
+    """The error for a run whose reader is missing."""
+    return ReportError(
+        f'{path} is a run of {program}, which is not installed: pip install "lightning-spectral[report]".'
+    )
+
+
 def read_bytes(path: Path, megabytes: int, folder: Path | None = None) -> bytes:
     """Read a file that `check_file` accepts."""
     check_file(path, megabytes, folder)

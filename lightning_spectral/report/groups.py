@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.measures import Curve, Numbers
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 from lightning_spectral.report.settings import ABSENT, differing, flat_settings, label
 
 
@@ -26,10 +26,10 @@ class Group:
     """
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[LoggedRun, ...]
     index: int
 
-    def each(self, of: Callable[[Run], Curve | None]) -> list[Curve]:
+    def each(self, of: Callable[[LoggedRun], Curve | None]) -> list[Curve]:
         """A curve of each run that has it."""
         return [found for run in self.runs if (found := of(run)) is not None]
 
@@ -49,7 +49,7 @@ class Band:
     std: Numbers
 
 
-def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
+def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
     """Group runs by the settings in which they differ, apart from seeds.
 
     A run without settings is a group of its own, since it is not known what it repeats.
@@ -63,7 +63,7 @@ def group_runs(runs: Sequence[Run], by: Sequence[str] = ()) -> tuple[list[Group]
     """
     settings = [flat_settings(run.config) for run in runs]
     names = _named(settings, by) if by else differing([one for one in settings if one])
-    members: dict[tuple[str, ...], list[Run]] = {}
+    members: dict[tuple[str, ...], list[LoggedRun]] = {}
     labels: dict[tuple[str, ...], str] = {}
     for run, own in zip(runs, settings, strict=True):
         key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)

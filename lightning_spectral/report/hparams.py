@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_spectral.errors import ReportError
-from lightning_spectral.report.files import MALFORMED, SETTINGS_MEGABYTES, read_bytes
+from lightning_spectral.report.files import MALFORMED, SETTINGS_MEGABYTES, read_bytes, unreadable
 
 HPARAMS_FILE = "hparams.yaml"
 MAX_LETTERS = 4_000_000  # with aliases written out
@@ -28,7 +27,7 @@ def read_hparams(folder: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it is a {type(found).__name__}, not a mapping")
     except (yaml.YAMLError, *MALFORMED) as error:
-        raise ReportError(f"{path} cannot be read: {' '.join(str(error).split())}. Correct or remove it.") from error
+        raise unreadable(path, " ".join(str(error).split())) from error
     return found
 
 

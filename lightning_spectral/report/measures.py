@@ -24,7 +24,7 @@ from lightning_spectral.report.names import (
     ROUND,
     SECONDS,
 )
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 
 MAX_LISTED = 20  # metrics in a message
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ class Curve:
         return float(self.values[-1])
 
 
-def curve(run: Run, metric: str, of_all: bool = True) -> Curve | None:
+def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
     """A metric over rounds, or ``None`` without it; with several models, the mean over the models.
 
     Args:
@@ -59,7 +59,7 @@ def curve(run: Run, metric: str, of_all: bool = True) -> Curve | None:
     Example:
         >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
         >>> from pathlib import Path
-        >>> curve(Run("r", Path("r"), {}, rows), "acc").values
+        >>> curve(LoggedRun("r", Path("r"), {}, rows), "acc").values
         array([0.3])
     """
     columns = [metric] if metric in run.names else [f"{model}/{metric}" for model in models(run)]
@@ -72,13 +72,13 @@ def curve(run: Run, metric: str, of_all: bool = True) -> Curve | None:
     return Curve(np.array([row[ROUND] for row in rows]), values)
 
 
-def models(run: Run) -> list[str]:
+def models(run: LoggedRun) -> list[str]:
     """Names of the models of a run that trains several; the names of their metrics begin with them."""
     own = (name for name in run.names if "/fl/" in name and not name.startswith(OVER_BYTES))
     return sorted({name.partition("/fl/")[0] for name in own})
 
 
-def megabytes(run: Run) -> Curve | None:
+def megabytes(run: LoggedRun) -> Curve | None:
     """Traffic by the end of each round: down, up and for measuring, of all clients and models, in 10^6 bytes."""
     columns = [name for name in run.names if name.endswith(BYTES)]
     if not columns:
@@ -87,13 +87,13 @@ def megabytes(run: Run) -> Curve | None:
     return Curve(np.array([row[ROUND] for row in run.rows]), np.cumsum(sums) / 1e6)
 
 
-def megabytes_at(run: Run, rounds: Numbers) -> Numbers | None:
+def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers | None:
     """Traffic by the end of given rounds."""
     sent = megabytes(run)
     return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
 
 
-def run_end(run: Run, metric: str) -> tuple[float, float]:
+def run_end(run: LoggedRun, metric: str) -> tuple[float, float]:
     """Megabytes sent by the last evaluation, and its result; megabytes are NaN if none were counted."""
     found = curve(run, metric)
     assert found is not None, "the metric was chosen among those that all runs have"
@@ -101,7 +101,7 @@ def run_end(run: Run, metric: str) -> tuple[float, float]:
     return (math.nan if sent is None else float(sent[0])), found.last
 
 
-def mean_stage_seconds(runs: Sequence[Run]) -> dict[str, float]:
+def mean_stage_seconds(runs: Sequence[LoggedRun]) -> dict[str, float]:
     """Seconds of each stage of a round, summed over models and averaged over rounds and runs."""
     found: dict[str, float] = {}
     for run in runs:
@@ -113,7 +113,7 @@ def mean_stage_seconds(runs: Sequence[Run]) -> dict[str, float]:
     return found
 
 
-def client_statistics(run: Run, metric: str) -> tuple[str, dict[str, Curve]]:
+def client_statistics(run: LoggedRun, metric: str) -> tuple[str, dict[str, Curve]]:
     """Statistics of an evaluation metric over clients: the metric's name, and a curve for each statistic, by name.
 
     If clients were evaluated only by other metrics, the first of these is used.
@@ -132,15 +132,15 @@ def spread(statistics: dict[str, Curve]) -> tuple[Curve, Curve, Curve] | None:
     return statistics[LOW], statistics[MIDDLE], statistics[HIGH]
 
 
-def clients_at_end(run: Run, metric: str) -> tuple[float, float, float] | None:
+def clients_at_end(run: LoggedRun, metric: str) -> tuple[float, float, float] | None:
     """The low, middle and high values of a metric over clients, at its last evaluation."""
     found = spread(client_statistics(run, metric)[1])
     return None if found is None else (found[0].last, found[1].last, found[2].last)
 
 
 def with_metric(
-    runs: Sequence[Run], wanted: str | None, kept: Collection[Path] = ()
-) -> tuple[Sequence[Run], list[str]]:
+    runs: Sequence[LoggedRun], wanted: str | None, kept: Collection[Path] = ()
+) -> tuple[Sequence[LoggedRun], list[str]]:
     """Leave out runs that have no evaluation metric, such as those that were killed before the first evaluation.
 
     Args:
@@ -158,7 +158,7 @@ def with_metric(
     return measured, [_no_metric(run, 1) if wanted is None else _lacks(run, wanted) for run in lacking]
 
 
-def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
+def choose_metric(runs: Sequence[LoggedRun], wanted: str | None) -> str:
     """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have."""
     if wanted is None:
         shared = set.intersection(*map(_evaluated, runs))
@@ -176,7 +176,7 @@ def lower_is_better(metric: str) -> bool:
     return any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
-def _plain(run: Run) -> set[str]:
+def _plain(run: LoggedRun) -> set[str]:
     """The user's own metrics; those of several models are included without the model's name as well."""
     own = {name for name in run.names if "fl/" not in name and not name.startswith(OVER_BYTES) and not _is_rate(name)}
     parts = _by_model(own, models(run)).values()
@@ -199,17 +199,17 @@ def _is_rate(name: str) -> bool:
     return last == "lr" or name.startswith("lr-")  # of Lightning's LearningRateMonitor
 
 
-def _evaluated(run: Run) -> set[str]:
+def _evaluated(run: LoggedRun) -> set[str]:
     during = run.from_clients.union(*_by_model(run.from_clients, models(run)).values())
     own = (name for name in _plain(run) if name not in during and not name.startswith("train"))
     return {name for name in own if name in run.names or curve(run, name) is not None}
 
 
-def _has_metric(run: Run, wanted: str | None) -> bool:
+def _has_metric(run: LoggedRun, wanted: str | None) -> bool:
     return bool(_evaluated(run)) if wanted is None else curve(run, wanted) is not None
 
 
-def _lacks(run: Run, metric: str) -> str:
+def _lacks(run: LoggedRun, metric: str) -> str:
     return f"{run.path} has no metric `{metric}`; it has {_listed(_plain(run))}."
 
 
@@ -219,7 +219,7 @@ def _preference(metric: str) -> tuple[bool, bool, bool, str]:
     return "/" in metric, lower_is_better(metric), not known, metric
 
 
-def _no_metric(run: Run, num_runs: int) -> str:
+def _no_metric(run: LoggedRun, num_runs: int) -> str:
     shared = " in common with the other runs" if num_runs > 1 else ""
     return (
         f"{run.path} has no evaluation metric{shared}; it has {_listed(_plain(run))}. Log one in `validation_step` and "

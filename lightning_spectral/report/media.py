@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Table:
+class LoggedTable:
     """A logged table.
 
     Attributes:
@@ -27,7 +27,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Histogram:
+class LoggedHistogram:
     """A logged histogram.
 
     Attributes:
@@ -46,10 +46,10 @@ class LeftOut:
     reason: str
 
 
-Media: TypeAlias = Table | Histogram
+Media: TypeAlias = LoggedTable | LoggedHistogram
 
 
-def as_histogram(edges: Any, counts: Any) -> Histogram:
+def as_histogram(edges: Any, counts: Any) -> LoggedHistogram:
     """Make a histogram of what a file holds."""
     numbers = np.array([*edges], dtype=np.float64), np.array([*counts], dtype=np.float64)
     left_to_right, each = numbers
@@ -57,16 +57,16 @@ def as_histogram(edges: Any, counts: Any) -> Histogram:
         raise ValueError(f"a histogram has {len(edges)} edges and {len(counts)} counts, which must be finite numbers")
     if (np.diff(left_to_right) < 0).any() or (each < 0).any():
         raise ValueError("the edges of a histogram descend, or a count is negative")
-    return Histogram(tuple(left_to_right.tolist()), tuple(each.tolist()))
+    return LoggedHistogram(tuple(left_to_right.tolist()), tuple(each.tolist()))
 
 
-def as_table(columns: Any, rows: Any) -> Table:
+def as_table(columns: Any, rows: Any) -> LoggedTable:
     """Make a table of what a file holds; cells that are neither numbers nor texts become texts."""
     if not isinstance(columns, list | tuple) or not all(isinstance(row, list | tuple) for row in [columns, *rows]):
         raise ValueError("a table has no list of columns and of rows")
     if not columns or any(len(row) != len(columns) for row in rows):
         raise ValueError("a row of a table is not as long as its header")
-    return Table(tuple(map(str, columns)), tuple(tuple(map(_scalar, row)) for row in rows))
+    return LoggedTable(tuple(map(str, columns)), tuple(tuple(map(_scalar, row)) for row in rows))
 
 
 def _scalar(value: Any) -> Any:

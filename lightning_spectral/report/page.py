@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from lightning_spectral.report.media import Table
+from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.sections import Section
 from lightning_spectral.report.texts import printable
 
@@ -74,7 +74,7 @@ def _paragraph(text: str, style: str = "") -> str:
     return f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>"
 
 
-def _details(caption: str, table: Table) -> str:
+def _details(caption: str, table: LoggedTable) -> str:
     head = "".join(f"<th>{escape(str(name))}</th>" for name in table.columns)
     rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
     body = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"

@@ -19,7 +19,7 @@ from lightning_spectral.report.files import (
     read_bytes,
     real_path,
 )
-from lightning_spectral.report.runs import Run, build_run
+from lightning_spectral.report.runs import LoggedRun, build_run
 from lightning_spectral.report.tensorboard_file import read_tensorboard
 from lightning_spectral.report.texts import printable, shortened
 from lightning_spectral.report.wandb_file import read_wandb
@@ -33,7 +33,7 @@ EXPECTED = (
 )
 
 
-def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
     """Read all runs under some paths.
 
     Args:
@@ -43,7 +43,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     Returns:
         The runs, each once, and the reasons why other runs found in a folder are left out.
     """
-    runs: dict[Path, Run] = {}
+    runs: dict[Path, LoggedRun] = {}
     left_out: list[str] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # `Path.is_dir` raises for names that are too long
@@ -63,7 +63,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     return list(runs.values()), left_out
 
 
-def read_run(path: Path, within: Path | None = None) -> Run:
+def read_run(path: Path, within: Path | None = None) -> LoggedRun:
     """Read one run from its file.
 
     Args:
@@ -81,7 +81,7 @@ def read_run(path: Path, within: Path | None = None) -> Run:
         raise ReportError(printable(f"{path} cannot be read: {reason}. Correct or remove it.")) from error
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> LoggedRun:
     if not path.exists():
         raise ReportError(f"{path} does not exist; expected {EXPECTED}.")
     if path.suffix == ".wandb":
@@ -95,7 +95,7 @@ def _read(path: Path) -> Run:
     raise ReportError(f"{path} is not a run; expected {EXPECTED}.")
 
 
-def read_history(path: Path) -> Run:
+def read_history(path: Path) -> LoggedRun:
     """Read what `RoundHistory.save` wrote."""
     content = read_bytes(path, TEXT_MEGABYTES)
     try:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lightning_spectral.report.media import Media
 from lightning_spectral.report.names import BYTES, REPETITION, ROUND, SECONDS
-from lightning_spectral.report.runs import NOT_ENDED, Run, gaps
+from lightning_spectral.report.runs import NOT_ENDED, LoggedRun, gaps
 from lightning_spectral.report.settings import flat_settings
 
 FLOAT32 = 1e-6  # relative tolerance: TensorBoard keeps no more digits
@@ -28,13 +28,13 @@ class Part(NamedTuple):
         place: Place of its path in the order of names, in which 10 comes after 9.
     """
 
-    run: Run
+    run: LoggedRun
     settings: Mapping[str, str]
     since: float
     place: list[str | int]
 
 
-def join_resumed(runs: Sequence[Run]) -> list[Run]:
+def join_resumed(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
     """Join the parts of runs that were interrupted and resumed.
 
     A part belongs to a run if it has the same settings, including seeds, and begins with the round after one that the
@@ -63,7 +63,7 @@ def join_resumed(runs: Sequence[Run]) -> list[Run]:
     return [_joined(chain) for chain in chains]
 
 
-def _part(run: Run) -> Part:
+def _part(run: LoggedRun) -> Part:
     trained = (row[ROUND] for row in run.rows if any(name.endswith(BYTES) for name in row))
     return Part(run, flat_settings(run.config), next(trained, math.inf), _place(run.path))
 
@@ -102,11 +102,11 @@ def _same_round(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
     return any(SECONDS in name for name in shared) and all(same)
 
 
-def _joined(chain: Sequence[Part]) -> Run:
+def _joined(chain: Sequence[Part]) -> LoggedRun:
     return reduce(_resumed, chain[1:], chain[0].run)
 
 
-def _resumed(earlier: Run, part: Part) -> Run:
+def _resumed(earlier: LoggedRun, part: Part) -> LoggedRun:
     later, kept = part.run, [row for row in earlier.rows if row[ROUND] < part.since]
     rows = {row[ROUND]: row for row in kept}
     rows.update({row[ROUND]: {**rows.get(row[ROUND], {}), **row} for row in later.rows})
@@ -122,7 +122,7 @@ def _resumed(earlier: Run, part: Part) -> Run:
     )
 
 
-def _media(earlier: Run, later: Run, since: float) -> dict[str, dict[int, Media]]:
+def _media(earlier: LoggedRun, later: LoggedRun, since: float) -> dict[str, dict[int, Media]]:
     """The later run's media and those of the rounds before it; all of the earlier run's if the later one has none."""
     kept = {
         name: {index: media for index, media in by_round.items() if index < since or not later.media}
@@ -131,7 +131,7 @@ def _media(earlier: Run, later: Run, since: float) -> dict[str, dict[int, Media]
     return {name: {**kept.get(name, {}), **later.media.get(name, {})} for name in {**kept, **later.media}}
 
 
-def _notes(earlier: Run, part: Part) -> tuple[str, ...]:
+def _notes(earlier: LoggedRun, part: Part) -> tuple[str, ...]:
     """The notes of both, except on what was missing at the end of one or before the start of the other."""
     before = "/".join(earlier.path.parts[-2:])
     relation = f"continues {before} from round {part.since:g} on" if part.since > 0 else f"repeats {before}"

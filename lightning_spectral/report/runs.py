@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.media import Histogram, Media, Table
+from lightning_spectral.report.media import LoggedHistogram, LoggedTable, Media
 from lightning_spectral.report.names import BOOKKEEPING, BYTES, ROUND
 from lightning_spectral.report.settings import flat_settings
 from lightning_spectral.report.texts import printable, shortened
@@ -23,7 +23,7 @@ MAX_NAME = 200  # letters of a run's name
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """One run.
 
     Attributes:
@@ -51,16 +51,16 @@ class Run:
         """All metrics that the run has in some round."""
         return {name for row in self.rows for name in row}
 
-    def noting(self, *notes: str) -> Run:
+    def noting(self, *notes: str) -> LoggedRun:
         """The same run with further notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def identified(self, identity: str) -> Run:
+    def identified(self, identity: str) -> LoggedRun:
         """The same run with its identity."""
         return replace(self, identity=identity)
 
 
-def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> Run:
+def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> LoggedRun:
     """Arrange what was logged, in order, in one row per round.
 
     Rows without a round belong to that of their epoch, or otherwise to the round before them.
@@ -69,7 +69,7 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
         name: Name given by the run's author.
         path: The file that it was read from.
         config: Settings of the run.
-        logged: Entries that were written together: numbers, or `Table` and `Histogram`. Anything else is ignored.
+        logged: Entries that were written together: numbers, or `Media`. Anything else is ignored.
     """
     rows: dict[int, dict[str, float]] = {}
     media: dict[str, dict[int, Media]] = {}
@@ -84,12 +84,12 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
         if any(key.endswith(BYTES[0]) for key in kept):
             from_clients |= kept.keys()
         for key, value in entry.items():
-            if isinstance(value, Table | Histogram):
+            if isinstance(value, LoggedTable | LoggedHistogram):
                 media.setdefault(key, {})[round_idx] = value
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
     ordered = tuple(rows[index] for index in sorted(rows))
-    run = Run(
+    run = LoggedRun(
         shortened(printable(name), MAX_NAME), path, config, ordered, media, frozenset(from_clients), gaps(ordered)
     )
     _check_size(run)
@@ -100,7 +100,7 @@ def _with_printable_names(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return entry if all(map(str.isprintable, entry)) else {printable(name): value for name, value in entry.items()}
 
 
-def _check_size(run: Run) -> None:
+def _check_size(run: LoggedRun) -> None:
     if len(run.names) * len(run.rows) > MAX_NUMBERS:
         raise ReportError(
             f"{run.path} has {len(run.names)} metrics in {len(run.rows)} rounds; a report reads at most {MAX_NUMBERS} "

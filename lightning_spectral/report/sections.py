@@ -23,9 +23,9 @@ from lightning_spectral.report.measures import (
     run_end,
     spread,
 )
-from lightning_spectral.report.media import Table
+from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, SAMPLING_GAP, SWITCH_ON, VISITED
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 
 MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
@@ -46,7 +46,7 @@ class Section:
     title: str
     lead: str = ""
     picture: Picture | None = None
-    tables: tuple[tuple[str, Table], ...] = ()
+    tables: tuple[tuple[str, LoggedTable], ...] = ()
     remark: str = ""
 
 
@@ -65,7 +65,7 @@ class Contents:
     minimise: bool
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[LoggedRun]:
         """All runs, group by group."""
         return [run for group in self.groups for run in group.runs]
 
@@ -120,7 +120,7 @@ def fairness_section(contents: Contents) -> Section:
         "Fairness",
         f"{metric} of single clients: the ends and the middle of its distribution, over rounds.",
         _picture(contents, "fairness", f"{metric} of clients over rounds.", draw, Size(3.4, 7.4)),
-        (("Last evaluation of clients", Table(("run", *names), tuple(rows))),),
+        (("Last evaluation of clients", LoggedTable(("run", *names), tuple(rows))),),
     )
 
 
@@ -163,7 +163,7 @@ def seconds_section(contents: Contents) -> Section:
         "Where the time went",
         "Mean wall-clock seconds of a round, by stage, without evaluation.",
         _picture(contents, "seconds", "Seconds of a round by stage.", draw, Size(height, height + 1.2), legend=False),
-        (("Seconds per round", Table(("group", *stages), rows)),),
+        (("Seconds per round", LoggedTable(("group", *stages), rows)),),
     )
 
 
@@ -202,14 +202,14 @@ def clients_section(contents: Contents) -> Section:
     return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
 
 
-def _first_clients(table: Table) -> Table:
+def _first_clients(table: LoggedTable) -> LoggedTable:
     """The table without its rounds, which the caption has."""
     kept = [index for index, name in enumerate(table.columns) if name != "round"]
     rows = (_cells([row[index] for index in kept]) for row in table.rows[:MAX_CLIENTS])
-    return Table(tuple(table.columns[index] for index in kept), tuple(rows))
+    return LoggedTable(tuple(table.columns[index] for index in kept), tuple(rows))
 
 
-def _runs_table(contents: Contents) -> Table:
+def _runs_table(contents: Contents) -> LoggedTable:
     columns = ("group", "run", "rounds", contents.metric, "megabytes", "remarks")
     rows = []
     for group in contents.groups:
@@ -220,7 +220,7 @@ def _runs_table(contents: Contents) -> Table:
             rounds = int(evaluated.rounds[-1]) + 1
             notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {contents.metric} is {value}"])]
             rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
-    return Table(columns, tuple(rows))
+    return LoggedTable(columns, tuple(rows))
 
 
 def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:

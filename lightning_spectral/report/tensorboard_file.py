@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_spectral.errors import ReportError
-from lightning_spectral.report.files import LOG_MEGABYTES, check_file, real_path
+from lightning_spectral.report.files import LOG_MEGABYTES, check_file, not_installed, real_path, unreadable
 from lightning_spectral.report.hparams import read_hparams
-from lightning_spectral.report.media import Histogram, Table, as_histogram, as_table
+from lightning_spectral.report.media import LoggedHistogram, LoggedTable, as_histogram, as_table
 from lightning_spectral.report.names import OVER_BYTES, ROUND, SPECTRUM, TABLES
-from lightning_spectral.report.runs import Run, as_cell, build_run
+from lightning_spectral.report.runs import LoggedRun, as_cell, build_run
 
 TEXT = "/text_summary"  # which SummaryWriter appends to the name of a text
 MAX_ENTRIES = 1_000_000  # of a number, a histogram or a text
 LAST_OF_ROW = "epoch"  # Lightning writes the numbers of a row one by one, and this one at the end
 
 
-def read_tensorboard(path: Path) -> Run:
+def read_tensorboard(path: Path) -> LoggedRun:
     """Read one event file, up to its last whole record, and the settings in the ``hparams.yaml`` next to it.
 
     All event files of a folder are parts of one run. Their numbers have float32 precision.
@@ -35,13 +34,11 @@ def _events(path: Path) -> Iterable[Any]:
         from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     except ModuleNotFoundError as missing:
-        raise ReportError(
-            f'{path} is a run of TensorBoard, which is not installed: pip install "lightning-spectral[report]".'
-        ) from missing
+        raise not_installed(path, "TensorBoard") from missing
     try:
         yield from EventFileLoader(str(path)).Load()
     except DecodeError as error:
-        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+        raise unreadable(path, error) from error
 
 
 def _entries(events: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -69,7 +66,7 @@ def _array(value: Any) -> Any:
     return make_ndarray(value.tensor)
 
 
-def _media(kind: str, value: Any) -> Histogram | Table | None:
+def _media(kind: str, value: Any) -> LoggedHistogram | LoggedTable | None:
     """A spectrum or a table of `RoundDashboard`; ``None`` for anything else."""
     if kind == "histograms" and SPECTRUM in value.tag:
         left, right, counts = _array(value).T.tolist()
@@ -78,12 +75,12 @@ def _media(kind: str, value: Any) -> Histogram | Table | None:
     return _table(_array(value).item(0).decode()) if is_table else None
 
 
-def _table(text: str) -> Table | None:
+def _table(text: str) -> LoggedTable | None:
     r"""Parse a table in Markdown; ``None`` if the text is not a table.
 
     Example:
         >>> _table("| client | loss |\n| --- | --- |\n| 3 | 0.5 |\n| 4 |  |")
-        Table(columns=('client', 'loss'), rows=((3, 0.5), (4, '')))
+        LoggedTable(columns=('client', 'loss'), rows=((3, 0.5), (4, '')))
     """
     lines = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines()]
     if len(lines) < 2 or set(lines[1]) != {"---"}:

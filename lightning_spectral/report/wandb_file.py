@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.files import LOG_MEGABYTES, MALFORMED, TEXT_MEGABYTES, check_inside, read_bytes
-from lightning_spectral.report.media import LeftOut, Media, Table, as_histogram, as_table
-from lightning_spectral.report.runs import NOT_ENDED, Run, build_run
+from lightning_spectral.report.files import (
+    LOG_MEGABYTES,
+    MALFORMED,
+    TEXT_MEGABYTES,
+    check_inside,
+    not_installed,
+    read_bytes,
+    unreadable,
+)
+from lightning_spectral.report.media import LeftOut, LoggedTable, Media, as_histogram, as_table
+from lightning_spectral.report.runs import NOT_ENDED, LoggedRun, build_run
 
 FILE_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 BLOCK_BYTES = 32 * 1024
@@ -24,7 +32,7 @@ PIECE = struct.Struct("<IHB")  # checksum, length, type
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
-def read_wandb(path: Path) -> Run:
+def read_wandb(path: Path) -> LoggedRun:
     """Read an offline run.
 
     If the end of a file is missing, as for a run that was killed, its whole records up to there are read.
@@ -90,13 +98,11 @@ def _messages(path: Path, content: bytes) -> Iterator[Any]:
         from google.protobuf.message import DecodeError
         from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
     except ModuleNotFoundError as missing:
-        raise ReportError(
-            f'{path} is a run of wandb, which is not installed: pip install "lightning-spectral[report]".'
-        ) from missing
+        raise not_installed(path, "wandb") from missing
     try:
         yield from map(Record.FromString, whole_records(content))
     except DecodeError as error:
-        raise ReportError(f"{path} cannot be read: {error}. Correct or remove it.") from error
+        raise unreadable(path, error) from error
 
 
 def _entry(history: Any, files: Path) -> dict[str, Any]:
@@ -131,7 +137,7 @@ def _media(name: str, value: Mapping[str, Any], files: Path) -> Media | LeftOut 
         return LeftOut(f"`{name}` cannot be read: {error}")
 
 
-def _table(path: Path, files: Path) -> Table | None:
+def _table(path: Path, files: Path) -> LoggedTable | None:
     check_inside(files, files.parent)
     check_inside(path, files)
     if not path.exists():

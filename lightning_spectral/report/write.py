@@ -10,11 +10,11 @@ import numpy as np
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.groups import Group, group_runs
 from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
-from lightning_spectral.report.media import Table
+from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.page import page
 from lightning_spectral.report.reading import read_runs
 from lightning_spectral.report.resumed import join_resumed
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 from lightning_spectral.report.sections import Contents, Section, all_sections
 from lightning_spectral.report.settings import flat_settings
 
@@ -105,16 +105,16 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _noted(run: Run) -> str:
+def _noted(run: LoggedRun) -> str:
     return f"{run.name} ({run.path.name}): {'; '.join(run.notes)}."
 
 
-def _settings_section(runs: Sequence[Run]) -> Section:
+def _settings_section(runs: Sequence[LoggedRun]) -> Section:
     """The settings that all runs have in common, so that a page documents its origin."""
     settings = [flat_settings(run.config) for run in runs]
     same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
     if not same:
         return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
     return Section(
-        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
+        "Settings", tables=((f"The same in all runs: {len(same)}", LoggedTable(("setting", "value"), tuple(same))),)
     )

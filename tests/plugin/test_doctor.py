@@ -16,7 +16,7 @@ import lightning_spectral as ls
 from lightning_spectral.__main__ import main as command_line
 from lightning_spectral.plugin.doctor import machine
 from lightning_spectral.plugin.doctor.command import main
-from lightning_spectral.plugin.doctor.federations import FEDERATIONS, Federation
+from lightning_spectral.plugin.doctor.federations import FEDERATIONS, ModuleAndData
 from lightning_spectral.protocol.stage_clock import STAGES
 
 CPU = ["--accelerator", "cpu"]
@@ -47,11 +47,11 @@ def test_all_public_algorithms_are_checked() -> None:
     assert algorithms - {"Algorithm"} <= FEDERATIONS.keys()
 
 
-def other_in_run(index: int) -> Callable[[], Federation]:
+def other_in_run(index: int) -> Callable[[], ModuleAndData]:
     """A federation that has other images in one of its runs: the reference, the whole run, the resumed one."""
     runs = itertools.count()
 
-    def make() -> Federation:
+    def make() -> ModuleAndData:
         model, data = FEDERATIONS["FedAvg"]()
         data.train.tensors[0].mul_(1.001 if next(runs) == index else 1.0)
         return model, data
@@ -75,7 +75,7 @@ def test_weights_that_differ_are_reported(run: int, verdict: str, capsys: pytest
 
 
 def test_an_algorithm_that_fails_is_one_line_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> Federation:
+    def fail() -> ModuleAndData:
         raise RuntimeError("no such kernel\non this device")
 
     assert main(CPU, {"broken": fail, "FedAvg": FEDERATIONS["FedAvg"]}) == 1
@@ -86,7 +86,7 @@ def test_an_algorithm_that_fails_is_one_line_and_the_others_go_on(capsys: pytest
 
 
 def test_a_weight_that_is_no_number_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    def make() -> Federation:
+    def make() -> ModuleAndData:
         model, data = FEDERATIONS["FedAvg"]()
         model.module.register_buffer("odd", LitMLP().net[0].weight.detach() * float("nan"))
         return model, data

@@ -16,14 +16,14 @@ from lightning_spectral.report.measures import (
     megabytes,
     spread,
 )
-from lightning_spectral.report.runs import Run, build_run
+from lightning_spectral.report.runs import LoggedRun, build_run
 
 
-def run(config: Any = None, *logged: Any, name: str = "run") -> Run:
+def run(config: Any = None, *logged: Any, name: str = "run") -> LoggedRun:
     return build_run(name, Path(name), config or {}, logged or [{"fl/round": 0, "val_acc": 0.5}])
 
 
-def sharding(seed: int, strategy: str = "TopN()", keep_ratio: float = 0.2) -> Run:
+def sharding(seed: int, strategy: str = "TopN()", keep_ratio: float = 0.2) -> LoggedRun:
     algorithm = f"SpectralSharding(strategy={strategy}, keep_ratio={keep_ratio}, clip_tau=10.0)"
     return run({"federation": {"algorithm": algorithm, "seed": seed}, "lr": 0.1})
 

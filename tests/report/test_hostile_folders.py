@@ -17,9 +17,9 @@ from lightning_spectral.errors import ReportError
 from lightning_spectral.report import files
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.figures.heat_maps import matrix
-from lightning_spectral.report.media import Histogram
+from lightning_spectral.report.media import LoggedHistogram
 from lightning_spectral.report.reading import read_run, read_runs
-from lightning_spectral.report.runs import Run, build_run
+from lightning_spectral.report.runs import LoggedRun, build_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
 SECRET = "value that only another folder holds"
@@ -231,9 +231,9 @@ def test_a_row_of_another_length_than_its_header_is_refused(tmp_path: Path) -> N
 
 
 def test_counts_and_rounds_of_spectra_take_no_more_memory_than_a_figure_needs() -> None:
-    def run(*counts: float) -> Run:
-        media = {"singular_values/net": {0: Histogram((0.0, 0.5, 1.0), counts)}}
-        return Run("run", Path("run"), {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
+    def run(*counts: float) -> LoggedRun:
+        media = {"singular_values/net": {0: LoggedHistogram((0.0, 0.5, 1.0), counts)}}
+        return LoggedRun("run", Path("run"), {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
 
     assert len(spectra(run(3, 2))["net"][0]) == 5
     assert spectra(run(1e12, 2)) == {}

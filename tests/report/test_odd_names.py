@@ -20,7 +20,7 @@ from lightning_spectral.report.printed import draw_line, legend_above, printed
 from lightning_spectral.report.style import PRINTED, look
 
 FORMULAS = [r"$\frac{$", "x^$", "$a$ and $b$", r"\$5"]
-QUICK = [r"$\frac{$", "<script>alert(1)</script>", "\x1b[31mred\x07"]
+QUICK = [r"$\frac{$", "<script>alert(1)</script>\x1b[31mred\x07"]
 ODD = [
     *FORMULAS[1:],
     'id="x" href="#y" font: 9px z #010203',

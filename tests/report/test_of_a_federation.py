@@ -15,17 +15,17 @@ from lightning_spectral.plugin.run_config import as_config
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import clients_at_end, curve, megabytes
-from lightning_spectral.report.media import Table
+from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.names import CLIENT_TABLE
 from lightning_spectral.report.reading import read_runs
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 ROUNDS = 3
 
 
-def filled(table: Table) -> list[dict[str, Any]]:
+def filled(table: LoggedTable) -> list[dict[str, Any]]:
     """Rows without empty cells, which text files cannot tell from empty strings, with the digits TensorBoard gets."""
     known = ({n: v for n, v in zip(table.columns, row, strict=True) if v not in ("", None)} for row in table.rows)
     return [{n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in row.items()} for row in known]
@@ -34,7 +34,7 @@ def filled(table: Table) -> list[dict[str, Any]]:
 @pytest.fixture
 def runs(
     lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Run, Run, Run, Any]:
+) -> tuple[LoggedRun, LoggedRun, LoggedRun, Any]:
     """One federation as logged to CSV files, wandb and TensorBoard, and the fit itself."""
     wandb = pytest.importorskip("wandb", reason="wandb is in the `report` extra")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
@@ -54,7 +54,7 @@ def runs(
     return csv, offline, events, fitted
 
 
-def test_csv_files_wandb_and_tensorboard_hold_the_same(runs: tuple[Run, Run, Run, Any]) -> None:
+def test_csv_files_wandb_and_tensorboard_hold_the_same(runs: tuple[LoggedRun, LoggedRun, LoggedRun, Any]) -> None:
     csv, offline, events, fitted = runs
     for run in (csv, offline, events):
         found = spectra(run)
@@ -76,9 +76,9 @@ def test_csv_files_wandb_and_tensorboard_hold_the_same(runs: tuple[Run, Run, Run
 
 
 def test_runs_that_differ_in_their_seed_are_one_group_and_strategies_are_told_apart() -> None:
-    def run(strategy: ls.ShardingStrategy, seed: int) -> Run:
+    def run(strategy: ls.ShardingStrategy, seed: int) -> LoggedRun:
         config = {"federation": {"algorithm": as_config(ls.SpectralSharding(strategy)), "seed": seed}}
-        return Run("run", Path(f"{strategy}{seed}"), config, ({"fl/round": 0.0, "val_acc": 0.5},))
+        return LoggedRun("run", Path(f"{strategy}{seed}"), config, ({"fl/round": 0.0, "val_acc": 0.5},))
 
     groups, names = group_runs([run(ls.TopN(), 0), run(ls.TopN(), 1), run(ls.Collective(), 0)])
     assert names == ["federation/algorithm/strategy"]

@@ -13,11 +13,11 @@ from made_up_runs import rounds, strategies, write_csv
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.command import main
 from lightning_spectral.report.groups import group_runs
-from lightning_spectral.report.media import Histogram, Table
+from lightning_spectral.report.media import LoggedHistogram, LoggedTable
 from lightning_spectral.report.names import BITS, HIGH, LOW, MIDDLE, SWITCH_ON
 from lightning_spectral.report.page import POLICY
 from lightning_spectral.report.reading import read_run
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 from lightning_spectral.report.sections import Contents, all_sections, pareto_section
 from lightning_spectral.report.style import PRINTED
 from lightning_spectral.report.write import write_report
@@ -101,7 +101,7 @@ def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> 
 
 def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> None:
     runs = [
-        Run(name, tmp_path / name, {}, ({"fl/round": 0.0, "acc": 0.5, **logged},))
+        LoggedRun(name, tmp_path / name, {}, ({"fl/round": 0.0, "acc": 0.5, **logged},))
         for name, logged in {
             "a": {"fl/bit_entropy": 0.5, "acc/sampling_gap": 0.1},
             "b": {"fl/bits_agreed": 0.5},
@@ -116,7 +116,7 @@ def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> 
 
 def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> None:
     logged = {"fl/bits_agreed": 0.02, "fl/probs_moved": 0.02}
-    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5, **logged},))
+    run = LoggedRun("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5, **logged},))
     sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
     picture = sections["Bits"].picture
     assert picture is not None
@@ -125,23 +125,23 @@ def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> N
 
 
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
-    counted = Histogram((0.0, 1.0, 2.0), (3, 1))
-    clients = Table(("round", "client_id", "val_acc"), ((0, 7, 0.123456),))
+    counted = LoggedHistogram((0.0, 1.0, 2.0), (3, 1))
+    clients = LoggedTable(("round", "client_id", "val_acc"), ((0, 7, 0.123456),))
     spectra_of = {f"singular_values/{layer}": {0: counted, 10: counted} for layer in ("net.0", "net.2")}
     media = {**spectra_of, "tables/clients": {0: clients}}
-    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
+    run = LoggedRun("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
     sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
     spectra = sections["Singular values"].picture
     assert spectra is not None
     drawn = spectra.svg()
     assert drawn.count(">net.0<") == drawn.count(">net.2<") == 2  # wide and narrow
-    shown = Table(("client_id", "val_acc"), ((7, "0.1235"),))
+    shown = LoggedTable(("client_id", "val_acc"), ((7, "0.1235"),))
     assert sections["Clients"].tables == (("run, round 1", shown),), "the caption has the round, counted from 1"
 
 
 def test_one_of_several_models_is_enough_for_coverage_and_bits(tmp_path: Path) -> None:
     logged = {"a/fl/loss": 1.0, "b/fl/loss": 1.0, "a/fl/terms_visited": 0.4, "b/fl/bit_entropy": 0.5}
-    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "a/acc": 0.5, "b/acc": 0.5, **logged},))
+    run = LoggedRun("run", tmp_path, {}, ({"fl/round": 0.0, "a/acc": 0.5, "b/acc": 0.5, **logged},))
     sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "acc", False))}
     assert sections["Coverage"].picture is not None
     assert sections["Bits"].picture is not None
@@ -149,7 +149,7 @@ def test_one_of_several_models_is_enough_for_coverage_and_bits(tmp_path: Path) -
 
 def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path) -> None:
     runs = [
-        Run(
+        LoggedRun(
             "same",
             tmp_path / str(seed),
             {"seed": seed},
@@ -166,9 +166,9 @@ def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path)
 
 def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> None:
     """Of one large and nine tiny values, the histogram only says that nine are in the first of its four bins."""
-    counted = Histogram((0.0, 0.25, 0.5, 0.75, 1.0), (9, 0, 0, 1))
+    counted = LoggedHistogram((0.0, 0.25, 0.5, 0.75, 1.0), (9, 0, 0, 1))
     media = {"singular_values/a_layer.with.a_name.that_is.much_too_long": {index: counted for index in range(3)}}
-    run = Run("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
+    run = LoggedRun("run", tmp_path, {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
     sections = {section.title: section for section in all_sections(Contents(group_runs([run])[0], "val_acc", False))}
     picture = sections["Singular values"].picture
     assert picture is not None

@@ -13,10 +13,10 @@ from mutated_runs import as_log
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.dashboard import client_tables, spectra
-from lightning_spectral.report.media import Table
+from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.names import CLIENT_TABLE, SPECTRUM
 from lightning_spectral.report.reading import read_run, read_runs
-from lightning_spectral.report.runs import NOT_ENDED, Run
+from lightning_spectral.report.runs import NOT_ENDED, LoggedRun
 from lightning_spectral.report.wandb_file import BLOCK_BYTES, FILE_HEADER, whole_records
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # in wandb
@@ -53,7 +53,7 @@ def test_an_offline_run_of_wandb_is_read_whole(wandb_file: Path) -> None:
     assert [math.isnan(row["fl/loss"]) for row in run.rows] == [False, True, False]
     assert run.rows[0]["nested.val_acc"] == 0.5
     assert run.from_clients == {"fl/round", "fl/bytes_down", "fl/loss"}
-    assert client_tables(run) == {"": (2, Table(("client_id", "val_acc"), ((2, 0.25),)))}
+    assert client_tables(run) == {"": (2, LoggedTable(("client_id", "val_acc"), ((2, 0.25),)))}
     found = spectra(run)
     assert {layer: list(by_round) for layer, by_round in found.items()} == {"head": [0, 1, 2]}
     np.testing.assert_array_equal(found["head"][1], [1.5, 1.5, 0.5])
@@ -227,14 +227,14 @@ def test_other_files_beside_those_of_the_dashboard_are_not_read(tmp_path: Path) 
     (folder / "dashboard").mkdir()
     (folder / "dashboard/notes.csv").write_text("a,b\n1,2\n")
     (folder / "dashboard/clients_000000.csv").write_text("client\n7\n")
-    assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, Table(("client",), ((7,),)))}
+    assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, LoggedTable(("client",), ((7,),)))}
 
 
 def test_only_ends_of_lines_end_a_row(tmp_path: Path) -> None:
     folder = write_csv(tmp_path / "run", rounds([0.5]))
     (folder / "dashboard").mkdir()
     (folder / "dashboard/clients_000000.csv").write_text('client,why\n7,a\u2028b\n8,"c\nd"\n', encoding="utf-8")
-    table = Table(("client", "why"), ((7, "a\u2028b"), (8, "c\nd")))
+    table = LoggedTable(("client", "why"), ((7, "a\u2028b"), (8, "c\nd")))
     assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, table)}
 
 
@@ -257,7 +257,7 @@ def test_settings_never_run_what_a_file_says(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_says_that_earlier_bytes_are_missing(tmp_path: Path) -> None:
-    run: Run = read_run(write_csv(tmp_path / "run", rounds([0.1, 0.2, 0.3])[2:]) / "metrics.csv")
+    run: LoggedRun = read_run(write_csv(tmp_path / "run", rounds([0.1, 0.2, 0.3])[2:]) / "metrics.csv")
     assert run.notes == ("starts at round 1: what earlier rounds sent is not counted",)
 
 

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from made_up_runs import rounds
 
 from lightning_spectral.report.measures import megabytes
-from lightning_spectral.report.media import Table
+from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.reading import read_run, read_runs
 from lightning_spectral.report.resumed import join_resumed
-from lightning_spectral.report.runs import Run, build_run
+from lightning_spectral.report.runs import LoggedRun, build_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # of the resumed run
 SETTINGS = {"federation": {"algorithm": "FedAvg()", "seed": 0}}
@@ -25,16 +25,16 @@ OTHER_SEED = {"federation": {"algorithm": "FedAvg()", "seed": 1}}
 
 def part(
     name: str, first: int, last: int, value: float, config: dict[str, Any] | None = None, identity: str = ""
-) -> Run:
+) -> LoggedRun:
     """A part with the given rounds, identified by the value of its evaluations and seconds."""
     logged = rounds([value] * (last + 1), **{"fl/seconds_train": value})[2 * first :]
-    table = Table(("client",), ((value,),))
+    table = LoggedTable(("client",), ((value,),))
     shown = [{"fl/round": index, "tables/clients": table} for index in range(first, last + 1)]
     path = Path("runs") / name / "metrics.csv"
     return build_run(name, path, SETTINGS if config is None else config, [*logged, *shown]).identified(identity)
 
 
-def values(run: Run) -> list[float]:
+def values(run: LoggedRun) -> list[float]:
     """The evaluation of each round, which tells the part it is from."""
     assert [row["fl/round"] for row in run.rows] == list(range(len(run.rows)))
     return [row["val_acc"] for row in run.rows]
@@ -125,7 +125,7 @@ def test_of_repetitions_that_were_all_resumed_no_part_is_dropped() -> None:
     ],
     ids=["another seed", "from the beginning", "rounds are missing", "no settings", "another seed, with the same id"],
 )
-def test_runs_that_do_not_continue_each_other_stay_apart(second: Run) -> None:
+def test_runs_that_do_not_continue_each_other_stay_apart(second: LoggedRun) -> None:
     first = part("version_0", 0, 2, 0.1, identity="id")
     assert join_resumed([first, second]) == [first, second]
     nothing_known = part("version_0", 0, 2, 0.1, {})

@@ -36,7 +36,7 @@ class Evaluated(Trained, Protocol):
         """The data of its clients."""
 
 
-class Federation(Host, Protocol):
+class EvaluatedHost(Host, Protocol):
     """The interface of the fitted module for an evaluation."""
 
     @property
@@ -145,7 +145,7 @@ class ClientEvaluation(RoundCallback):
         self.tables = {table.model: table for table in tables}
 
 
-def check_evaluated(federation: Federation) -> None:
+def check_evaluated(federation: EvaluatedHost) -> None:
     """Check that some clients have held-out examples, and that their models can be validated."""
     members = federation.members
     evaluated = [name for name in members if federation.data_of(name).held_out.num_assigned]

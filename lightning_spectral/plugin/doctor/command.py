@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from lightning_spectral.plugin.doctor.federations import FEDERATIONS, Federation
+from lightning_spectral.plugin.doctor.federations import FEDERATIONS, ModuleAndData
 from lightning_spectral.plugin.doctor.machine import device_lines, version_lines
 from lightning_spectral.plugin.doctor.self_check import ROUNDS, Finding, self_check, trainer_on
 from lightning_spectral.protocol.stage_clock import STAGES
@@ -18,7 +18,10 @@ DESCRIPTION = """Check this installation, in about half a minute: versions, devi
 on a device against the same rounds on the CPU. Paste what it prints into an issue."""
 
 
-def main(argv: Sequence[str] | None = None, federations: Mapping[str, Callable[[], Federation]] = FEDERATIONS) -> int:
+Federations = Mapping[str, Callable[[], ModuleAndData]]
+
+
+def main(argv: Sequence[str] | None = None, federations: Federations = FEDERATIONS) -> int:
     """Run the command.
 
     Args:
@@ -50,7 +53,7 @@ def _heading(device: torch.device) -> Iterator[str]:
     yield f"{'':<18}{'weights':<9}{'differ by':<11}{'resumed':<9}" + "".join(f"{stage:>10}" for stage in STAGES)
 
 
-def _check_all(federations: Mapping[str, Callable[[], Federation]], accelerator: str) -> list[str]:
+def _check_all(federations: Federations, accelerator: str) -> list[str]:
     """Print one line for each federation, and return the names of those that are not right."""
     problems, start = [], time.perf_counter()
     for name, make in federations.items():

@@ -31,7 +31,7 @@ from lightning_spectral.protocol.rng import derived_generator, isolated_rng
 
 NUM_CLIENTS, CLIENTS_PER_ROUND, NUM_CLASSES, SIZE = 6, 3, 4, 8
 
-Federation = tuple[FederatedModule | MultiModelModule, FederatedDataModule | MultiModelDataModule]
+ModuleAndData = tuple[FederatedModule | MultiModelModule, FederatedDataModule | MultiModelDataModule]
 
 
 class LitNet(pl.LightningModule):
@@ -68,22 +68,22 @@ class LitNet(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
 
 
-def _one_model(algorithm: Algorithm, momentum: float = 0.9) -> Callable[[], Federation]:
-    def make() -> Federation:
+def _one_model(algorithm: Algorithm, momentum: float = 0.9) -> Callable[[], ModuleAndData]:
+    def make() -> ModuleAndData:
         module = FederatedModule(LitNet(momentum), algorithm=algorithm, clients_per_round=CLIENTS_PER_ROUND)
         return module, _data()
 
     return make
 
 
-def _two_models() -> Federation:
+def _two_models() -> ModuleAndData:
     algorithms: dict[str, Algorithm] = {"dense": FedAvg(), "spectral": SpectralSharding()}
     models = {name: FederatedModule(LitNet(), algorithm=algorithm) for name, algorithm in algorithms.items()}
     data = MultiModelDataModule({name: _data() for name in models})
     return MultiModelModule(models, participation=Uniform(active=CLIENTS_PER_ROUND)), data
 
 
-FEDERATIONS: Mapping[str, Callable[[], Federation]] = MappingProxyType(
+FEDERATIONS: Mapping[str, Callable[[], ModuleAndData]] = MappingProxyType(
     {
         "FedAvg": _one_model(FedAvg()),
         "SpectralSharding": _one_model(SpectralSharding()),

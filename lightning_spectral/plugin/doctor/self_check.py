@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_spectral.plugin.callbacks.history import RoundHistory
-from lightning_spectral.plugin.doctor.federations import Federation
+from lightning_spectral.plugin.doctor.federations import ModuleAndData
 from lightning_spectral.plugin.quiet_trainer import silence, silent_trainer
 from lightning_spectral.protocol.rng import isolated_rng
 from lightning_spectral.protocol.stage_clock import STAGES
@@ -48,7 +48,7 @@ class Finding:
         return self.difference <= self.tolerance and self.resumed <= self.tolerance
 
 
-def self_check(make: Callable[[], Federation], accelerator: str) -> Finding:
+def self_check(make: Callable[[], ModuleAndData], accelerator: str) -> Finding:
     """Check one algorithm.
 
     On the CPU, runs have to be equal bit for bit: the reference is then a repetition.
@@ -83,7 +83,7 @@ def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 
 def _fit(
-    make: Callable[[], Federation],
+    make: Callable[[], ModuleAndData],
     accelerator: str,
     *,
     callbacks: Sequence[pl.Callback] = (),

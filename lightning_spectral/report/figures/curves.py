@@ -20,7 +20,7 @@ from lightning_spectral.report.measures import (
 )
 from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, MOVED, SAMPLING_GAP, VISITED
 from lightning_spectral.report.printed import round_axis
-from lightning_spectral.report.runs import Run
+from lightning_spectral.report.runs import LoggedRun
 from lightning_spectral.report.style import look
 from lightning_spectral.report.texts import in_lines
 
@@ -92,7 +92,7 @@ def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
     canvas.legend()
 
 
-def _named(name: str) -> Callable[[Run], Curve | None]:
+def _named(name: str) -> Callable[[LoggedRun], Curve | None]:
     return lambda run: curve(run, name, of_all=False)
 
 
@@ -101,8 +101,8 @@ def _mean_megabytes(group: Group, rounds: Numbers) -> Numbers:
     return np.asarray(np.mean(found, axis=0))
 
 
-def _of_clients(metric: str, position: int) -> Callable[[Run], Curve | None]:
-    def found(run: Run) -> Curve | None:
+def _of_clients(metric: str, position: int) -> Callable[[LoggedRun], Curve | None]:
+    def found(run: LoggedRun) -> Curve | None:
         three = spread(client_statistics(run, metric)[1])
         return None if three is None else three[position]
 

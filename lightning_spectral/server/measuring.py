@@ -8,6 +8,7 @@ from lightning_spectral.errors import ClientError
 from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.resending import downloads_sent, uploads_of
 from lightning_spectral.server.round import OpenRound, client_error
 
 NUMBER = 4  # bytes of the one number that a client uploads
@@ -47,16 +48,17 @@ def measure_figures(
 
     gathered = processes.gather_results(measure, ClientError)
     by_client = {outcome.client_id: outcome for part in gathered for outcome in part}
-    engine.run.frozen_base.note(outcome.unit for outcome in by_client.values() if outcome.reported_back)
+    engine.run.frozen_base.note_outcomes(by_client.values())
     return [by_client[unit.client_id] for unit in units]
 
 
 def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOutcome]:
     for unit in units:
         download, receipt = opened.send(unit)
-        upload = next(iter(opened.executor.run([download])))
+        upload = next(uploads_of(opened.executor, [download]))
         if upload.failure is not None and opened.run.faults.ends_run("error"):
             raise client_error(opened.round_idx, unit, "measuring", upload.failure.message) from upload.failure.cause
+        sent = downloads_sent(download, upload)
         yield ClientOutcome(
             round_idx=opened.round_idx,
             unit=unit,
@@ -64,9 +66,10 @@ def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOu
             num_examples=opened.num_examples[unit.key],
             num_steps=upload.num_steps,
             loss=upload.loss,
-            downlink_bytes=download.num_bytes,
-            frozen_bytes=download.frozen_bytes,
+            downlink_bytes=sum(download.num_bytes for download in sent),
+            frozen_bytes=sum(download.frozen_bytes for download in sent),
             uplink_bytes=NUMBER,
             left_out="error" if upload.failure is not None else None,
             update_norm=opened.update_norm(download, upload),
+            missing=upload.missing,
         )

@@ -13,6 +13,7 @@ from lightning_spectral.protocol.magnitudes import can_be_summed
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights
+from lightning_spectral.server.resending import downloads_sent, uploads_of
 from lightning_spectral.server.round import OpenRound, address, client_error, named
 
 
@@ -61,7 +62,7 @@ class Turn:
         """
         if self.takes_part:
             assert self.download is not None
-            self.accept(next(iter(self.round.executor.run([self.download])), None))
+            self.accept(next(uploads_of(self.round.executor, [self.download]), None))
         else:
             self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
 
@@ -118,6 +119,7 @@ class Turn:
         return None, ""
 
     def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
+        sent = downloads_sent(self.download, upload)
         return ClientOutcome(
             round_idx=self.round_idx,
             unit=self.unit,
@@ -125,8 +127,8 @@ class Turn:
             num_examples=self.num_examples,
             num_steps=upload.num_steps,
             loss=upload.loss,
-            downlink_bytes=0 if self.download is None else self.download.num_bytes,
-            frozen_bytes=0 if self.download is None else self.download.frozen_bytes,
+            downlink_bytes=sum(download.num_bytes for download in sent),
+            frozen_bytes=sum(download.frozen_bytes for download in sent),
             uplink_bytes=upload.num_bytes,
             left_out=left_out,
             logged=upload.logged if left_out is None else {},
@@ -134,6 +136,7 @@ class Turn:
             update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
             unreached=upload.unreached,
             discarded=upload.discarded,
+            missing=upload.missing,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 
@@ -166,7 +169,7 @@ def play(opened: OpenRound, units: Iterable[WorkUnit]) -> None:
         with opened.containing_failures(turn.unit):
             turn.send()
     downloads = [turn.download for turn in turns.values() if turn.takes_part and turn.download is not None]
-    uploads = opened.executor.run(downloads) if opened.failure is None else ()
+    uploads = uploads_of(opened.executor, downloads) if opened.failure is None else ()
     for upload in uploads:
         turn = turns[upload.unit.key]
         with opened.containing_failures(turn.unit):

@@ -1,4 +1,4 @@
-"""An executor whose devices live in another process: it gets the device half once, then downloads alone."""
+"""An executor whose device lives in another process: it gets the device half once, then downloads alone, as bytes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.client.side import ClientSide
+from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 
@@ -42,7 +43,7 @@ class Worker:
 
 @dataclass
 class OtherProcess(Executor):
-    """Sends pickled downloads to a process of its own, and reads pickled uploads, which it yields in reverse.
+    """Sends downloads to another process, and reads uploads, which it yields in reverse.
 
     Attributes:
         worker: The process.
@@ -51,8 +52,9 @@ class OtherProcess(Executor):
         recipes: Of the user's optimizers.
         make_data: Called in the other process, which has its own data. Its result maps a download to the client's data.
         local_hooks: Hooks that act while clients train; also sent at the start.
-        sent: Types of everything that was sent after the start.
-        received: Types of everything that came back.
+        keeps: Whether the device keeps anything for the next download; if not, it is a new one each time.
+        sent: Everything that was sent after the start.
+        received: Everything that came back.
     """
 
     worker: Worker
@@ -61,26 +63,34 @@ class OtherProcess(Executor):
     recipes: list[OptimizerRecipe]
     make_data: Callable[[], Callable[[Download], ClientData]]
     local_hooks: tuple[LocalHook, ...] = ()
-    sent: set[type] = field(default_factory=set)
-    received: set[type] = field(default_factory=set)
+    keeps: bool = True
+    sent: list[bytes] = field(default_factory=list)
+    received: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         start = self.side, self.module, self.recipes, self.make_data, self.local_hooks
         self.worker.pipe.send_bytes(pickle.dumps(start))
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads in reverse order: each is a copy, so any order will do."""
-        asked = list(downloads)
-        for download in asked:
-            self.sent.add(type(download))
-            self.worker.pipe.send_bytes(pickle.dumps(download))
-        uploads = [pickle.loads(self.worker.pipe.recv_bytes()) for _ in asked]
-        self.received.update(map(type, uploads))
-        yield from reversed(uploads)
+        yield from reversed([decode(self._ask(encode(download)), Upload) for download in downloads])
+
+    def _ask(self, download: bytes) -> bytes:
+        if not self.keeps:
+            self.close()
+            self._start()
+        self.worker.pipe.send_bytes(download)
+        upload = self.worker.pipe.recv_bytes()
+        self.sent.append(download)
+        self.received.append(upload)
+        return upload
 
     def close(self) -> None:
         """End the device; the process waits for the next one."""
-        self.worker.pipe.send_bytes(pickle.dumps(None))
+        self.worker.pipe.send_bytes(b"")
 
 
 def serve(pipe: Connection) -> None:
@@ -90,8 +100,8 @@ def serve(pipe: Connection) -> None:
     while start := pipe.recv_bytes():
         side, module, recipes, make_data, local_hooks = pickle.loads(start)
         device = Device(module, side, recipes, make_data(), LocalSettings(local_hooks=local_hooks))
-        while (download := pickle.loads(pipe.recv_bytes())) is not None:
-            pipe.send_bytes(pickle.dumps(device.run(download)))
+        while download := pipe.recv_bytes():
+            pipe.send_bytes(encode(device.run(decode(download, Download))))
 
 
 def toy_data() -> ls.FederatedDataModule:

@@ -109,11 +109,13 @@ class Device:
         self._server_is_checked = False
 
     def run(self, download: Download) -> Upload:
-        """Train for one client; a failure is reported in the upload.
+        """Train for one client; a failure, or the loss of a frozen tensor, is reported in the upload.
 
         Raises:
             ValueError: If gradients reach the original module's own weights.
         """
+        if missing := self._kept.missing(download):
+            return Upload(download.unit, {}, missing=missing)
         clock = StageClock(self._profile)
         try:
             with clock.measure("load"), _during("loading"):

@@ -18,22 +18,16 @@ class KeptTensors:
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[str, Tensor]] = {}
 
-    def complete(self, download: Download) -> Download:
-        """Keep the frozen tensors that were sent, and add those that were not because the client already has them.
+    def missing(self, download: Download) -> tuple[str, ...]:
+        """Names of the tensors that were not sent, and which are not here or have another value."""
+        absent = sorted(download.held - download.tensors.keys())
+        return tuple(name for name in absent if self._tensors.get(name, ("",))[0] != download.frozen.get(name))
 
-        Raises:
-            LookupError: If one of these is missing here, or has another value.
-        """
+    def complete(self, download: Download) -> Download:
+        """Keep the frozen tensors that were sent, and add those that were not, of which none may be `missing`."""
         if not download.frozen:
             return download
         arrived = {name: download.tensors[name] for name in download.frozen if name in download.tensors}
         self._tensors.update({name: (download.frozen[name], tensor) for name, tensor in arrived.items()})
-        absent = download.held - arrived.keys()
-        if missing := [n for n in sorted(absent) if self._tensors.get(n, ("",))[0] != download.frozen[n]]:
-            raise LookupError(
-                f"{', '.join(missing)} came with an earlier download of this client, but this device has not kept it "
-                "or has another value. An executor that moves clients between devices must send everything each time: "
-                "`dataclasses.replace(download, held=frozenset())`."
-            )
-        kept = {name: self._tensors[name][1] for name in absent}
+        kept = {name: self._tensors[name][1] for name in download.held - arrived.keys()}
         return replace(download, tensors={**download.tensors, **kept})

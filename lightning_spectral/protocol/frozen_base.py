@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
+from lightning_spectral.protocol.records import ClientOutcome
 from lightning_spectral.protocol.tensor_bytes import raw_bytes
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -19,10 +20,10 @@ Tensors = Mapping[str, Tensor]
 class FrozenBase:
     """A record of the frozen tensors that each client of a model has, so that they need not be sent to it again.
 
-    A client counts as having what it was sent once one of its updates has come back; until then everything is sent
-    again. If the server's value of a frozen tensor changes between rounds, e.g. in a callback, it is sent to all
-    clients once more. Values are compared by digests, which also detect writes through ``.data`` and take a second or
-    two per gigabyte in each round.
+    A client counts as having what it was sent once one of its updates has come back. Until then everything is sent
+    again, and likewise after its device has said that it lost some of it. If the server's value of a frozen tensor
+    changes between rounds, e.g. in a callback, it is sent to all clients once more. Values are compared by digests,
+    which also detect writes through ``.data`` and take a second or two per gigabyte in each round.
 
     Holders noted during a round count immediately, but are committed only when the round ends, as in a `ClientStore`.
 
@@ -90,6 +91,15 @@ class FrozenBase:
     def note(self, units: Iterable[WorkUnit]) -> None:
         """Note that some clients now have all frozen tensors."""
         self._noted.update({unit.key: self._version for unit in units if self.digests})
+
+    def forget(self, units: Iterable[WorkUnit]) -> None:
+        """Note that some clients may have none of the frozen tensors any more."""
+        self._noted.update({unit.key: -1 for unit in units})
+
+    def note_outcomes(self, outcomes: Collection[ClientOutcome]) -> None:
+        """Note what is known of some clients after their turns."""
+        self.forget(outcome.unit for outcome in outcomes if outcome.missing)
+        self.note(outcome.unit for outcome in outcomes if outcome.reported_back)
 
     def commit(self) -> None:
         """Keep what was noted in a round that has ended."""

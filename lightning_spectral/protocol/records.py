@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,7 @@ class Download:
         frozen: For each of the tensors that is frozen, a digest of its value; the device keeps the tensor for later
             rounds.
         held: Names of the frozen tensors that the client has from an earlier round and that are not sent. Within a
-            process they are nevertheless among the tensors; pickling leaves them out.
+            process they are nevertheless among the tensors; `encode` leaves them out.
     """
 
     unit: WorkUnit
@@ -69,6 +69,10 @@ class Download:
     def frozen_bytes(self) -> int:
         """Size of the frozen tensors among them, which are sent only once, in bytes."""
         return num_bytes({name: tensor for name, tensor in self.travelling.items() if name in self.frozen})
+
+    def with_everything(self) -> Download:
+        """The same download, with the frozen tensors that the client was believed to have."""
+        return replace(self, held=frozenset())
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that is sent to another process."""
@@ -130,6 +134,8 @@ class Upload:
         untrained_rows: Rows of tensors, by name, that the client's loss does not reach: indices along the first
             dimension.
         discarded: Names of parameters that the user's code changed and no optimizer steps, so that the change is lost.
+        missing: Names of the frozen tensors that were not sent because the device had them once, and which it has lost.
+            It does not train then; the server sends it the download again, with everything.
     """
 
     unit: WorkUnit
@@ -143,6 +149,7 @@ class Upload:
     unreached: tuple[str, ...] | None = None
     untrained_rows: Tensors = field(default_factory=dict)
     discarded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -170,7 +177,7 @@ class ClientOutcome:
         num_examples: Number of its training examples.
         num_steps: Local optimizer steps taken.
         loss: Mean training loss per example over its local epochs; NaN if it took no step.
-        downlink_bytes: Bytes sent to it.
+        downlink_bytes: Bytes sent to it, in one download or two.
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
@@ -180,6 +187,7 @@ class ClientOutcome:
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
         discarded: Names of parameters whose change on the device is lost; found only in the first rounds.
+        missing: Names of the frozen tensors that its device had lost, so that it was sent its download twice.
     """
 
     round_idx: int
@@ -198,6 +206,7 @@ class ClientOutcome:
     unreached: tuple[str, ...] | None = None
     seconds: float = field(default=math.nan, compare=False)
     discarded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def client_id(self) -> int:

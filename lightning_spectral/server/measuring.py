@@ -8,6 +8,7 @@ from lightning_spectral.errors import ClientError
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.resending import downloads_sent, uploads_of
 from lightning_spectral.server.round import OpenRound, client_error
 
 NUMBER = 4  # bytes of the one number that a client uploads
@@ -47,7 +48,7 @@ def measure_figures(
 
     gathered = processes.gather_results(measure, ClientError)
     by_client = {outcome.client_id: outcome for part in gathered for outcome in part}
-    engine.run.frozen_base.note(outcome.unit for outcome in by_client.values() if outcome.reported_back)
+    engine.run.frozen_base.note_outcomes(by_client.values())
     return [by_client[unit.client_id] for unit in units]
 
 
@@ -59,7 +60,7 @@ def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOu
             sent[unit.key] = opened.send(unit)
             yield sent[unit.key][0]
 
-    for upload in opened.executor.run(downloads()):
+    for upload in uploads_of(opened.executor, downloads()):
         unit = upload.unit
         if upload.failure is not None and opened.run.faults.ends_run("error"):
             raise client_error(opened.round_idx, unit, "measuring", upload.failure.message) from upload.failure.cause
@@ -67,6 +68,7 @@ def _measured(opened: OpenRound, units: Sequence[WorkUnit]) -> Iterator[ClientOu
 
 
 def _outcome(opened: OpenRound, upload: Upload, download: Download, receipt: Receipt) -> ClientOutcome:
+    sent = downloads_sent(download, upload)
     return ClientOutcome(
         round_idx=opened.round_idx,
         unit=upload.unit,
@@ -74,9 +76,10 @@ def _outcome(opened: OpenRound, upload: Upload, download: Download, receipt: Rec
         num_examples=opened.num_examples[upload.unit.key],
         num_steps=upload.num_steps,
         loss=upload.loss,
-        downlink_bytes=download.num_bytes,
-        frozen_bytes=download.frozen_bytes,
+        downlink_bytes=sum(one.num_bytes for one in sent),
+        frozen_bytes=sum(one.frozen_bytes for one in sent),
         uplink_bytes=NUMBER,
         left_out="error" if upload.failure is not None else None,
         update_norm=opened.update_norm(download, upload),
+        missing=upload.missing,
     )

@@ -97,7 +97,7 @@ class OpenRound:
             options=self._options,
             seed=run.seed,
             frozen={name: value for name, value in base.digests.items() if name in download.tensors},
-            held=base.held_by(unit) & download.tensors.keys(),
+            held=base.held_by(unit).intersection(download.tensors),
         )
         return common, receipt
 
@@ -187,7 +187,7 @@ class OpenRound:
         if run.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
         run.store.commit()
-        run.frozen_base.note(outcome.unit for outcome in outcomes if outcome.reported_back)
+        run.frozen_base.note_outcomes(outcomes)
         run.frozen_base.commit()
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.resending import uploads_of
 from lightning_spectral.server.round import OpenRound, client_error
 from lightning_spectral.server.turn import Turn
 
@@ -44,7 +45,7 @@ class _Share:
             self._receive(upload)
 
     def _uploads(self, units: Iterable[WorkUnit]) -> Iterator[Upload]:
-        yield from self.opened.executor.run(self._downloads(units))
+        yield from uploads_of(self.opened.executor, self._downloads(units))
 
     def _downloads(self, units: Iterable[WorkUnit]) -> Iterator[Download]:
         """Send each client its download; one that will not report back has its whole turn here."""

@@ -11,6 +11,7 @@ from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights
+from lightning_spectral.server.resending import downloads_sent
 from lightning_spectral.server.round import OpenRound, address, client_error, named
 from lightning_spectral.sums.magnitudes import can_be_summed
 
@@ -106,6 +107,7 @@ class Turn:
         return None, ""
 
     def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
+        sent = downloads_sent(self.download, upload)
         return ClientOutcome(
             round_idx=self.round_idx,
             unit=self.unit,
@@ -113,8 +115,8 @@ class Turn:
             num_examples=self.num_examples,
             num_steps=upload.num_steps,
             loss=upload.loss,
-            downlink_bytes=0 if self.download is None else self.download.num_bytes,
-            frozen_bytes=0 if self.download is None else self.download.frozen_bytes,
+            downlink_bytes=sum(download.num_bytes for download in sent),
+            frozen_bytes=sum(download.frozen_bytes for download in sent),
             uplink_bytes=upload.num_bytes,
             left_out=left_out,
             logged=upload.logged if left_out is None else {},
@@ -122,6 +124,7 @@ class Turn:
             update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
             unreached=upload.unreached,
             discarded=upload.discarded,
+            missing=upload.missing,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 

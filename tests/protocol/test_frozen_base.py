@@ -1,6 +1,7 @@
 """A frozen base travels to a client once, by the ledger and by what is pickled; every kind of run keeps its bits."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.client.kept_tensors import KeptTensors
+from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.frozen_base import FrozenBase, frozen_parameters
-from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.records import ClientOutcome, Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 
+Travel = Callable[[Download], Download]
 BASE = 4 * (6 * 12 + 12)
 
 
@@ -159,29 +162,56 @@ def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_noth
     assert "federation_frozen" not in torch.load(tmp_path / "all.ckpt", weights_only=False)
 
 
-def download(net: nn.Linear, held: frozenset[str] = frozenset()) -> Download:
-    """The download of a layer whose weight is frozen, pickled and unpickled."""
+def pickled(sent: Download) -> Download:
+    received: Download = pickle.loads(pickle.dumps(sent))
+    return received
+
+
+def coded(sent: Download) -> Download:
+    return decode(encode(sent), Download)
+
+
+def download(net: nn.Linear, travel: Travel, held: frozenset[str] = frozenset()) -> Download:
+    """The download of a layer whose weight is frozen, after it has travelled."""
     base = FrozenBase()
     base.refresh(frozen_parameters(net))
     tensors = {name: parameter.detach() for name, parameter in net.named_parameters()}
     sent = Download(WorkUnit(0), 1.0, tensors, frozen=base.digests, held=held)
-    received: Download = pickle.loads(pickle.dumps(sent))
+    received = travel(sent)
     assert received.num_bytes == sent.num_bytes
     return received
 
 
-def test_a_device_completes_what_came_without_the_base() -> None:
+@pytest.mark.parametrize("travel", [coded, pickled])
+def test_a_device_completes_what_came_without_the_base(travel: Travel) -> None:
     net, kept, held = nn.Linear(3, 2), KeptTensors(), frozenset({"weight"})
     net.weight.requires_grad_(False)
-    first = kept.complete(download(net))
-    later = download(net, held)
+    first = kept.complete(download(net, travel))
+    later = download(net, travel, held)
     assert (first.num_bytes, first.frozen_bytes) == (4 * 8, 4 * 6)
     assert (later.num_bytes, later.frozen_bytes, set(later.tensors)) == (4 * 2, 0, {"bias"})
+    assert kept.missing(later) == ()
     assert torch.equal(kept.complete(later).tensors["weight"], net.weight)
+    assert KeptTensors().missing(later) == ("weight",)
     net.weight.data.add_(1.0)
-    for device in (kept, KeptTensors()):
-        with pytest.raises(LookupError, match="weight came with an earlier download of this client"):
-            device.complete(download(net, held))
+    assert kept.missing(download(net, travel, held)) == ("weight",)  # it has another value
+    assert torch.equal(kept.complete(download(net, travel)).tensors["weight"], net.weight)
+    assert kept.missing(download(net, travel, held)) == ()
+
+
+def outcome(client_id: int, **more: Any) -> ClientOutcome:
+    return ClientOutcome(0, WorkUnit(client_id), 1.0, 10, 1, 0.5, 8, 8, **more)
+
+
+def test_a_client_whose_device_lost_something_is_sent_everything_until_its_next_update() -> None:
+    base, names = FrozenBase(), ("bias",)
+    base.refresh(frozen_parameters(nn.Linear(3, 2).requires_grad_(False)))
+    base.note(map(WorkUnit, range(4)))
+    base.commit()
+    lost_and_failed = outcome(1, missing=names, left_out="error")
+    base.note_outcomes([outcome(0, missing=names), lost_and_failed, outcome(2, left_out="error"), outcome(3)])
+    base.commit()
+    assert [len(base.held_by(unit)) for unit in map(WorkUnit, range(4))] == [2, 0, 2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])

@@ -1,4 +1,7 @@
-"""The device half in another process, against the sequential executor: the same bits, ledger and logged values."""
+"""Two executors against the sequential one: a device in another process, and one over a bad line.
+
+The bits, the ledger and what is logged must be the same.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +23,13 @@ from other_process import (
     toy_data,
 )
 from toy_models import LitMLP, LitSmall
+from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
 from lightning_spectral.client.local_optimizer import recipe_of
+from lightning_spectral.protocol.codec import decode
 from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.run import Run
 
 PLAN = ls.width_plan(LitMLP(), torch.zeros(2, 6))
@@ -57,14 +62,27 @@ class Elsewhere(ls.FederatedModule):
 
     worker: Worker
     executor: OtherProcess
+    keeps = True
 
     def make_executor(self, run: Run) -> Executor:
         recipes = [recipe_of(template, self.module) for template in self.templates()]
         trainer, self.module.trainer = self.module._trainer, None
         side = run.half.device_half
         data = sorted_data_of_clients if self.local_hooks else data_of_clients
-        self.executor = OtherProcess(self.worker, side, self.module, recipes, data, self.local_hooks)
+        self.executor = OtherProcess(self.worker, side, self.module, recipes, data, self.local_hooks, self.keeps)
         self.module.trainer = trainer
+        return self.executor
+
+
+class OverABadLine(ls.FederatedModule):
+    """A federation whose uploads are shuffled and sometimes lost."""
+
+    executor: Unreliable
+
+    def make_executor(self, run: Run) -> Executor:
+        in_order = super().make_executor(run)
+        assert isinstance(in_order, SequentialExecutor)
+        self.executor = Unreliable(in_order.device)
         return self.executor
 
 
@@ -106,15 +124,17 @@ def fit_as(fit: Fit, worker: Worker) -> FitAs:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_device_in_another_process_gives_the_same_bits(name: str, fit_as: FitAs) -> None:
+def test_other_executors_give_the_same_bits(name: str, fit_as: FitAs) -> None:
     lit = {"SCAFFOLD": LitPlain, "averages of each width": LitSmall}.get(name, LitMLP)
-    ours = fit_as(Elsewhere, ALGORITHMS[name], lit)
     theirs = fit_as(ls.FederatedModule, ALGORITHMS[name], lit)
-    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
-    assert ours.ledger.rows == theirs.ledger.rows
-    assert all(row["train_loss"] > 0 and row["train_acc"] > 0 for row in ours.rows)
-    assert ours.rows == theirs.rows
-    assert ours.logged == theirs.logged
+    assert all(row["train_loss"] > 0 and row["train_acc"] > 0 for row in theirs.rows)
+    elsewhere, over_a_bad_line = (fit_as(federated, ALGORITHMS[name], lit) for federated in (Elsewhere, OverABadLine))
+    for ours in elsewhere, over_a_bad_line:
+        assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+        assert ours.ledger.rows == theirs.ledger.rows
+        assert ours.rows == theirs.rows
+        assert ours.logged == theirs.logged
+    assert over_a_bad_line.model.executor.num_lost == 3 * 4 // 3 - 1  # of 15 uploads, 12 of which arrived
 
 
 class WritesFrozenWeight(pl.Callback):
@@ -150,8 +170,33 @@ def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, f
 
 def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:
     executor = fit_as(Elsewhere, ls.FedAvg()).model.executor
-    assert executor.sent == {Download}
-    assert executor.received == {Upload}
+    sent = [decode(data, Download) for data in executor.sent]
+    assert [download.unit for download in sent] == [decode(data, Upload).unit for data in executor.received]
+    assert [download.round_idx for download in sent] == 4 * [0] + 4 * [1] + 4 * [2]
+
+
+class Forgetting(Elsewhere):
+    """Every client has a device that has just been switched on."""
+
+    keeps = False
+
+
+@pytest.mark.filterwarnings("ignore:.*without an optimizer")  # what clients write is meant to be lost
+def test_a_device_that_lost_the_frozen_base_is_sent_it_again(fit_as: FitAs) -> None:
+    ours, theirs = (
+        fit_as(federated, ALGORITHMS["spectral"], LitFrozen) for federated in (Forgetting, ls.FederatedModule)
+    )
+    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.rows[0] == theirs.rows[0]  # all without the base
+    base, again = 4 * (6 * 12 + 12), 0
+    for row, expected in zip(ours.ledger.rows, theirs.ledger.rows, strict=True):
+        if not expected.frozen_bytes:  # the download came twice, the second time with the base
+            twice = 2 * expected.downlink_bytes + base
+            expected = expected._replace(downlink_bytes=twice, frozen_bytes=base)
+            again += 1
+        assert row == expected
+    assert again > 0
+    assert len(ours.model.executor.sent) == len(ours.ledger.rows) + again
 
 
 def test_a_failure_in_another_process_has_its_address(fit_as: FitAs) -> None:

@@ -42,8 +42,8 @@ class Round(ABC):
             NotImplementedError: By default. An algorithm that does not define it trains in a single process.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} runs in one process; define the property `sums`, the `MeanChange` and "
-            "`MeanTermChange` objects of the round, to let several processes add them up."
+            f"{type(self).__name__} runs in one process; define the property `sums`, the `MeanChange` objects of the "
+            "round, to let several processes add them up."
         )
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class ChangeBlocks:
 
     Args:
         before: The tensors before training, read again for every client.
-        kinds: A number for each name; tensors with different numbers never share a block.
+        kinds: A key for each name; tensors with different keys never share a block.
 
     Attributes:
         ranges: For each name, its part of the flat vector.
@@ -62,30 +63,35 @@ class ChangeBlocks:
         [[-1.0, -1.0, 1.0]]
     """
 
-    def __init__(self, before: Tensors, kinds: Mapping[str, float]) -> None:
+    def __init__(self, before: Tensors, kinds: Mapping[str, Hashable]) -> None:
         self.ranges: dict[str, slice] = {}
         self.size = 0
         self._before = dict(before)
-        groups: list[list[Piece]] = []
-        for kind in sorted(set(kinds.values())):
-            groups += _group([piece for name in before if kinds[name] == kind for piece in self._append(name)])
-        device = next((tensor.device for tensor in before.values()), None)
-        longest = max((group[-1].stop - group[0].start for group in groups), default=0)
-        scratch = torch.empty(longest, dtype=torch.float64, device=device)
-        self._blocks = [_block(group, scratch) for group in groups]
+        self._groups: list[list[Piece]] = []
+        for kind in dict.fromkeys(kinds.values()):
+            self._groups += _group([piece for name in before if kinds[name] == kind for piece in self._append(name)])
 
     def changes(self, after: Tensors, in_float64: Collection[str] = ()) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block with ``after - before``, as a float64 vector that the next block overwrites.
 
         Args:
-            after: The tensors after training.
+            after: The tensors after training; of each kind either all or none.
             in_float64: Names whose change is formed in float64, not in the tensors' own type.
         """
-        cut = {name: split(tensor, like=self._before[name]) for name, tensor in after.items() if name in self.ranges}
-        for block in self._blocks:
-            pairs = [(cut[piece.name][piece.idx], piece.before, piece.name in in_float64) for piece in block.pieces]
-            put_differences(pairs, block.runs)
-            yield block, block.change
+        cut = {name: split(tensor, like=self._before[name]) for name, tensor in after.items()}
+        for block in self._blocks if cut else ():
+            if block.pieces[0].name in cut:
+                pairs = [(cut[piece.name][piece.idx], piece.before, piece.name in in_float64) for piece in block.pieces]
+                put_differences(pairs, block.runs)
+                yield block, block.change
+
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        """The blocks with their shared buffer, which is not needed where clients only ever send parts."""
+        device = next((tensor.device for tensor in self._before.values()), None)
+        longest = max((group[-1].stop - group[0].start for group in self._groups), default=0)
+        scratch = torch.empty(longest, dtype=torch.float64, device=device)
+        return [_block(group, scratch) for group in self._groups]
 
     def _append(self, name: str) -> Iterator[Piece]:
         start = self.size

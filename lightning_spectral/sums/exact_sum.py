@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from lightning_spectral.sums.weights import ONE
 FINE = 2.0**50  # fine steps in one unit
 COARSE = 2.0**39  # fine steps in one coarse step
 NARROW = 4.0  # units up to which a change has no coarse part
-
-Number = TypeVar("Number", float, Tensor)
 
 
 class ExactSum:
@@ -70,7 +67,7 @@ class ExactSum:
         """Whether the change may be too large for the tensor's own type, as is possible in half precision."""
         return dtype.is_floating_point and self._before + after > torch.finfo(dtype).max
 
-    def factor(self, weight: Number) -> Number:
+    def factor(self, weight: float) -> float:
         """The exact factor from changes to weighted changes in fine steps, for a weight in steps."""
         return weight * (FINE / ONE / self.unit)
 

@@ -45,16 +45,6 @@ class RunningMean(Protocol):
         """All other sums, float64; every process has them."""
 
 
-def merge(mine: RunningMean, theirs: RunningMean) -> None:
-    """Add a running mean over the same tensors to another."""
-    mine.weights.count(theirs.weights.sum, theirs.weights.num_terms)
-    for total, other in zip(mine.totals, theirs.totals, strict=True):
-        total.add_(other)
-    for exact, other_exact in zip(mine.sums, theirs.sums, strict=True):
-        if other_exact.coarse is not None:
-            exact.widen().add_(other_exact.coarse)
-
-
 def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
     """Give every process the sums over all processes.
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from aggregations import AGGREGATIONS
+from peers import merge
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -16,7 +17,6 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums.magnitudes import largest_magnitudes
-from lightning_spectral.sums.running_mean import merge
 
 C_OUT, C_IN, R, SCALE = 9, 7, 4, 1.5
 WEIGHTS = {0: 3.0, 1: 1.0, 2: 2.0, 3: 2.0}  # number of examples of each client

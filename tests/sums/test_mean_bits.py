@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import pytest
 import torch
+from peers import merge
 from torch import Tensor
 
 from lightning_spectral.sums import MeanBits
-from lightning_spectral.sums.running_mean import merge
 from lightning_spectral.sums.weights import MOST_TERMS
 
 N = 37

@@ -2,25 +2,21 @@
 
 import itertools
 import math
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import TypeVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peers import in_processes, merge
 from torch import Tensor
 
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums import MeanChange, MeanTermChange, RunningMean, add_up
-from lightning_spectral.sums.magnitudes import LARGEST, largest_magnitudes
+from lightning_spectral.sums import MeanChange
+from lightning_spectral.sums.magnitudes import LARGEST
 from lightning_spectral.sums.weights import MOST_TERMS
 
-T = TypeVar("T")
 Client = tuple[dict[str, Tensor], float]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -143,7 +139,7 @@ def test_bits_depend_neither_on_order_nor_on_grouping(
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     cut = random.randint(0, len(clients))  # type: ignore[attr-defined]
     left, right = (mean_of(before, part, total, absolute) for part in (shuffled[:cut], shuffled[cut:]))
-    left.merge(right)
+    merge(left, right)
     assert bits(left) == expected
 
 
@@ -178,39 +174,6 @@ def test_bits_are_the_same_in_every_order_where_those_of_plain_sums_are_not() ->
         exact.append(bits(mean_of(before, list(order), 20.0)))
     assert all(found == exact[0] for found in exact)
     assert not all(torch.equal(total, plain[0]) for total in plain)  # or the test would show nothing
-
-
-class Peer:
-    """One of several processes, in a thread."""
-
-    def __init__(self, rank: int, board: list[object], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
-
-    def gather(self, value: T) -> list[T]:
-        self._board[self.rank] = value
-        self._barrier.wait()
-        said = list(self._board)
-        self._barrier.wait()
-        return said  # type: ignore[return-value]
-
-    def add_up(self, tensors: list[Tensor]) -> None:
-        said = self.gather([tensor.clone() for tensor in tensors])
-        for tensor, parts in zip(tensors, zip(*said, strict=True), strict=True):
-            tensor.copy_(sum(parts))
-
-
-def in_processes(groups: list[T], work: Callable[[T], RunningMean]) -> list[RunningMean]:
-    """Each group in its own process; afterwards every process has the sums of all."""
-    board: list[object] = [None] * len(groups)
-    barrier = threading.Barrier(len(groups), timeout=30)
-
-    def run(rank: int) -> RunningMean:
-        mean = work(groups[rank])
-        add_up(Peer(rank, board, barrier), [mean])
-        return mean
-
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(run, range(len(groups))))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +211,7 @@ def test_largest_uploads_of_the_largest_round_are_summed_exactly() -> None:
     weight = total / MOST_TERMS
     mean = mean_of(before, [(after, weight)], total)
     while mean.weights.num_terms < MOST_TERMS:
-        mean.merge(mean)  # twice as many
+        merge(mean, mean)  # twice as many
     for name, change in mean.finish():
         # all add the same: the exact sum is a multiple of one's
         once = exact_mean(before[name], [(after[name], weight)], total, absolute=True)
@@ -343,20 +306,32 @@ def term_clients(count: int, far: float = 1.0) -> tuple[Tensor, Tensor, list[Ter
     )
 
 
-def term_mean_of(
-    u: Tensor, v: Tensor, clients: list[TermClient], total: float, absolute: bool = False
-) -> MeanTermChange:
-    mean = MeanTermChange(u, v, total, absolute)
-    for client in clients:
-        mean.add(*client)
+def no_terms(u: Tensor, v: Tensor, total: float, absolute: bool = False) -> MeanChange:
+    return MeanChange({"u": u, "v": v}, total, absolute, by_index={"u": 1, "v": 0})
+
+
+def term_mean_of(u: Tensor, v: Tensor, clients: list[TermClient], total: float, absolute: bool = False) -> MeanChange:
+    mean = no_terms(u, v, total, absolute)
+    for terms, u_after, v_after, weight in clients:
+        mean.add({"u": u_after, "v": v_after}, weight, where={"u": terms, "v": terms})
     return mean
+
+
+def of_visited(mean: MeanChange) -> tuple[Tensor, Tensor, Tensor]:
+    """Visited terms, shape ``(m,)``, and the mean change of their vectors, ``(c_out, m)`` and ``(m, c_in k)``."""
+    visited = mean.visited("u")
+    assert torch.equal(visited, mean.visited("v"))
+    return visited, mean.change("u", visited), mean.change("v", visited)
 
 
 @pytest.mark.parametrize("far", [1.0, 1e6])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_each_term_is_the_weighted_mean_of_the_clients_that_held_it(far: float, absolute: bool) -> None:
     u, v, clients = term_clients(4, far)
-    visited, u_change, v_change = term_mean_of(u, v, clients, 200.0, absolute).finish()
+    mean_of_terms = term_mean_of(u, v, clients, 200.0, absolute)
+    visited, u_change, v_change = of_visited(mean_of_terms)
+    for name, change in mean_of_terms.finish():
+        assert not change.select(1 if name == "u" else 0, 6).any()
     assert set(visited.tolist()) == {term for terms, *_ in clients for term in terms.tolist()}
     assert 6 not in visited
     reported = Fraction(sum(weight for *_, weight in clients) if absolute else 1)
@@ -380,17 +355,17 @@ def test_each_term_is_the_weighted_mean_of_the_clients_that_held_it(far: float, 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_bits_of_terms_depend_neither_on_order_nor_on_processes(absolute: bool) -> None:
     u, v, clients = term_clients(5, far=1e6)
-    expected = term_mean_of(u, v, clients, 250.0, absolute).finish()
+    expected = of_visited(term_mean_of(u, v, clients, 250.0, absolute))
     for order in itertools.permutations(clients):
-        found = term_mean_of(u, v, list(order), 250.0, absolute).finish()
+        found = of_visited(term_mean_of(u, v, list(order), 250.0, absolute))
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     groups = [clients[3:], [], clients[:3]]
     for mean in in_processes(groups, lambda group: term_mean_of(u, v, group, 250.0, absolute)):
-        assert isinstance(mean, MeanTermChange)
-        assert all(torch.equal(mine, other) for mine, other in zip(mean.finish(), expected, strict=True))
+        assert isinstance(mean, MeanChange)
+        assert all(torch.equal(mine, other) for mine, other in zip(of_visited(mean), expected, strict=True))
     left, right = (term_mean_of(u, v, group, 250.0, absolute) for group in (clients[:2], clients[2:]))
-    left.merge(right)
-    assert all(torch.equal(mine, other) for mine, other in zip(left.finish(), expected, strict=True))
+    merge(left, right)
+    assert all(torch.equal(mine, other) for mine, other in zip(of_visited(left), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -400,7 +375,8 @@ def test_large_factors_come_in_blocks_and_sum_like_dense_tensors(dtype: torch.dt
     u, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((700, 300), (300, 500)))
     u_after, v_after = (torch.randn(tensor.T.shape, generator=generator).to(dtype).T * 3 for tensor in (u, v))
     order = torch.randperm(300, generator=generator)
-    visited, *changes = term_mean_of(u, v, [(order, u_after[:, order], v_after[order], 7.0)], 7.0).finish()
+    mean = term_mean_of(u, v, [(order, u_after[:, order], v_after[order], 7.0)], 7.0)
+    visited, *changes = of_visited(mean)
     dense = mean_of({"u": u, "v": v}, [({"u": u_after, "v": v_after}, 7.0)], 7.0)
     assert torch.equal(visited, torch.arange(300))
     assert all(torch.equal(mine, other) for mine, (_, other) in zip(changes, dense.finish(), strict=True))
@@ -408,19 +384,61 @@ def test_large_factors_come_in_blocks_and_sum_like_dense_tensors(dtype: torch.dt
 
 def test_a_client_without_terms_or_weight_visits_nothing() -> None:
     u, v = torch.randn(5, 7), torch.randn(7, 4)
-    mean = MeanTermChange(u, v, 3.0)
-    mean.add(torch.tensor([], dtype=torch.long), torch.zeros(5, 0), torch.zeros(0, 4), 3.0)
-    mean.add(torch.tensor([2]), u[:, [2]] + 1, v[[2]] + 1, 0.0)
-    visited, u_change, v_change = mean.finish()
+    none = torch.tensor([], dtype=torch.long), torch.zeros(5, 0), torch.zeros(0, 4), 3.0
+    weightless = torch.tensor([2]), u[:, [2]] + 1, v[[2]] + 1, 0.0
+    mean = term_mean_of(u, v, [none, weightless], 3.0)
+    visited, u_change, v_change = of_visited(mean)
     assert [tuple(tensor.shape) for tensor in (visited, u_change, v_change)] == [(0,), (5, 0), (0, 4)]
 
 
 def test_terms_that_cannot_be_summed_are_refused_and_leave_no_trace() -> None:
     u, v, clients = term_clients(1)
     terms, u_after, v_after, weight = clients[0]
-    mean = MeanTermChange(u, v, weight)
+    mean = no_terms(u, v, weight)
     v_after[1, 1] = math.nan
     with pytest.raises(OverflowError, match="'v' has nan after local training"):
-        mean.add(terms, u_after, v_after, weight, tuple(largest_magnitudes({"u": u_after, "v": v_after}).values()))
+        mean.add({"u": u_after, "v": v_after}, weight, where={"u": terms, "v": terms})
     assert not any(bool(total.any()) for total in mean.totals)
     assert mean.weights.num_terms == 0
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("far", [1.0, 1e6])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_single_entries_are_the_means_of_their_holders(absolute: bool, far: float, transposed: bool) -> None:
+    """Each entry is a mean of its own: that of a tensor with one value which its holders trained whole."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(4, 3, generator=generator)
+    w = w.T.contiguous().T if transposed else w
+    b = torch.randn(2, generator=generator)
+    parts = [torch.randperm(11, generator=generator)[:6].view(2, 3) for _ in range(3)]
+    clients = [(far * torch.randn(2, 3, generator=generator), where, 1.0 + i) for i, where in enumerate(parts)]
+    mean = MeanChange({"w": w, "b": b}, 20.0, absolute, always_divided=["b"], by_index={"w": None, "b": None})
+    for after, where, weight in clients:
+        mean.add({"w": after, "b": b + 1}, weight, where={"w": where})
+    mean.add({"w": w + 1, "b": b + 1}, 8.0)  # holds all
+    changes = dict(mean.finish())
+    for entry, (start, change) in enumerate(zip(w.flatten(), changes["w"].flatten(), strict=True)):
+        held = [(after[where == entry], d) for after, where, d in clients if bool((where == entry).any())]
+        own: list[tuple[Tensor, float]] = [*held, ((start + 1)[None], 8.0)]
+        exact = sum(d * (after - start).double() for after, d in own) / sum(d for _, d in own)
+        # coarse and fine parts join and are divided: changes of size `far` keep 50 bits
+        assert float(change) == pytest.approx(float(exact * (14.0 if absolute else 1.0)), abs=far * 1e-13, rel=1e-14)
+    whole = mean_of({"b": b}, [({"b": b + 1}, 1.0)], 1.0)
+    assert torch.equal(changes["b"], dict(whole.finish())["b"])
+
+
+def test_a_tensor_that_all_clients_hold_whole_has_the_bits_of_one_without_index() -> None:
+    before, clients = spread_out(4)
+    indexed = MeanChange(before, 20.0, by_index={"w": 0})
+    for after, weight in clients:
+        indexed.add(after, weight)
+    assert bits(indexed) == bits(mean_of(before, clients, 20.0))
+
+
+def test_share_held_counts_slices_of_clients_with_weight() -> None:
+    mean = MeanChange({"w": torch.zeros(2, 2), "b": torch.zeros(4)}, 2.0, by_index={"w": None, "b": 0})
+    none = torch.zeros(0, dtype=torch.long)
+    mean.add({"w": torch.ones(1), "b": torch.ones(2)}, 1.0, where={"w": torch.tensor([3]), "b": torch.tensor([0, 2])})
+    mean.add({"w": torch.ones(1), "b": torch.zeros(0)}, 0.0, where={"w": torch.tensor([0]), "b": none})
+    assert mean.share_held == 3 / 8

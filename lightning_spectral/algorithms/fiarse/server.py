@@ -21,8 +21,7 @@ from lightning_spectral.protocol.exchange import (
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums import RunningMean
-from lightning_spectral.sums.entry_mean import MeanEntryChange
+from lightning_spectral.sums import MeanChange, RunningMean
 
 
 class FIARSEHalf(ServerHalf):
@@ -66,7 +65,7 @@ class FIARSERound(Round):
         self.server, self.cohort = half.server, cohort
         self.tensors = travelling_tensors(half.server)
         self.held = {keep_ratio: largest_entries(weights, keep_ratio) for keep_ratio in cohort.groups}
-        self.masked = MeanEntryChange(weights, cohort.total, cohort.absolute)
+        self.masked = MeanChange(weights, cohort.total, cohort.absolute, by_index=dict.fromkeys(weights))
         self.dense = dense_mean(half.server, before, cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
@@ -84,7 +83,7 @@ class FIARSERound(Round):
     def add(self, receipt: Receipt, upload: Upload) -> None:
         """Add the client's change to the entries that it held."""
         weight = receipt.unit.coefficient
-        self.masked.add(upload.tensors, self.held[receipt.capacity], weight, upload.largest)
+        self.masked.add(upload.tensors, weight, upload.largest, where=self.held[receipt.capacity])
         self.dense.add(upload.tensors, weight, upload.largest)
 
     @property

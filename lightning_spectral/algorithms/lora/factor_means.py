@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums import MeanChange, MeanTermChange, RunningMean
+from lightning_spectral.sums import MeanChange, RunningMean
 
 Tensors = Mapping[str, Tensor]
 
@@ -46,14 +45,15 @@ class TermMeanRound(AdapterRound):
     def __init__(self, opened: OpenAdapter, trained: Sequence[str]) -> None:
         super().__init__(opened)
         self.trained = tuple(trained)
-        self.mean = MeanTermChange(opened.B, opened.A, opened.cohort.total, opened.cohort.absolute)
+        before, cohort = {"u": opened.B, "v": opened.A}, opened.cohort
+        self.mean = MeanChange(before, cohort.total, cohort.absolute, by_index={"u": 1, "v": 0})
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         """Add the change of a client's terms; a factor that was not trained has not changed."""
         sent = {"A": self.opened.A[terms], "B": self.opened.B[:, terms]}
         b, a = ({**sent, **parts}[name] for name in ("B", "A"))
-        known = (largest["B"], largest["A"]) if len(parts) == 2 else None
-        self.mean.add(terms, b, a, unit.coefficient, known)
+        known = {"u": largest["B"], "v": largest["A"]} if len(parts) == 2 else None
+        self.mean.add({"u": b, "v": a}, unit.coefficient, known, where=dict.fromkeys("uv", terms))
 
     def means(self) -> Sequence[RunningMean]:
         """The sum over terms."""
@@ -61,11 +61,7 @@ class TermMeanRound(AdapterRound):
 
     def changes(self) -> dict[str, Tensor]:
         """Mean change of both factors, float64: zero for terms held by no client."""
-        visited, b, a = self.mean.finish()
-        changes = {"A": torch.zeros_like(self.opened.A, dtype=torch.float64)}
-        changes["B"] = torch.zeros_like(self.opened.B, dtype=torch.float64)
-        changes["A"][visited], changes["B"][:, visited] = a, b
-        return changes
+        return {"A": self.mean.change("v"), "B": self.mean.change("u")}
 
     def close(self, adapter: Adapter) -> None:
         """Set the pseudo-gradients of the factors that were trained."""

@@ -20,7 +20,7 @@ from lightning_spectral.algorithms.lora.aggregation import (
 from lightning_spectral.functional.low_rank import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums import MeanTermChange, RunningMean
+from lightning_spectral.sums import MeanChange, RunningMean
 from lightning_spectral.sums.magnitudes import largest_within
 
 Tensors = Mapping[str, Tensor]
@@ -39,13 +39,13 @@ class TruncatedRound(AdapterRound):
         places = torch.split(torch.arange(sum(ranks), device=opened.A.device), ranks)
         self.places = {unit.key: own for unit, own in zip(units, places, strict=True)}
         zero = opened.A.new_zeros(())
-        left, right = zero.expand(len(opened.B), sum(ranks)), zero.expand(sum(ranks), opened.A.shape[1])
-        self.mean = MeanTermChange(left, right, opened.cohort.total)
+        zeros = {"u": zero.expand(len(opened.B), sum(ranks)), "v": zero.expand(sum(ranks), opened.A.shape[1])}
+        self.mean = MeanChange(zeros, opened.cohort.total, by_index={"u": 1, "v": 0})
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         """Put a client's factors into its place."""
-        magnitudes = largest["B"], largest["A"]
-        self.mean.add(self.places[unit.key], parts["B"], parts["A"], unit.coefficient, magnitudes)
+        factors, known = {"u": parts["B"], "v": parts["A"]}, {"u": largest["B"], "v": largest["A"]}
+        self.mean.add(factors, unit.coefficient, known, where=dict.fromkeys("uv", self.places[unit.key]))
 
     def means(self) -> Sequence[RunningMean]:
         """The factors of all clients."""
@@ -53,8 +53,9 @@ class TruncatedRound(AdapterRound):
 
     def close(self, adapter: Adapter) -> None:
         """Set the factors of the truncated mean."""
-        weights, (held, left, right) = self.mean.weights, self.mean.finish()
-        shares = self.mean.weight[held] / max(weights.sum, 1)
+        weights, held = self.mean.weights, self.mean.visited("u")
+        left, right = (self.mean.change(name, held) for name in "uv")
+        shares = self.mean.held["u"][held] / max(weights.sum, 1)
         scale, rest = (weights.value, 1.0 - weights.value) if self.opened.cohort.absolute else (1.0, 0.0)
         own = (rest, self.opened.B, self.opened.A)  # with weight 0, its rows are where spare terms come from
         set_factors(adapter, *stacked([(scale, left * shares, right), own]))

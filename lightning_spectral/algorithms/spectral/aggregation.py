@@ -13,7 +13,7 @@ from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.algorithms.spectral.planned_module import with_absent_rows
 from lightning_spectral.functional.low_rank import weight_change
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.sums import MeanChange, MeanTermChange, RunningMean
+from lightning_spectral.sums import MeanChange, RunningMean
 from lightning_spectral.sums.magnitudes import largest_magnitudes, largest_within
 
 
@@ -90,28 +90,31 @@ class MeanOfTerms(LayerMean):
 
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
-        self._mean = MeanTermChange(u[:held_rows], v, cohort.total, cohort.absolute)
+        before = {"u": u[:held_rows], "v": v}
+        self._mean = MeanChange(before, cohort.total, cohort.absolute, by_index={"u": 1, "v": 0})
 
     @property
-    def running(self) -> MeanTermChange:
+    def running(self) -> MeanChange:
         """The sums of the vectors' changes."""
         return self._mean
 
     @property
     def visited(self) -> Tensor:
         """Terms held by clients of positive weight."""
-        return self._mean.weight > 0
+        return self._mean.held["u"] > 0
 
     def add(self, client: TrainedTerms, weight: float) -> None:
         """Add the changes of a client's vectors; multipliers are not used."""
-        self._mean.add(client.terms, client.u, client.v, weight, client.magnitudes)
+        largest = dict(zip("uv", client.magnitudes, strict=True))
+        self._mean.add({"u": client.u, "v": client.v}, weight, largest, where=dict.fromkeys("uv", client.terms))
 
     def weight_change(self) -> Tensor:
         """The change that follows from the new vectors.
 
         Rows of ``u`` that no client holds are unchanged, but are multiplied by the new ``v``.
         """
-        visited, u_change, v_change = self._mean.finish()
+        visited = self._mean.visited("u")
+        u_change, v_change = (self._mean.change(name, visited) for name in "uv")
         u_change = with_absent_rows(u_change, len(self.u))
         return weight_change(self.u[:, visited].double(), self.v[visited].double(), u_change, v_change)
 

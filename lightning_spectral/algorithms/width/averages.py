@@ -118,7 +118,7 @@ def arrange(
         widths: The widths that have averages of their own on the server; those of wider clients are in its module.
 
     Returns:
-        Tensors, positions and largest magnitudes for `MeanEntryChange.add`.
+        Tensors, positions and largest magnitudes for `MeanChange.add`.
     """
     tensors, places, largest = dict(upload.tensors), dict(positions), dict(upload.largest)
     like = next(iter(upload.tensors.values()))

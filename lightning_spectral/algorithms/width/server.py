@@ -21,7 +21,7 @@ from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 from lightning_spectral.sums import RunningMean
-from lightning_spectral.sums.entry_mean import MeanEntryChange, without_rows
+from lightning_spectral.sums.mean_change import MeanChange, without_rows
 
 Tensors = Mapping[str, Tensor]
 
@@ -123,7 +123,9 @@ class WidthRound(Round):
         self.averages: Mapping[float, Tensors] = {} if half.state is None else half.state.widths
         averaged, own = half.averaged(), by_width(self.averages)
         buffers = {name for name, _ in half.server.named_buffers() if name in averaged} | own.keys()
-        self.mean = MeanEntryChange({**averaged, **own}, cohort.total, cohort.absolute, always_divided=buffers)
+        before = {**averaged, **own}
+        by_index = dict.fromkeys(before)
+        self.mean = MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers, by_index=by_index)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Choose the unit's channels of each group, and send the part of every tensor that belongs to them."""
@@ -159,7 +161,7 @@ class WidthRound(Round):
             tensors, positions, largest = held
         if upload.untrained_rows:
             tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
-        self.mean.add(tensors, positions, receipt.unit.coefficient, largest)
+        self.mean.add(tensors, receipt.unit.coefficient, largest, where=positions)
 
     @property
     def sums(self) -> Sequence[RunningMean]:

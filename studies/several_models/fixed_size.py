@@ -28,12 +28,21 @@ from tasks import LOCAL_EPOCHS
 from torch import Tensor
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import DenseRound
 from lightning_spectral.functional import assignment_probs
 
 ROUNDS = (1, 10, 30, 60)
 PAGE = Path("docs/several_models_fixed_size.md")
 DESIGN = ls.ConditionalPoisson()
 HEAD = ["round", "probabilities", "independent draws", "fixed size"]
+
+
+class RecordingRound(DenseRound):
+    def add(self, receipt: Any, upload: Any) -> None:
+        changes = [(after - self.tensors[name]).flatten() for name, after in upload.tensors.items()]
+        algorithm: Any = self.half.algorithm
+        algorithm.updates[receipt.unit.client_id] = torch.cat(changes).double()
+        super().add(receipt, upload)
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,8 @@ class Recording(ls.FedAvg):
         updates: The flattened updates, by client.
     """
 
+    round = RecordingRound
     updates: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    def add(self, opened: Any, receipt: Any, upload: Any) -> None:
-        changes = [(after - opened.tensors[name]).flatten() for name, after in upload.tensors.items()]
-        self.updates[receipt.unit.client_id] = torch.cat(changes).double()
-        super().add(opened, receipt, upload)
 
 
 class KeepGrams(pl.Callback):

@@ -23,11 +23,11 @@ pytestmark = [
 ]
 PER_ROUND: dict[str, tuple[Any, int]] = {
     "FedAvg": (ls.FedAvg(), 20),
-    "SpectralSharding": (ls.SpectralSharding(keep_ratio=0.5), 41),
-    "Zampling": (ls.Zampling(compression=2, degree=3), 55),
+    "SpectralSharding": (ls.SpectralSharding(keep_ratio=0.5), 40),
+    "Zampling": (ls.Zampling(compression=2, degree=3), 50),
     "WidthSharding": (ls.WidthSharding(), 106),
-    "FIARSE": (ls.FIARSE(keep_ratio=0.5), 50),
-    "LoRA": (ls.LoRA(2, train=["net.1.*"]), 42),
+    "FIARSE": (ls.FIARSE(keep_ratio=0.5), 48),
+    "LoRA": (ls.LoRA(2, train=["net.1.*"]), 35),
     "Scaffold": (ls.Scaffold(), 88),
     "StaleUpdates": (ls.StaleUpdates(), 87),
 }

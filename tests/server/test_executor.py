@@ -12,6 +12,7 @@ from federation import Fit, same_state, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import DenseRound
 from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
@@ -198,10 +199,13 @@ def test_downloads_are_drawn_as_the_executor_takes_them(lit_mlp: Any, uneven: An
     drawn: list[int] = []
     trained: list[int] = []
 
-    class Drawing(ls.FedAvg):
-        def send(self, opened: Any, unit: WorkUnit) -> Any:
+    class DrawingRound(DenseRound):
+        def send(self, unit: WorkUnit) -> Any:
             drawn.append(unit.client_id)
-            return super().send(opened, unit)
+            return super().send(unit)
+
+    class Drawing(ls.FedAvg):
+        round = DrawingRound
 
     class Watched(SequentialExecutor):
         def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:

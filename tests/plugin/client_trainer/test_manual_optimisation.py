@@ -128,7 +128,8 @@ def test_a_gan_of_one_client_is_a_loop_written_out(data: Any, toy: Any, fit: Fit
 def test_a_gan_of_sub_models_trains_both_networks(data: Any, fit: Fit) -> None:
     data.val = None
     module = LitGAN()
-    UNCLIPPED.initialize(module, Alone())
+    half: Any = UNCLIPPED.bind(module)
+    half.initialize(Alone())
     start = copy.deepcopy(module)
     history = fit(module, data, max_epochs=3, algorithm=UNCLIPPED).history
     for name, value in module.named_parameters():

@@ -47,5 +47,6 @@ def test_disagreement_decays_as_in_a_population_of_clients(clients: int, server_
         bits = torch.rand(clients, len(p), dtype=torch.float64, generator=generator) < p
         p += server_lr * (bits.double().mean(0) - p)
     # values lie in [0, 1/2], so a mean of 40,000 has a standard deviation of at most 1/4 / 200
-    error = float((2 * p * (1 - p)).mean()) - 0.5 * (1 - server_lr**2 / clients) ** 20
-    assert abs(error) < 5 * 0.25 / math.sqrt(40_000)
+    found, bound = float((2 * p * (1 - p)).mean()), 5 * 0.25 / math.sqrt(40_000)
+    assert abs(found - 0.5 * (1 - server_lr**2 / clients) ** 20) < bound
+    assert abs(found - 0.5 * (1 - server_lr**2 / (clients + 2)) ** 20) > bound  # of a larger population

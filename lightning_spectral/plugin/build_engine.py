@@ -33,6 +33,7 @@ from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.gradient_hooks import check_functions
 from lightning_spectral.protocol.records import Options
+from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults
@@ -70,9 +71,8 @@ class Owner(Trained, Protocol):
     def absolute(self) -> bool:
         """Whether coefficients of units are used as they are."""
 
-    @property
-    def total_examples(self) -> int:
-        """Number of training examples of all clients that can train this model."""
+    def clients(self, algorithm: Algorithm) -> ClientDirectory:
+        """What is known of its clients, with the capacities that an algorithm gives them."""
 
     @property
     def figure(self) -> Figure:
@@ -126,12 +126,10 @@ def build_engine(
     run = Run(
         algorithm,
         half,
-        algorithm.keep_ratios(owner.data.num_clients, owner.seed),
+        owner.clients(algorithm),
         seed=owner.seed,
         local_epochs=owner.local_epochs,
         absolute=owner.absolute,
-        num_examples=owner.total_examples,
-        examples_per_epoch=owner.data.examples_per_epoch,
         model=owner.name,
         figure=owner.figure,
         options=partial(_options, owner),

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import cast
 
 import lightning.pytorch as pl
+from torch import Tensor
 
+from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.data import FederatedDataModule
@@ -19,6 +21,7 @@ from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
+from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.measuring import measure_figures
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Figure
@@ -62,12 +65,15 @@ class CohortHooks(pl.LightningModule):
         """Whether coefficients are used as they are, which holds for those of an unbiased sampler."""
         return isinstance(self.participation, Sampler) and not self.participation.normalize
 
-    def examples_of(self, member: Member) -> int:
-        """Number of training examples for one model, of all clients that can train it."""
-        if self._sampled is None:
-            return int(member.data.partition.sizes.sum())
-        population, index = self._sampled.population, list(self.members).index(member.name)
-        return int(population.num_examples[:, index][population.trainable[:, index]].sum())
+    def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
+        """What is known of one model's clients, with the capacities that an algorithm gives them."""
+        data = self.data_of(name)
+        capacities = algorithm.keep_ratios(data.num_clients, self.members[name].seed)
+        return data.client_directory(capacities, self.available_for(name))
+
+    def available_for(self, name: str) -> Tensor | None:
+        """Whether each client can train a model, if it has examples of it; ``None`` if all can."""
+        return None
 
     @property
     def sampler_figure(self) -> Figure:
@@ -124,15 +130,17 @@ class CohortHooks(pl.LightningModule):
         (member,) = self.members.values()
         generator = derived_generator(self.seed, "participation", round_idx)
         participation = cast(UniformParticipation, self.participation)
-        ids = participation.cohort(member.data.num_clients, generator).tolist()
-        sizes = member.data.partition.sizes_of(ids)
-        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, sizes, strict=True)]
+        clients = member.engine.run.clients
+        ids = participation.cohort(clients.num_clients, generator).tolist()
+        return [
+            WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, clients.sizes_of(ids), strict=True)
+        ]
 
     def _measure(self, sampled: SampledCohorts, round_idx: int) -> None:
         """Measure the figures that the sampler is based on, for those clients that are due to be measured."""
         for index, member in enumerate(self.members.values()):
             if units := sampled.due(round_idx, index):
-                outcomes = measure_figures(member.engine, round_idx, units, member.num_examples(units))
+                outcomes = measure_figures(member.engine, round_idx, units)
                 sampled.note_measured(index, outcomes)
 
     def note_round(self, index: int, summary: RoundSummary) -> RoundSummary:
@@ -153,7 +161,6 @@ class CohortHooks(pl.LightningModule):
     def _work(self, unit: WorkUnit) -> float:
         """Predicted time of a unit's turn; with several models, it takes their sizes into account."""
         member = self.by_key[unit.model]
-        (num_examples,) = member.num_examples([unit])
-        num_examples = member.data.examples_per_epoch(num_examples)
-        work = scheduling.predicted_work(num_examples, member.engine.run.keep_ratio_of(unit))
+        clients = member.engine.run.clients
+        work = scheduling.predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
         return work if len(self.members) == 1 else work * sum(p.numel() for p in member.module.parameters())

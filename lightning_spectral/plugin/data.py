@@ -35,8 +35,10 @@ from lightning_spectral.plugin.data_checks import (
 )
 from lightning_spectral.plugin.fixed_arguments import FixedArguments
 from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
+from lightning_spectral.server.client_directory import ClientDirectory
 
 # `Dataset` without a type argument, because jsonargparse builds no subclasses of a class with one
 EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
@@ -174,6 +176,15 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Stop the worker processes."""
         self._source.close()
+
+    def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
+        """What the server knows of the clients.
+
+        Args:
+            capacities: Keep ratio of each client.
+            available: Whether each client can train the model, bool, shape ``(num_clients,)``; ``None`` if all can.
+        """
+        return ClientDirectory(self.partition.sizes, capacities, available, self.examples_per_epoch)
 
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""

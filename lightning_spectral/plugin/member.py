@@ -43,6 +43,7 @@ from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import suspecting_weights
+from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
@@ -105,10 +106,9 @@ class Member(ServerHooks, Trained):
         """Whether coefficients of units are used as they are, rather than divided by their sum."""
         return bool(self._federation.coefficients_are_absolute)
 
-    @property
-    def total_examples(self) -> int:
-        """Number of training examples of all clients that can train this model."""
-        return int(self._federation.examples_of(self))
+    def clients(self, algorithm: Algorithm) -> ClientDirectory:
+        """What is known of its clients, with the capacities that an algorithm gives them."""
+        return cast(ClientDirectory, self._federation.clients_of(self.name, algorithm))
 
     @property
     def figure(self) -> Figure:
@@ -205,16 +205,11 @@ class Member(ServerHooks, Trained):
         for line in done.splitlines():
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
-    def num_examples(self, units: Sequence[WorkUnit]) -> list[int]:
-        """Number of training examples of each unit's client."""
-        return self.data.partition.sizes_of([unit.client_id for unit in units])
-
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""
         for template in self.templates():  # again, because hooks can replace layers
             check_still_own(template, self.module)
-        sizes = self.num_examples(units)
-        opened = self.engine.open_round(round_idx, dict(zip(units, sizes, strict=True)))
+        opened = self.engine.open_round(round_idx, units)
         self._first_rounds.begin(opened.opened, round_idx)
         return opened
 

@@ -157,7 +157,7 @@ class FederatedModule(SavedRounds, Member, Host):
 
     def population(self) -> Population:
         """The clients, each with one processor."""
-        sizes = self.data.partition.sizes
+        sizes = self.clients_of("", self.algorithm).sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
 
     def settings(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
@@ -141,17 +141,22 @@ class MultiModelModule(MultiModelHooks, Host):
 
     def population(self) -> Population:
         """Which client can train which model, and with how many processors."""
-        sizes = torch.stack([self.data_of(name).partition.sizes for name in self.members], dim=1)
-        check_num_entries("processors", self.processors, len(sizes))
-        processors = assign(self.processors, len(sizes), self.seed, "processors")
-        counts = torch.tensor([int(processors.of(client)) for client in range(len(sizes))])
-        available = torch.ones_like(sizes, dtype=torch.bool)
-        names = list(self.members)
-        if unknown := [client for client in self.unavailable if client >= len(sizes)]:
-            raise ValueError(f"`unavailable` names clients {unknown}, and there are {len(sizes)}; ids begin at 0.")
-        for client, missing in self.unavailable.items():
-            available[client, [names.index(name) for name in missing]] = False
-        return Population(sizes, counts, available)
+        directories = [self.clients_of(name, member.algorithm) for name, member in self.members.items()]
+        num_clients = self.multi_data.num_clients
+        check_num_entries("processors", self.processors, num_clients)
+        processors = assign(self.processors, num_clients, self.seed, "processors")
+        counts = torch.tensor([int(processors.of(client)) for client in range(num_clients)])
+        available = torch.stack([self.available_for(name) for name in self.members], dim=1)
+        return Population(torch.stack([clients.sizes for clients in directories], dim=1), counts, available)
+
+    def available_for(self, name: str) -> Tensor:
+        """Whether each client can train a model, if it has examples of it."""
+        num_clients = self.multi_data.num_clients
+        if unknown := [client for client in self.unavailable if client >= num_clients]:
+            raise ValueError(f"`unavailable` names clients {unknown}, and there are {num_clients}; ids begin at 0.")
+        available = torch.ones(num_clients, dtype=torch.bool)
+        available[[client for client, missing in self.unavailable.items() if name in missing]] = False
+        return available
 
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""

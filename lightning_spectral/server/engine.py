@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
 from lightning_spectral.errors import RoundError
 from lightning_spectral.protocol.records import RoundSummary
@@ -39,15 +39,15 @@ class Engine:
         assert self._round is not None, "SVDRefresh opens a round before its first client"
         return self._round
 
-    def open_round(self, round_idx: int, num_examples: Mapping[WorkUnit, int]) -> OpenRound:
+    def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
         """Open a round and prepare it for its cohort, from the server's weights.
 
         Args:
             round_idx: Communication round, from 0.
-            num_examples: Number of examples of each unit that takes part, in the cohort's order.
+            units: The units that take part, in the cohort's order.
         """
         executor = self.executor
-        self._round = OpenRound(self.run, executor, round_idx, num_examples)
+        self._round = OpenRound(self.run, executor, round_idx, units)
         self.round_is_open = True
         executor.begin_round()
         return self._round

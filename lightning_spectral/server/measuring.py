@@ -14,9 +14,7 @@ from lightning_spectral.server.round import OpenRound, client_error
 NUMBER = 4  # bytes of the one number that a client uploads
 
 
-def measure_figures(
-    engine: Engine, round_idx: int, units: Sequence[WorkUnit], num_examples: Sequence[int]
-) -> list[ClientOutcome]:
+def measure_figures(engine: Engine, round_idx: int, units: Sequence[WorkUnit]) -> list[ClientOutcome]:
     """Measure the loss or update norm of some clients at the server's current weights, without changing the server.
 
     For losses, a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a third
@@ -27,7 +25,6 @@ def measure_figures(
         engine: Runs the model's rounds.
         round_idx: The round that is about to begin.
         units: The units to measure.
-        num_examples: Number of examples of each.
 
     Returns:
         One outcome per unit, the same in all processes; those of failed clients are marked as left out.
@@ -37,7 +34,7 @@ def measure_figures(
     """
     processes = engine.run.processes
     executor = engine.measuring_executor
-    opened = OpenRound(engine.run, executor, round_idx, dict(zip(units, num_examples, strict=True)))
+    opened = OpenRound(engine.run, executor, round_idx, units)
 
     def measure() -> list[ClientOutcome]:
         executor.begin_round()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -38,21 +38,23 @@ class OpenRound:
         run: Settings and state shared by all rounds.
         executor: Runs the device half.
         round_idx: Communication round, from 0.
-        num_examples: Number of examples of each unit that takes part, in the cohort's order.
+        units: The units that take part, in the cohort's order.
 
     Attributes:
+        num_examples: Number of examples of each, by its key.
         opened: The round as the algorithm opened it.
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
     """
 
-    def __init__(self, run: Run, executor: Executor, round_idx: int, num_examples: Mapping[WorkUnit, int]) -> None:
+    def __init__(self, run: Run, executor: Executor, round_idx: int, units: Iterable[WorkUnit]) -> None:
         self.run = run
         self.executor = executor
         self.round_idx = round_idx
-        self.units = tuple(num_examples)
-        self.num_examples = {unit.key: size for unit, size in num_examples.items()}
+        self.units = tuple(units)
+        sizes = run.clients.sizes_of([unit.client_id for unit in self.units])
+        self.num_examples = {unit.key: size for unit, size in zip(self.units, sizes, strict=True)}
         self.clock = StageClock(run.profile)
         self.outcomes: list[ClientOutcome] = []
         self.gathered: tuple[ClientOutcome, ...] = ()
@@ -63,17 +65,16 @@ class OpenRound:
             self.cohort = self._cohort()
             run.frozen_base.refresh(run.half.frozen_tensors())
             self.opened: Round = run.half.open(self.cohort)
-            tasks = {unit: self._simulated_task(unit) for unit in num_examples}
+            tasks = {unit: self._simulated_task(unit) for unit in self.units}
             self.simulated = run.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
         groups: dict[float, list[WorkUnit]] = defaultdict(list)
         for unit in sorted(self.units, key=lambda unit: unit.key):
-            groups[self.run.keep_ratio_of(unit)].append(unit)
+            groups[self.run.clients.capacity_of(unit.client_id)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
         run = self.run
-        whole = run.num_examples or max(sum(self.num_examples.values()), 1)
-        shares = {key: size / whole for key, size in self.num_examples.items()}
+        shares = {key: size / max(run.clients.num_examples, 1) for key, size in self.num_examples.items()}
         return Cohort(run.seed, self.round_idx, units, run.processes, run.store, run.absolute, shares)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
@@ -82,7 +83,7 @@ class OpenRound:
         if run.conditions.clock is not None:
             size = run.sizes.of(run.half, self.opened, unit, self.cohort.keep_ratio_of(unit))
             size = size._replace(downlink_bytes=size.downlink_bytes - run.frozen_base.bytes_held_by(unit))
-        num_examples = run.examples_per_epoch(self.num_examples[unit.key])
+        num_examples = run.clients.epoch_of(unit.client_id)
         return SimulatedTask(self.cohort.keep_ratio_of(unit), num_examples, run.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:

@@ -13,10 +13,9 @@ from torch import nn
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.protocol.stage_clock import Profile
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.sub_model_sizes import SubModelSizes
@@ -29,10 +28,6 @@ def _no_options() -> tuple[tuple[Options, ...], ...]:
     return ()
 
 
-def _all(num_examples: int) -> int:
-    return num_examples
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
     """One federated run: settings and state shared by all of its rounds.
@@ -40,12 +35,10 @@ class Run:
     Attributes:
         algorithm: The algorithm, as the user chose it.
         half: The algorithm, bound to the user's module with dense weights.
-        keep_ratios: Keep ratio of every client.
+        clients: What is known of the clients.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing.
         absolute: Whether units' coefficients are used as weights without being divided by their sum; see `Cohort`.
-        num_examples: Training examples of all clients together.
-        examples_per_epoch: Maps a client's number of examples to how many of them it trains on in a local epoch.
         options: Called once a round; returns the options of the parameter groups of each of the user's optimizers.
         model: The model's name; empty if there is only one.
         figure: The figure of each client that the sampler uses; "" for none.
@@ -60,12 +53,10 @@ class Run:
 
     algorithm: Algorithm
     half: ServerHalf
-    keep_ratios: Assigned[float]
+    clients: ClientDirectory
     seed: int
     local_epochs: int = 1
     absolute: bool = False
-    num_examples: int = 0
-    examples_per_epoch: Callable[[int], int] = _all
     options: Callable[[], tuple[tuple[Options, ...], ...]] = _no_options
     model: str = ""
     figure: Figure = ""
@@ -82,11 +73,7 @@ class Run:
         """The user's module with dense weights."""
         return self.half.server
 
-    def keep_ratio_of(self, unit: WorkUnit) -> float:
-        """Share of the singular terms that a unit's client holds."""
-        return float(self.keep_ratios.of(unit.client_id))
-
     @cached_property
     def simulation(self) -> Simulation:
         """Dropout and device speed as assigned to the clients."""
-        return self.conditions.prepare(len(self.keep_ratios), self.seed)
+        return self.conditions.prepare(self.clients.num_clients, self.seed)

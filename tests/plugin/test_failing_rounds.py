@@ -98,8 +98,9 @@ def test_a_failed_fit_leaves_no_round_and_can_be_repeated(lit_mlp: Any, data: An
 
 def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:
     algorithm = ls.FedAvg()
-    run = Run(algorithm, algorithm.bind(lit), algorithm.keep_ratios(12, 0), seed=0, processes=Processes(0, 2))
-    opened = OpenRound(run, None, 0, {})  # type: ignore[arg-type]
+    clients = data.client_directory(algorithm.keep_ratios(12, 0))
+    run = Run(algorithm, algorithm.bind(lit), clients, seed=0, processes=Processes(0, 2))
+    opened = OpenRound(run, None, 0, [])  # type: ignore[arg-type]
     cause = KeyError("the reason")
     with opened.containing_failures(WorkUnit(3)):
         raise ls.ClientError("Round 0, client 3, local training: KeyError: 'the reason'") from cause

@@ -12,7 +12,6 @@ from federation import Fit, same_state, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms import DenseRound
 from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of, recipe_of
@@ -23,6 +22,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.share import play
 from lightning_spectral.simulation import Conditions
@@ -86,7 +86,7 @@ def played(
     run = Run(
         algorithm,
         half,
-        algorithm.keep_ratios(data.num_clients, 0),
+        data.client_directory(algorithm.keep_ratios(data.num_clients, 0)),
         seed=0,
         local_epochs=2,
         options=lambda: (options_of(template),),
@@ -95,7 +95,7 @@ def played(
     side, recipes = half.device_half, [recipe_of(template, server)]
     engine = Engine(run, lambda: make_executor(Device(server, side, recipes, data.client_data, LocalSettings())))
     optimizer, summaries = torch.optim.SGD(server.parameters(), lr=1.0), []
-    units = {WorkUnit(client_id, coefficient=size): size for client_id, size in enumerate(SIZES)}
+    units = [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
     for round_idx in range(rounds):
         play(engine.open_round(round_idx, units), units)
         summaries.append(engine.close_round())
@@ -194,18 +194,19 @@ def test_with_several_processes_an_error_waits_for_them_and_names_the_client_sen
         played(ls.FedAvg(), Offline, seeded(lit_mlp), uneven, processes=Processes(size=2))
 
 
-def test_downloads_are_drawn_as_the_executor_takes_them(lit_mlp: Any, uneven: Any) -> None:
+def test_downloads_are_drawn_as_the_executor_takes_them(
+    lit_mlp: Any, uneven: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So one that trains clients one after another holds one at a time."""
     drawn: list[int] = []
     trained: list[int] = []
+    send = OpenRound.send
 
-    class DrawingRound(DenseRound):
-        def send(self, unit: WorkUnit) -> Any:
-            drawn.append(unit.client_id)
-            return super().send(unit)
+    def noted(opened: OpenRound, unit: WorkUnit) -> Any:
+        drawn.append(unit.client_id)
+        return send(opened, unit)
 
-    class Drawing(ls.FedAvg):
-        round = DrawingRound
+    monkeypatch.setattr(OpenRound, "send", noted)
 
     class Watched(SequentialExecutor):
         def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
@@ -214,5 +215,5 @@ def test_downloads_are_drawn_as_the_executor_takes_them(lit_mlp: Any, uneven: An
                 trained.append(download.unit.client_id)
                 assert drawn == trained
 
-    played(Drawing(), Watched, seeded(lit_mlp), uneven, rounds=1)
+    played(ls.FedAvg(), Watched, seeded(lit_mlp), uneven, rounds=1)
     assert trained == list(range(len(SIZES)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,13 +51,13 @@ class UpdateAlignment(RoundCallback):
         self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
         """Train the same clients densely from these weights, and compare."""
-        sizes = {client.unit: client.num_examples for client in summary.clients if not client.left_out}
+        units = [client.unit for client in summary.clients if not client.left_out]
         before, options = self._begun.pop(pl_module.name, ({}, []))
-        if not before or not sizes:
+        if not before or not units:
             return
         ours = update(pl_module.module, before)
         with temporary_options(pl_module.templates(), options):  # schedules have moved on to the next round
-            theirs = dense_update(pl_module, before, summary.round_idx, sizes)
+            theirs = dense_update(pl_module, before, summary.round_idx, units)
         cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
 
@@ -79,9 +79,7 @@ def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Opt
             group.update(values)
 
 
-def dense_update(
-    pl_module: Trained, before: dict[str, Tensor], round_idx: int, num_examples: Mapping[WorkUnit, int]
-) -> Tensor:
+def dense_update(pl_module: Trained, before: dict[str, Tensor], round_idx: int, units: Sequence[WorkUnit]) -> Tensor:
     """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
     server = copy_module(pl_module.module)
     server.trainer = pl_module.module.trainer
@@ -89,7 +87,7 @@ def dense_update(
     engine = pl_module.build_engine(server, FedAvg())
     processes = engine.run.processes
     try:
-        play(engine.open_round(round_idx, num_examples), list(num_examples)[processes.rank :: processes.size])
+        play(engine.open_round(round_idx, units), units[processes.rank :: processes.size])
         engine.close_round()
     finally:
         engine.abandon_round()  # unless it was closed

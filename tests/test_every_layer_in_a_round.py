@@ -302,7 +302,7 @@ def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
         algorithm.check(wider)
     with pytest.raises(ValueError, match=r"another module: this one has no weights b\.weight"):
         algorithm.check(LitNet(lambda self, x: x, False, a=nn.Linear(8, 8)))
-    with pytest.raises(ValueError, match="for a plan, into those that `validate` gets"):
+    with pytest.raises(ValueError, match="for a plan, pass them to `validate`"):
         ls.SpectralSharding(layers=plan, exclude=["b"])
 
 

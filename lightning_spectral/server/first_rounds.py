@@ -36,29 +36,29 @@ class FirstRounds:
     """Watches the first rounds of one fit, and warns at most once for each reason.
 
     Args:
-        speaks: Whether this process warns; one of several is enough, because all of them see the same rounds.
+        warns: Whether this process warns; one of several is enough, because all of them see the same rounds.
         unreached: Layers that no client had given a gradient before the checkpoint from which the run is resumed;
             ``None`` if it is not resumed, or no client had trained.
         averages_may_rest: Whether BatchNorm's running averages may stay unchanged in a round in which clients trained.
     """
 
     def __init__(
-        self, speaks: bool = True, unreached: Collection[str] | None = None, averages_may_rest: bool = False
+        self, warns: bool = True, unreached: Collection[str] | None = None, averages_may_rest: bool = False
     ) -> None:
-        self._speaks = speaks
-        self._averages_are_watched = speaks and not averages_may_rest
-        self._discards_are_watched = speaks
+        self._warns = warns
+        self._averages_are_watched = warns and not averages_may_rest
+        self._discards_are_watched = warns
         self._first: tuple[int, float] | None = None
-        self._update_is_watched = speaks
-        self._loss_is_watched = speaks
+        self._update_is_watched = warns
+        self._loss_is_watched = warns
         self._unreached = UnreachedLayers(unreached)
         self._last_watched = -1
 
     def begin(self, opened: Round, round_idx: int) -> None:
         """Pass on what the algorithm finds wrong with its first round, before any client trains."""
-        if self._speaks and round_idx == 0 and isinstance(opened, Warns):
-            for concern in opened.warnings():
-                _warn(round_idx, concern)
+        if self._warns and round_idx == 0 and isinstance(opened, Warns):
+            for message in opened.warnings():
+                _warn(round_idx, message)
 
     def end(self, half: ServerHalf, summary: RoundSummary) -> None:
         """Check a closed round, before the server's step, and pass on what the algorithm finds wrong with the first.
@@ -69,9 +69,9 @@ class FirstRounds:
         """
         server = half.server
         has_trained = any(client.num_steps for client in summary.averaged)
-        if self._speaks and summary.round_idx == 0 and has_trained and isinstance(half, WarnsAfterwards):
-            for concern in half.warnings_after(summary):
-                _warn(summary.round_idx, concern)
+        if self._warns and summary.round_idx == 0 and has_trained and isinstance(half, WarnsAfterwards):
+            for message in half.warnings_after(summary):
+                _warn(summary.round_idx, message)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
             self._look_at_update(half, summary.round_idx)
         if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
@@ -97,8 +97,8 @@ class FirstRounds:
             self._say_what_is_unreached()
 
     def _say_what_is_unreached(self) -> None:
-        if self._speaks and (concern := self._unreached.concern()):
-            _warn(self._last_watched, concern)
+        if self._warns and (message := self._unreached.warning()):
+            _warn(self._last_watched, message)
 
     @property
     def unreached(self) -> list[str] | None:

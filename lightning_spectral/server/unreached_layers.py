@@ -21,7 +21,7 @@ class UnreachedLayers:
 
     Example:
         >>> layers = UnreachedLayers(["experts.0", "experts.1"])
-        >>> layers.concern()[:75]
+        >>> layers.warning()[:75]
         'no client has given a gradient to these sharded layers: experts.0, experts.'
     """
 
@@ -36,7 +36,7 @@ class UnreachedLayers:
                 unreached = set(outcome.unreached)
                 self.names = sorted(unreached if self.names is None else unreached & set(self.names))
 
-    def concern(self) -> str:
+    def warning(self) -> str:
         """The text of the warning; empty if there is nothing to warn of."""
         if not self.names:
             return ""

@@ -180,8 +180,8 @@ def test_a_write_that_would_be_lost_is_refused(write: Any) -> None:
     [
         ({"output_ratio": 0.0}, r"`output_ratio` must be in \(0, 1\], got 0.0"),
         ({"output_ratio": 1.5}, r"`output_ratio` must be in \(0, 1\], got 1.5"),
-        ({"output_ratio": 0.5, "layers": ls.LayerChoices(output_ratio=0.4)}, "`layers` has 0.4; give it in one place"),
-        ({"output_ratio": 0.5, "layers": ls.nn.plan_layers(net())}, "`layers` has 1; give it in one place"),
+        ({"output_ratio": 0.5, "layers": ls.LayerChoices(output_ratio=0.4)}, "`layers` has 0.4; set it once"),
+        ({"output_ratio": 0.5, "layers": ls.nn.plan_layers(net())}, "`layers` has 1; set it once"),
     ],
     ids=str,
 )

@@ -123,17 +123,12 @@ def test_an_example_input_is_cast_as_batches_are(
     """Plans are those of the module in single precision, the type of the example."""
     lit = seeded(lit_mlp)
     lit.example_input_array = torch.zeros(2, 6)
-
-    def decided(module: Any) -> str:
-        half = algorithm.bind(module)
-        return str(getattr(half, "plan", None) or half.algorithm)  # TEMPORARY: the second is that of an old half
-
-    plain = decided(lit)
+    plain = str(algorithm.bind(lit).plan)
     fitted = fit(lit, data, algorithm=algorithm, max_epochs=1, trainer={"precision": precision})
     assert {weight.dtype for weight in fitted.module.parameters()} == {
         torch.bfloat16 if precision == "bf16-true" else torch.float64
     }
-    assert decided(fitted.module) == plain
+    assert str(algorithm.bind(fitted.module).plan) == plain
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])

@@ -18,7 +18,7 @@ import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.first_rounds import FirstRounds, relative_updates
+from lightning_spectral.server.first_rounds import FirstRounds, relative_updates, smaller_updates
 
 
 class LitPushed(pl.LightningModule):
@@ -100,6 +100,25 @@ class TestUpdates:
         assert said_during(lambda: FirstRounds().end(ls.FedAvg().bind(server), summary_of(10, 1.0))) == []
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "advised"),
+    [(ls.FedAvg(), False), (ls.SpectralSharding(), False), (ls.SpectralSharding(clip_weight_lr=3.0), True)],
+    ids=["no such bound", "bounded", "not bounded"],
+)
+def test_a_bound_is_advised_only_if_the_algorithm_has_one_that_is_not_set(algorithm: Any, advised: bool) -> None:
+    half = algorithm.bind(nn.Sequential(*(seeded(nn.Linear, 8, 8) for _ in range(3))))
+    nn.init.constant_(half.server[1].weight, 1.0)
+    half.server[1].weight.grad = torch.full((8, 8), 20.0)
+    watch = FirstRounds()
+    update, loss = said_during(lambda: [watch.end(half, summary_of(r, value)) for r, value in enumerate((1.0, 9.0))])
+    lost = replace(summary_of(0, 1.0).clients[0], left_out="not_finite")
+    with pytest.raises(ls.RoundError) as caught:
+        ls.Faults().check_round(0, [lost], smaller_updates(half))
+    for message in (update, loss, str(caught.value)):
+        assert "Lower the learning rate, " in message
+        assert ("with `clip_weight_lr=1`" in message) == advised
+
+
 def summary_of(round_idx: int, loss: float) -> RoundSummary:
     client = ClientOutcome(round_idx, WorkUnit(0), 1.0, 10, 3, loss, 0, 0)
     return RoundSummary(round_idx, (client,), {}, {}, {})
@@ -121,7 +140,7 @@ class TestLosses:
         ],
     )
     def test_a_loss_far_above_its_start_is_told_once(self, losses: list[float], told: str | None) -> None:
-        watch, silent = FirstRounds(), FirstRounds(speaks=False)
+        watch, silent = FirstRounds(), FirstRounds(warns=False)
 
         def run(watch: FirstRounds) -> None:
             for round_idx, loss in enumerate(losses):
@@ -140,10 +159,10 @@ class TestSubModels:
     def test_random_terms_of_random_weights_are_told_once_with_the_figure(self, data: Any, fit: Fit) -> None:
         (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=random_start()))
         assert message.startswith("Round 0: sub-models of keep ratio 0.1 are mostly noise, or mostly empty: the")
-        figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "at least"))
+        figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "be below"))
         assert 4.0 < figure < 9.0  # (1 / r - 1) where the spectrum is flat, and somewhat less where it is not
         assert 0.5 < least < 0.9
-        assert "Use `spectral_start=SpectralStart()` or a larger keep ratio; `fl/client_error`" in message
+        assert "Use `spectral_start=SpectralStart()` or a larger keep ratio; SpectralDiagnostics" in message
 
     def test_remedies_are_those_that_are_left(self, data: Any, fit: Fit) -> None:
         algorithm = random_start(spectral_start=ls.SpectralStart())  # half of what Unbiased draws is tail

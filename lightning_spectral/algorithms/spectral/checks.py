@@ -28,7 +28,7 @@ def check_by_round(strategy: object, design: object) -> None:
     """Raise ``TypeError`` unless both have the right type, in every round if they are schedules."""
     for name, setting in {"strategy": strategy, "design": design}.items():
         if isinstance(setting, Mapping):
-            raise TypeError(f"`{name}` by round is a Schedule, got {setting!r}; write Schedule({setting!r}).")
+            raise TypeError(f"`{name}` by round must be a Schedule, got {setting!r}; write Schedule({setting!r}).")
     for one in values_of(strategy):
         check_is("strategy", one, ShardingStrategy)
     for one in values_of(design):
@@ -46,7 +46,7 @@ def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> Laye
     if layers != LayerChoices():
         raise ValueError(
             f"`exclude={choices.exclude}` is short for `layers=LayerChoices(exclude={choices.exclude})`, but `layers` "
-            "is given too. Put the patterns into its LayerChoices; for a plan, into those that `validate` gets."
+            "is given too. Put the patterns into its LayerChoices; for a plan, pass them to `validate`."
         )
     return choices
 
@@ -63,8 +63,8 @@ def cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoi
         return layers
     if isinstance(layers, ModulePlan) or choices.output_ratio != 1.0:
         raise ValueError(
-            f"`output_ratio={output_ratio:g}`, but `layers` has {choices.output_ratio:g}; give it in one place, "
-            "LayerChoices(output_ratio=...), from which `validate` makes a plan."
+            f"`output_ratio={output_ratio:g}`, but `layers` has {choices.output_ratio:g}; set it once, in "
+            "LayerChoices(output_ratio=...), which `validate` takes as well."
         )
     return wanted
 
@@ -73,16 +73,16 @@ def warn_of_whole_layers(server: nn.Module, plan: ModulePlan) -> None:
     """Warn if no layer is sharded, and about layers of which every client would hold all terms."""
     if not plan.sharded:
         warnings.warn(
-            f"SpectralSharding shards no layer of {type(server).__name__}: what is not frozen stays whole, for the "
-            "reasons that `validate` gives. Clients train as with FedAvg().",
+            f"SpectralSharding shards no layer of {type(server).__name__}, so clients train whatever is not frozen as "
+            "with FedAvg(); `validate` says why for each layer.",
             SpectralWarning,
             stacklevel=4,
         )
     if plan.whole:
         listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
         warnings.warn(
-            f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, which every "
-            "client holds whatever its keep ratio; lower it to shard them, or name them in `exclude`.",
+            f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, so every "
+            "client holds them whole whatever its keep ratio; lower it to shard them, or list them in `exclude`.",
             SpectralWarning,
             stacklevel=4,
         )
@@ -94,7 +94,7 @@ def warn_of_optimizer(template: Optimizer, clip_tau: float, frobenius_decay: flo
         warnings.warn(
             f"clip_tau={clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr does, "
             f"which is exact for SGD, with or without momentum; {type(template).__name__} rescales gradients by their "
-            "own history, which undoes it. Use SGD, or clip_tau=float('inf') to do without.",
+            "own history, which undoes it. Use SGD, or turn the bound off with clip_tau=float('inf').",
             SpectralWarning,
             stacklevel=3,
         )
@@ -129,10 +129,10 @@ def noisy_sub_models(layers: Mapping[str, TermDraws], starts_random: bool) -> Se
     least = fmean(layer.missing_energy(ratio) for layer in rounds)
     figures = (
         f"sub-models of keep ratio {ratio:g} are mostly noise, or mostly empty: the expected squared error of one is "
-        f"{mean_errors[ratio]:.3g} times the squared norm of the weight, mean over {len(layers)} sharded layers; with "
-        f"so many terms it is at least {least:.3g}. The spectra are flat, as those of random weights are."
+        f"{mean_errors[ratio]:.3g} times the squared norm of the weight, averaged over the sharded layers; with "
+        f"that many terms it cannot be below {least:.3g}. The spectra are flat, as those of random weights are."
     )
-    return [f"{figures} Use {_remedies(least, starts_random)}; `fl/client_error` of SpectralDiagnostics follows it."]
+    return [f"{figures} Use {_remedies(least, starts_random)}; SpectralDiagnostics logs it as `fl/client_error`."]
 
 
 def _remedies(least: float, starts_random: bool) -> str:
@@ -147,7 +147,7 @@ def empty_terms(layers: Mapping[str, TermDraws], dtypes: Mapping[str, torch.dtyp
 
     Args:
         layers: How clients draw the terms of each sharded layer.
-        dtypes: The type of each weight, whose rounding makes terms of a low rank appear.
+        dtypes: The types of the weights; terms below their rounding count as zero.
 
     Returns:
         The warning with its remedies, or nothing.
@@ -162,9 +162,9 @@ def empty_terms(layers: Mapping[str, TermDraws], dtypes: Mapping[str, torch.dtyp
     if not lacking:
         return []
     return [
-        f"the weights of some sharded layers have fewer terms than every client holds: {', '.join(lacking)}. Their "
-        "rank never grows, because a term of size zero has no gradient. Keep them dense with `exclude=`, or initialise "
-        "them differently."
+        f"clients hold more terms of some sharded layers than their weights have: {', '.join(lacking)}. Their rank "
+        "never grows, because a term of size zero has no gradient. Keep these layers dense with `exclude=`, or "
+        "initialise them differently."
     ]
 
 

@@ -16,16 +16,18 @@ class Unreliable(SequentialExecutor):
     """Answers in blocks of three and in random order; every fourth upload is lost, and its client trains again.
 
     Attributes:
-        num_lost: How many uploads were lost so far.
+        num_calls: How often it was called.
+        num_lost: How many uploads were lost.
     """
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self.num_lost = 0
+        self.num_calls = self.num_lost = 0
         self._chance = random.Random(0)
         self._num_trained = 0
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        self.num_calls += 1
         remaining = iter(downloads)
         while block := list(islice(remaining, 3)):
             while block:

@@ -40,7 +40,7 @@ def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Up
             again.append(download.with_everything())
     if again:
         for upload in uploads_of(executor, again):
-            yield replace(upload, missing=missing[upload.unit.key])
+            yield replace(upload, missing=missing.get(upload.unit.key, ()))
 
 
 def downloads_sent(download: Download | None, upload: Upload) -> list[Download]:

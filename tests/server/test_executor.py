@@ -1,15 +1,14 @@
 """Rounds without Lightning: the device half's executor is exchangeable, and the order of its uploads has no effect."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from federation import Fit, same_state, seeded
 from torch import Tensor
+from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.capabilities import Initializes
@@ -40,23 +39,6 @@ class Backwards(SequentialExecutor):
 
     def kept(self, upload: Upload) -> Upload:
         return replace(upload, tensors={name: tensor.clone() for name, tensor in upload.tensors.items()})
-
-
-class Unreliable(Backwards):
-    """Answers in blocks of three and in random order; every fourth upload is lost, and its client trains again."""
-
-    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
-        chance, lost = random.Random(0), set()
-        remaining, count = iter(downloads), 0
-        while block := list(islice(remaining, 3)):
-            while block:
-                download = block.pop(chance.randrange(len(block)))
-                upload, count = self.kept(self.device.run(download)), count + 1
-                if count % 4 == 0 and download.unit not in lost:
-                    lost.add(download.unit)
-                    block.append(download)
-                else:
-                    yield upload
 
 
 class Careless(Backwards):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from public_names import PUBLIC
 from torch import nn
 
 import lightning_spectral as ls
@@ -85,11 +86,11 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          sharding(design=ls.Schedule({0: None, 5: ls.Brewer()}))),
         (sharded("strategy: Collective, design: ConditionalPoisson"),
          sharding(design=ls.ConditionalPoisson())),
-        *[(sharded(f"design: {name}"), sharding(design=getattr(ls, name)()))
+        *[(sharded(f"design: {name}"), sharding(design=getattr(ls.designs, name)()))
           for name in ("Coordinated", "MinimumSupport", "RandomSystematic", "SuccessiveSampling", "Systematic")],
         (sharded("exclude: [head]"), sharding(exclude=["head"])),
         (sharded("output_ratio: 0.4"), sharding(output_ratio=0.4)),
-        *[(sharded(f"aggregation: {name}"), sharding(aggregation=getattr(ls, name)()))
+        *[(sharded(f"aggregation: {name}"), sharding(aggregation=getattr(ls.algorithms, name)()))
           for name in ("MatrixMeans", "TermMeans")],
         (sharded("layers: {split: {'*.qkv': 3}, keep_buffers: ['*.base'], term_granularity: 4}"),
          sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, keep_buffers=["*.base"], term_granularity=4))),
@@ -113,7 +114,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
     "server_optimizer": [
         ("FedAdam", ls.FedAdam()),
         ("{class_path: FedAvgM, init_args: {lr: 0.5}}", ls.FedAvgM(lr=0.5)),
-        ("{class_path: lightning_spectral.FedYogi, init_args: {betas: [0.8, 0.9]}}", ls.FedYogi(betas=(0.8, 0.9))),
+        ("{class_path: lightning_spectral.FedYogi, init_args: {betas: [0.8, 0.9]}}",
+         ls.FedYogi(betas=(0.8, 0.9))),
         ("{class_path: FedAdagrad, init_args: {tau: 0.1}}", ls.FedAdagrad(tau=0.1)),
     ],
     "local_hooks": [
@@ -125,7 +127,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
     ],
     "faults": [
         ("{on_error: LeaveOut, on_not_finite: Raise, on_late: {class_path: LeaveOut, init_args: {max_share: 0.2}}}",
-         ls.Faults(on_error=ls.LeaveOut(), on_not_finite=ls.Raise(), on_late=ls.LeaveOut(0.2))),
+         ls.Faults(on_error=ls.LeaveOut(),
+                   on_not_finite=ls.Raise(), on_late=ls.LeaveOut(0.2))),
     ],
     "dropout": [
         ("{probability: 0.1}", ls.ClientDropout(0.1)),
@@ -212,7 +215,7 @@ def test_every_choice_has_a_config_here() -> None:
     known = str([*CHOICES.values(), PARTITIONERS])
     bases = (ls.Algorithm, ls.AdapterAggregation, ls.ShardingStrategy, ls.Design, ls.Sampler, ls.LocalHook)
     bases = (*bases, ls.Partitioner, ls.Link)
-    names = [name for name in ls.__all__ if isinstance(getattr(ls, name), type)]
-    choices = [name for name in names if issubclass(getattr(ls, name), (*bases, FedOptimizer))]
+    classes = {name: kind for name, kind in PUBLIC.items() if isinstance(kind, type)}
+    choices = [name for name, kind in classes.items() if issubclass(kind, (*bases, FedOptimizer))]
     abstract = [base.__name__ for base in (*bases, ls.JointDesign)]
     assert not [name for name in choices if name not in abstract and f"{name}(" not in known]

@@ -195,7 +195,7 @@ def test_a_checkpoint_of_the_command_line_says_how_to_build_the_federation(comma
 
 
 def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
-    loaded = ls.load_user_module(command.checkpoint, LitToy, command.name, lr=0.5)
+    loaded = ls.plugin.load_user_module(command.checkpoint, LitToy, command.name, lr=0.5)
     assert (loaded.hparams["width"], loaded.hparams["lr"]) == (8, 0.5)
     assert same_state(loaded.state_dict(), command.module.state_dict())
 
@@ -211,10 +211,10 @@ def test_a_damaged_checkpoint_is_named(command: Command, tmp_path: Path) -> None
 def test_a_model_that_is_not_in_the_checkpoint_is_refused(command: Command) -> None:
     remedy = "give the name of one of them: a, b" if command.name else "leave the name out"
     with pytest.raises(ValueError, match=f"no model 'c'; {remedy}"):
-        ls.load_user_module(command.checkpoint, LitToy, "c")
+        ls.plugin.load_user_module(command.checkpoint, LitToy, "c")
     if command.name:
         with pytest.raises(ValueError, match=f"of several models; {remedy}"):
-            ls.load_user_module(command.checkpoint, LitToy)
+            ls.plugin.load_user_module(command.checkpoint, LitToy)
 
 
 def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -
         ls.FederatedModule.load_from_checkpoint(path)
     loaded = ls.FederatedModule.load_from_checkpoint(path, module=LitToy(8))
     assert same_state(loaded.state_dict(), fitted.model.state_dict())
-    assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
+    assert same_state(ls.plugin.load_user_module(path, LitToy).state_dict(), fitted.state)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors would be loaded onto the GPU, as they should")
@@ -238,7 +238,7 @@ def test_a_users_module_comes_back_on_a_machine_without_the_device(
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
         torch.load(path, weights_only=True)
-    assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
+    assert same_state(ls.plugin.load_user_module(path, LitToy).state_dict(), fitted.state)
 
 
 def test_entries_of_a_users_own_go_with_the_module(fit: Fit, tmp_path: Path) -> None:
@@ -251,13 +251,13 @@ def test_entries_of_a_users_own_go_with_the_module(fit: Fit, tmp_path: Path) -> 
 
     fitted = fit(WithWords(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
     fitted.trainer.save_checkpoint(path := tmp_path / "words.ckpt")
-    assert ls.load_user_module(path, WithWords).words == ["to", "be"]
+    assert ls.plugin.load_user_module(path, WithWords).words == ["to", "be"]
 
 
 def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="not written by a federation"):
-        ls.load_user_module(tmp_path / "plain.ckpt", LitToy)
+        ls.plugin.load_user_module(tmp_path / "plain.ckpt", LitToy)
 
 
 def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any]) -> None:

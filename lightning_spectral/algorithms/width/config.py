@@ -202,7 +202,7 @@ class WidthSharding(ByKeepRatio):
         """A copy of the server's module with only the first channels, and with the averages of that width.
 
         Raises:
-            ValueError: If clients do not train such a model; see `lightning_spectral.narrow_model`.
+            ValueError: If clients do not train such a model; see `lightning_spectral.plugin.narrow_model`.
         """
         keep_ratio = KEEP_RATIO("width", width)
         check_narrow(self.channels, self.scaler)

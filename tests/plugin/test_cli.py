@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.__main__ import main
+from lightning_spectral.old_names import NEW_PATHS
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 from lightning.pytorch.cli import LightningCLI
@@ -167,6 +168,22 @@ def test_a_fit_with_other_arguments_than_its_checkpoint_is_refused(command: Comm
         command.run("fit", max_epochs=2, model=changed, **ckpt)
     with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:\n  - model\.{differs}"):
         assert command.run("validate", model=changed, **ckpt).model.configuration() == command.model.configuration()
+
+
+def test_a_checkpoint_of_0_1_has_paths_of_its_time(tmp_path: Path) -> None:
+    options = {"server_optimizer": part("FedAvgM", lr=0.5), "local_hooks": [part("GradientClip", max_norm=1.0)]}
+    now = Command(tmp_path, FederatedCLI, {**ONE, "model": {**ONE["model"], **options}}, "")
+    checkpoint = torch.load(now.checkpoint, weights_only=True)
+    saved = checkpoint["hyper_parameters"]
+    for choice in (saved["server_optimizer"], saved["local_hooks"][0]):
+        choice["class_path"] = re.sub(r"\.(server|client)\.", ".", choice["class_path"])
+        assert choice["class_path"] in NEW_PATHS
+    torch.save(checkpoint, now.checkpoint)
+    resumed = now.run("fit", max_epochs=2, ckpt_path=str(now.checkpoint))  # and no warning, which nobody could heed
+    assert resumed.trainer.global_step == 2
+    chosen = resumed.config.fit.model.init_args
+    assert chosen.server_optimizer.class_path == "lightning_spectral.server.FedAvgM"
+    assert chosen.local_hooks[0].class_path == "lightning_spectral.client.GradientClip"
 
 
 def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:

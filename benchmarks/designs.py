@@ -36,14 +36,14 @@ DESIGNS = [
     ls.Brewer(),
     ls.MinimumSupport(),
     ls.Systematic(),
-    ls.RandomSystematic(),
+    ls.designs.RandomSystematic(),
 ]
 R_FUNCTIONS = {
     "UPmaxentropy": ls.ConditionalPoisson(),
     "UPbrewer": ls.Brewer(),
     "UPminimalsupport": ls.MinimumSupport(),
     "UPsystematic": ls.Systematic(),
-    "UPrandomsystematic": ls.RandomSystematic(),
+    "UPrandomsystematic": ls.designs.RandomSystematic(),
 }
 
 
@@ -182,7 +182,7 @@ def _compare(theirs: float, ours: float) -> list[str]:
     return [f"{theirs:.1f}", f"{theirs / ours:.1f}"]
 
 
-def one_round(design: ls.Design, keep_ratio: float) -> float:
+def one_round(design: ls.designs.Design, keep_ratio: float) -> float:
     """Return the CPU milliseconds of probabilities, fits and draws, client by client, for all layers of a round."""
     values = [spectrum(N) for N in LAYERS[:4]] * 5
     generator, times = torch.Generator().manual_seed(0), []

@@ -28,12 +28,12 @@ from lightning_spectral.report.printed import legend_above, printed
 from lightning_spectral.report.style import PRINTED, look
 
 COHORT = 10
-STRATEGIES: dict[str, ls.ShardingStrategy] = {
+STRATEGIES: dict[str, ls.sharding.ShardingStrategy] = {
     "TopN": ls.TopN(),
     "PriSM": ls.PriSM(),
     "PriSM + Wallenius": ls.PriSM(compensation="wallenius"),
     "Unbiased": ls.Unbiased(),
-    "Schatten (p = 4)": ls.Schatten(),
+    "Schatten (p = 4)": ls.sharding.Schatten(),
     "Collective": ls.Collective(),
 }
 MIXED = {"Collective, the paper's recipe": "group", "Collective, joint": "joint", "Collective, best": "best"}
@@ -70,17 +70,17 @@ def spectra() -> dict[str, Tensor]:
     }
 
 
-def independent(strategy: ls.ShardingStrategy, s: Tensor, keep_ratio: float) -> float:
+def independent(strategy: ls.sharding.ShardingStrategy, s: Tensor, keep_ratio: float) -> float:
     probs, multipliers = strategy(s, num_terms_for(len(s), keep_ratio), COHORT)
     return float(group_discrepancy(s, probs, multipliers, COHORT) / (s**2).sum())
 
 
-def coordinated(strategy: ls.ShardingStrategy, s: Tensor, keep_ratio: float) -> float:
+def coordinated(strategy: ls.sharding.ShardingStrategy, s: Tensor, keep_ratio: float) -> float:
     probs, _ = strategy(s, num_terms_for(len(s), keep_ratio), COHORT)
     return float(coordinated_discrepancy(s, probs, coordinated_multipliers(probs, COHORT), COHORT) / (s**2).sum())
 
 
-def mixed(strategy: ls.ShardingStrategy, s: Tensor) -> float:
+def mixed(strategy: ls.sharding.ShardingStrategy, s: Tensor) -> float:
     sizes = [6, 4]
     groups = strategy.for_groups(s, [num_terms_for(len(s), r) for r in (0.2, 0.4)], [float(size) for size in sizes])
     probs = torch.cat([pi.repeat(size, 1) for (pi, _), size in zip(groups, sizes, strict=True)])
@@ -98,7 +98,7 @@ def rows(all_spectra: dict[str, Tensor]) -> dict[str, dict[str, list[float]]]:
         for name in ("Unbiased", "Collective"):
             table[f"{name}, coordinated"] = [coordinated(STRATEGIES[name], s, r) for s in all_spectra.values()]
         tables[f"keep ratio {r}, {COHORT} clients"] = table
-    recipes: dict[str, ls.ShardingStrategy] = {"Unbiased": ls.Unbiased()}
+    recipes: dict[str, ls.sharding.ShardingStrategy] = {"Unbiased": ls.Unbiased()}
     recipes |= {name: ls.Collective(cohort=cohort) for name, cohort in MIXED.items()}  # type: ignore[arg-type]
     tables["6 clients of 0.2, 4 of 0.4"] = {n: [mixed(x, s) for s in all_spectra.values()] for n, x in recipes.items()}
     return tables

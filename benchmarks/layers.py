@@ -81,7 +81,7 @@ class Contender:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3, momentum=0.9)
         if layers := sharded_layers(self.module):
             self.optimizer.register_step_pre_hook(lambda *_: self.hook_seconds.append(-self._now()))
-            ls.FrobeniusDecay(dict.fromkeys(layers, 1e-4)).register(self.optimizer, self.module)
+            ls.nn.FrobeniusDecay(dict.fromkeys(layers, 1e-4)).register(self.optimizer, self.module)
             ls.EffectiveLRClip(10.0).register(self.optimizer, self.module)
             self.optimizer.register_step_pre_hook(lambda *_: self._stop())
         with FlopCounterMode(display=False) as counter:
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    allocator = "tuned" if ls.tune_allocator() else "the default"
+    allocator = "tuned" if ls.plugin.tune_allocator() else "the default"
     rows = [HEADER]
     for name in options.model:
         rows += measured(name, options.turns, options.device, options.granularity)

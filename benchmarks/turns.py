@@ -1,6 +1,6 @@
 """Contenders that take turns, each in its own process, so that a busy machine affects all of them alike.
 
-All run with the allocator settings of `lightning_spectral.tune_allocator`, set through the environment.
+All run with the allocator settings of `lightning_spectral.plugin.tune_allocator`, set through the environment.
 """
 
 import json

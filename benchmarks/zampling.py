@@ -34,7 +34,7 @@ def contenders() -> dict[str, Callable[[], object]]:
     dense = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
     weights = HOW.weights_of(dense)
     matrix, sampled = HOW.matrix(weights, seed=0), copy.deepcopy(dense)
-    made = SampledWeights(sampled, weights, matrix, ls.Clip())
+    made = SampledWeights(sampled, weights, matrix, ls.functional.zampling.Clip())
     made.set_probs(torch.rand(matrix.num_columns))
     generator = torch.Generator().manual_seed(0)
     z, gradient = made.draw_bits(generator).float(), torch.randn(matrix.num_rows)

@@ -6,9 +6,11 @@ torch: a name is looked up when it is first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_spectral.old_names import is_old_name, new_place
 from lightning_spectral.strategy_names import register_strategies
 
 if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
@@ -123,36 +125,7 @@ _NAMES = {
     "simulation": "ClientDropout VirtualClock",
 }
 
-# What was here until 0.1, and now only where the table says.
-_MOVED = {
-    "algorithms": """
-        AdapterAggregation LoRACostTable MatrixMeans SpectralStart TermAggregation TermMeans lora_cost_table
-        rank_for spectral_start sub_model_cost_table sub_model_keep_ratio_for
-    """,
-    "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
-    "designs": "Coordinated Design JointDesign RandomSystematic",
-    "errors": "LostProcessError RoundError",
-    "functional": "standardize_images",
-    "functional.zampling": "Clip Link Sigmoid",
-    "nn": """
-        CostTable FrobeniusDecay WidthPlan ZamplingCostTable compression_for keep_ratio_for unzample width_plan
-        zample zampling_cost_table
-    """,
-    "participation": "Sampler",
-    "partition": "Partitioner",
-    "plugin": """
-        AtomicCheckpointIO ClientParallelStrategy RunEstimate estimate load_user_module narrow_model
-        save_peft_adapter tune_allocator
-    """,
-    "plugin.callbacks": """
-        BatchNormEstimation ClientRow ClientTable RoundLines SampledNetworks SpectralDiagnostics UpdateAlignment
-    """,
-    "server": "Faults FedAdagrad FedAdam FedAvgM FedYogi LeaveOut Raise",
-    "sharding": "ChannelChoice Scaled Schatten ShardingStrategy",
-    "simulation": "DeviceProfile",
-}
 _PLACE = {name: place for place, names in _NAMES.items() for name in names.split()}
-_NEW_PLACE = {name: place for place, names in _MOVED.items() for name in names.split()}
 _ROOMS = {"client", "functional", "models", "report", "server", "testing", *(place.split(".")[0] for place in _NAMES)}
 
 __all__ = sorted(_PLACE)
@@ -166,8 +139,8 @@ if not TYPE_CHECKING:  # for a type checker, a module that has `__getattr__` has
         if name in _PLACE:
             globals()[name] = getattr(import_module(f"{__name__}.{_PLACE[name]}"), name)
             return globals()[name]
-        if name in _NEW_PLACE:
-            return getattr(import_module(f"{__name__}.{_NEW_PLACE[name]}"), name)
+        if is_old_name(name, sys._getframe(1)):
+            return getattr(import_module(new_place(name)), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import lightning_spectral as ls
 
-AGGREGATIONS: Sequence[ls.AdapterAggregation] = [
+AGGREGATIONS: Sequence[ls.algorithms.AdapterAggregation] = [
     ls.PaddedFactors(),
     ls.FrozenA(),
     ls.AlternatingFactors(),

@@ -139,7 +139,7 @@ def breaking(parameters: Any) -> torch.optim.Optimizer:
 
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=EVERY_LAYER)
-COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.Coordinated(), layers=EVERY_LAYER)
+COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.designs.Coordinated(), layers=EVERY_LAYER)
 RUNS: dict[str, dict[str, Any]] = {
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
@@ -148,13 +148,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": ls.FedAvg(keep_buffers=["*.running_*"]),
         "module": WithBatchNorm,
         "clients_per_round": 5,
-        "trainer": {"callbacks": [ls.BatchNormEstimation()]},
+        "trainer": {"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},
     },
     "masked logits": {
         "algorithm": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}),
         "module": WithBatchNorm,
         "clients_per_round": 7,
-        "local_hooks": [ls.MaskedLogits("net.6")],
+        "local_hooks": [ls.client.MaskedLogits("net.6")],
     },
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
     "outputs cut": {
@@ -163,19 +163,23 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
     },
     "matrices averaged": {
-        "algorithm": ls.SpectralSharding(ls.TopN(), {0.3: 0.5, 0.6: 0.5}, aggregation=ls.MatrixMeans()),
+        "algorithm": ls.SpectralSharding(ls.TopN(), {0.3: 0.5, 0.6: 0.5}, aggregation=ls.algorithms.MatrixMeans()),
         "module": WithBatchNorm,
         "clients_per_round": 7,
     },
     "experts": {"algorithm": SPECTRAL, "module": WithExperts, "clients_per_round": 4},
     "the start alone": {"algorithm": SPECTRAL, "clients_per_round": 3, "local_epochs": 0, "rounds": 1},
-    "spectral, FedAdam": {"algorithm": SPECTRAL, "clients_per_round": 5, "server_optimizer": ls.FedAdam(lr=0.01)},
+    "spectral, FedAdam": {
+        "algorithm": SPECTRAL,
+        "clients_per_round": 5,
+        "server_optimizer": ls.server.FedAdam(lr=0.01),
+    },
     "a client's own Trainer": {
         "algorithm": SPECTRAL,
         "clients_per_round": 5,
         "client_engine": "trainer",
-        "local_hooks": [ls.ProximalTerm(0.5)],
-        "server_optimizer": ls.FedYogi(lr=0.01),
+        "local_hooks": [ls.client.ProximalTerm(0.5)],
+        "server_optimizer": ls.server.FedYogi(lr=0.01),
     },
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
@@ -200,7 +204,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "LoRA, stacked, FedAdam": {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.StackedProducts(), train=["net.5"]),
         "clients_per_round": 5,
-        "server_optimizer": ls.FedAdam(lr=0.01),
+        "server_optimizer": ls.server.FedAdam(lr=0.01),
     },
     "LoRA, truncated": {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
@@ -230,14 +234,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
-        "faults": ls.Faults(on_error=ls.LeaveOut()),
+        "faults": ls.server.Faults(on_error=ls.server.LeaveOut()),
         "dropout": ls.ClientDropout([0.0, *[0.3] * 11]),  # client 0 has to take part, and fails
-        "clock": ls.VirtualClock([ls.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
+        "clock": ls.VirtualClock([ls.simulation.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
     },
     "sampled networks": {
         "algorithm": ls.Zampling(compression=3, degree=4, coordinated=True),
         "clients_per_round": 7,
-        "trainer": {"callbacks": [ls.SampledNetworks(3)]},
+        "trainer": {"callbacks": [ls.plugin.callbacks.SampledNetworks(3)]},
     },
     "evaluation on clients": {
         "clients_per_round": 5,
@@ -318,7 +322,11 @@ def run(
     torch.manual_seed(0)
     lit: Any = module()
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-    watchers = [ls.SpectralDiagnostics(), ls.UpdateAlignment(every_n_rounds=2)] if watched else []
+    watchers = (
+        [ls.plugin.callbacks.SpectralDiagnostics(), ls.plugin.callbacks.UpdateAlignment(every_n_rounds=2)]
+        if watched
+        else []
+    )
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
     options = {"logger": False, **(trainer or {})}
     if dashboard:
@@ -326,7 +334,7 @@ def run(
         options["logger"] = CSVLogger(folder.parent, name=None, version=f"{folder.name}, process {rank}")
         watchers.append(ls.RoundDashboard(every_n_rounds=1))
     timeout = timedelta(seconds=patience)  # a process that waits any longer would wait for ever
-    several = {"strategy": ls.ClientParallelStrategy(timeout=timeout), "devices": num_processes}
+    several = {"strategy": ls.plugin.ClientParallelStrategy(timeout=timeout), "devices": num_processes}
     strategy = several if num_processes > 1 else {}
     runner = pl.Trainer(
         max_epochs=rounds,

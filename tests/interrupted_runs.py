@@ -69,7 +69,9 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(80, 6, generator=generator)
     examples = TensorDataset(x, x[:, :3].argmax(1))
-    clock = ls.VirtualClock({ls.DeviceProfile(1e4, 1e4, 1e6): 0.5, ls.DeviceProfile(1e3, 1e3, 1e6): 0.5}, deadline=9.0)
+    clock = ls.VirtualClock(
+        {ls.simulation.DeviceProfile(1e4, 1e4, 1e6): 0.5, ls.simulation.DeviceProfile(1e3, 1e3, 1e6): 0.5}, deadline=9.0
+    )
     model = ls.FederatedModule(
         LitNet(),
         algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
@@ -81,7 +83,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes:
     data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=8), val=examples, batch_size=4)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     save = ModelCheckpoint(folder / "checkpoints", save_last=True, save_on_exception=True)
-    several = {"strategy": ls.ClientParallelStrategy(timeout=timedelta(seconds=60)), "devices": num_processes}
+    several = {"strategy": ls.plugin.ClientParallelStrategy(timeout=timedelta(seconds=60)), "devices": num_processes}
     trainer = pl.Trainer(
         max_epochs=num_rounds,
         accelerator="cpu",

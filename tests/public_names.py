@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 import lightning_spectral as ls
+from lightning_spectral import old_names
 
-PLACES = {**ls._PLACE, **ls._NEW_PLACE}  # when old names go, their table moves here
-PUBLIC: dict[str, Any] = {
-    name: getattr(import_module(f"lightning_spectral.{place}"), name) for name, place in PLACES.items()
-}
+# When the old names go, their table moves here.
+PLACES = {**{name: f"lightning_spectral.{place}" for name, place in ls._PLACE.items()}, **old_names.PLACES}
+PUBLIC: dict[str, Any] = {name: getattr(import_module(place), name) for name, place in PLACES.items()}

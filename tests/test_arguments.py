@@ -44,7 +44,7 @@ def by_width() -> ls.FederatedModule:
 
 
 EXAMPLE, TOY = torch.zeros(1, 8), TensorDataset(torch.zeros(12, 3))
-DEVICE = ls.DeviceProfile(1.0, 1.0, 1.0)
+DEVICE = ls.simulation.DeviceProfile(1.0, 1.0, 1.0)
 
 # What must be given in addition to the argument that is wrong.
 NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
@@ -155,8 +155,8 @@ def test_the_walk_finds_arguments_of_each_kind() -> None:
 
 
 NUMPY: list[Any] = [
-    (ls.FedAvgM, {"lr": np.float32(0.5), "momentum": np.float64(0.5)}, {"lr": 0.5, "momentum": 0.5}),
-    (ls.FedAdam, {"betas": [np.float64(0.5), 0]}, {"betas": (0.5, 0)}),
+    (ls.server.FedAvgM, {"lr": np.float32(0.5), "momentum": np.float64(0.5)}, {"lr": 0.5, "momentum": 0.5}),
+    (ls.server.FedAdam, {"betas": [np.float64(0.5), 0]}, {"betas": (0.5, 0)}),
     (ls.SpectralSharding, {"keep_ratio": np.float64(0.5), "clip_tau": np.int64(3)}, {"keep_ratio": 0.5, "clip_tau": 3}),
     (ls.SpectralSharding, {"keep_ratio": {np.float64(0.5): np.float64(1.0)}}, {"keep_ratio": {0.5: 1.0}}),
     (ls.SpectralSharding, {"keep_ratio": [np.float64(0.5), 1]}, {"keep_ratio": [0.5, 1]}),

@@ -61,16 +61,16 @@ class TestConstructor:
             ),
             ({"algorithm": "FedAvg"}, "got the string 'FedAvg'; pass an object, not its name"),
             (
-                {"local_hooks": ls.GradientClip(1.0)},
+                {"local_hooks": ls.client.GradientClip(1.0)},
                 r"got one hook; write local_hooks=\[GradientClip\(",
             ),
             (
-                {"local_hooks": [ls.BatchNormEstimation()]},
+                {"local_hooks": [ls.plugin.callbacks.BatchNormEstimation()]},
                 r"BatchNormEstimation is a callback; write Trainer\(callbacks=\[BatchNormEstimation\(",
             ),
             ({"algorithm": nn.Sequential(nn.Linear(2, 2))}, r"must be an instance of Algorithm, got a Sequential\.$"),
             ({"local_epochs": torch.eye(2)}, r"`local_epochs` must be a whole number, got a Tensor\.$"),
-            ({"server_optimizer": ls.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),
+            ({"server_optimizer": ls.server.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),
             ({"clients_per_round": True}, "`clients_per_round` must be a whole number, or None, got True; write 1"),
             ({"local_epochs": True}, "`local_epochs` must be a whole number, got True; write 1"),
             ({"seed": 1.5}, "`seed` must be a whole number, got 1.5"),
@@ -161,7 +161,7 @@ class TestSetup:
             fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(500)))
 
     def test_clients_without_examples(self, lit: Any, toy: Any, fit: Fit) -> None:
-        class Lazy(ls.Partitioner):
+        class Lazy(ls.partition.Partitioner):
             num_clients = 3
 
             def split(self, num_examples: int, labels: Any, generator: Any) -> Any:
@@ -224,9 +224,9 @@ class TestSetup:
     def test_swapped_and_wrong_arguments_of_load_user_module(self, lit_mlp: Any) -> None:
         swapped: Any = (lit_mlp, "last.ckpt")
         with pytest.raises(TypeError, match=r"write load_user_module\('last\.ckpt', LitMLP\)"):
-            ls.load_user_module(*swapped)
+            ls.plugin.load_user_module(*swapped)
         with pytest.raises(TypeError, match=r"`kind` must be the class of your LightningModule.*, got a LitMLP"):
-            ls.load_user_module("last.ckpt", lit_mlp())
+            ls.plugin.load_user_module("last.ckpt", lit_mlp())
 
     @pytest.mark.parametrize(
         "algorithm", [ls.SpectralSharding(), ls.FIARSE(), ls.LoRA(rank=2), ls.Zampling(2, degree=2)], ids=repr
@@ -412,7 +412,7 @@ class TestClients:
         with (
             pytest.warns(ls.SpectralWarning),
             pytest.raises(
-                ls.RoundError,
+                ls.errors.RoundError,
                 match=r"Round 0: 2 of 2 clients are left out \(clients 0 and 1: update not finite or too",
             ),
         ):
@@ -444,6 +444,6 @@ class TestClients:
         module = LitPoisoned()
         with torch.no_grad():
             module.net[1].weight.fill_(math.inf)
-        with pytest.raises(ls.RoundError, match=r"Round 0: the server's weights .* 'net.1.weight'") as error:
+        with pytest.raises(ls.errors.RoundError, match=r"Round 0: the server's weights .* 'net.1.weight'") as error:
             fit(module, poisoned_data([1.0]), algorithm=ls.SpectralSharding(), clients_per_round=1)
         assert "Layer 'net.1' cannot be factorised" in str(error.value.__cause__)

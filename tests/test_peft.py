@@ -132,9 +132,9 @@ def test_a_module_that_shards_nothing_has_costs_and_budgets() -> None:
     assert table.full.frozen_bytes == 2 * 4 * 72
     assert table.full.downlink_bytes == table.full.uplink_bytes == 4 * 27
     assert "down once" in str(table)
-    assert ls.keep_ratio_for(net, torch.zeros(1, 8), budget_bytes=8 * 27) == 1.0
+    assert ls.nn.keep_ratio_for(net, torch.zeros(1, 8), budget_bytes=8 * 27) == 1.0
     with pytest.raises(ValueError, match="the smallest takes 216"):
-        ls.keep_ratio_for(net, torch.zeros(1, 8), budget_bytes=8 * 27 - 1)
+        ls.nn.keep_ratio_for(net, torch.zeros(1, 8), budget_bytes=8 * 27 - 1)
 
 
 def test_a_plan_made_before_a_layer_was_frozen_is_refused() -> None:

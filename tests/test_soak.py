@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 
 ROUNDS, FROM = 500, 100  # sub-models and caches, built in the first rounds, are kept
-FAST, SLOW = ls.DeviceProfile(1e6, 1e6, 1e9), ls.DeviceProfile(1.0, 1.0, 1.0)
+FAST, SLOW = ls.simulation.DeviceProfile(1e6, 1e6, 1e9), ls.simulation.DeviceProfile(1.0, 1.0, 1.0)
 
 
 class LitFlaky(pl.LightningModule):
@@ -79,7 +79,7 @@ def test_five_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
         module,
         algorithm=ls.SpectralSharding(keep_ratio={0.1: 0.5, 0.2: 0.5}),
         clients_per_round=4,
-        faults=ls.Faults(on_error=ls.LeaveOut()),
+        faults=ls.server.Faults(on_error=ls.server.LeaveOut()),
         dropout=ls.ClientDropout(0.2),
         clock=ls.VirtualClock({FAST: 0.8, SLOW: 0.2}, deadline=10.0, keep_first=3),
     )

@@ -14,7 +14,7 @@ import lightning_spectral as ls
 from lightning_spectral import functional, testing
 
 TOY, EXAMPLE = TensorDataset(torch.zeros(12, 3)), torch.zeros(2, 8)
-DEVICE = ls.DeviceProfile(1.0, 1.0, 1.0)
+DEVICE = ls.simulation.DeviceProfile(1.0, 1.0, 1.0)
 PROBS = torch.tensor([0.7, 0.5, 0.25, 0.25])
 
 
@@ -55,8 +55,12 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (ls.WidthSharding, {"plan": ls.LayerChoices()}, r"`plan` must be an instance of WidthPlan"),
     (ls.SpectralSharding, {"exclude": {}}, r"`exclude` must be a sequence of patterns, got {}"),
     (ls.SuccessiveSampling, {"log_sizes": [0.5, 0.1]}, r"`log_sizes` must be an instance of Tensor"),
-    (ls.FrobeniusDecay, {"coefficients": 1e-4}, r"`coefficients` must be an instance of Mapping, got 0.0001"),
-    (ls.FrobeniusDecay, {"coefficients": {0: 1e-4}}, r"`coefficients` maps names of layers to numbers, got the key 0"),
+    (ls.nn.FrobeniusDecay, {"coefficients": 1e-4}, r"`coefficients` must be an instance of Mapping, got 0.0001"),
+    (
+        ls.nn.FrobeniusDecay,
+        {"coefficients": {0: 1e-4}},
+        r"`coefficients` maps names of layers to numbers, got the key 0",
+    ),
     (ls.ClientEvaluation, {"clients": np.array([1, 2])}, r"`clients` must be a whole number"),
     (ls.LossVarianceReduced, {"active": 2, "measure": np.array([1, 2])}, r"`measure` must be a whole number"),
     (conv, {"kernel_size": 3}, r"`kernel_size` must be 2 numbers, one for each dimension, got 3; write \(3, 3\)"),
@@ -68,20 +72,44 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (conv, {"padding_mode": "zero"}, r"`padding_mode` must be 'zeros', .*, got 'zero'"),
     (ls.cost_table, {"module": net(), "keep_ratios": 0.5}, r"`keep_ratios` must be a .*; write keep_ratios=\[0\.5\]"),
     (ls.cost_table, {"module": net(), "keep_ratios": []}, r"`keep_ratios` must name at least one number"),
-    (ls.lora_cost_table, {"module": net(), "ranks": 4}, r"`ranks` .* a sequence of numbers, got 4; write ranks=\[4\]"),
-    (ls.lora_cost_table, {"module": net(), "aggregation": ""}, r"`aggregation` must be an instance of Adapter"),
-    (ls.rank_for, {"module": net(), "budget_bytes": 1e6, "aggregation": []}, r"`aggregation` must be an instance"),
-    (ls.rank_for, {"module": nn.Linear, "budget_bytes": 1e6}, r"`module` must be .* got the class Linear; write"),
-    (ls.width_plan, {"module": net(), "example_input": EXAMPLE, "exclude": "2"}, r"write exclude=\('2',\)"),
-    (ls.width_plan, {"module": nn.Linear, "example_input": EXAMPLE}, r"`module` must be .* got the class Linear"),
-    (ls.zample, {"module": net(), "link": ""}, r"`link` must be an instance of Link"),
-    (ls.zample, {"module": net(), "link": ls.Sigmoid}, r"`link` must be .* got the class Sigmoid; write Sigmoid"),
-    (ls.zample, {"module": nn.Linear}, r"`module` must be .* got the class Linear"),
-    (ls.compression_for, {"module": net(), "budget_bytes": 1e6, "exclude": "0"}, r"write exclude=\('0',\)"),
-    (ls.compression_for, {"module": net(), "budget_bytes": 1e6, "keep_buffers": ""}, r"write keep_buffers=\('',\)"),
-    (ls.zampling_cost_table, {"module": net(), "compressions": 8}, r"write compressions=\[8\]"),
-    (ls.sub_model_cost_table, {"module": net(), "algorithm": ls.FIARSE(), "keep_ratios": 0.5}, r"keep_ratios=\[0\.5\]"),
-    (ls.estimate, {"trainer": None, "model": None, "data": None}, r"`trainer` must be an instance of Trainer"),
+    (
+        ls.algorithms.lora_cost_table,
+        {"module": net(), "ranks": 4},
+        r"`ranks` .* a sequence of numbers, got 4; write ranks=\[4\]",
+    ),
+    (
+        ls.algorithms.lora_cost_table,
+        {"module": net(), "aggregation": ""},
+        r"`aggregation` must be an instance of Adapter",
+    ),
+    (
+        ls.algorithms.rank_for,
+        {"module": net(), "budget_bytes": 1e6, "aggregation": []},
+        r"`aggregation` must be an instance",
+    ),
+    (
+        ls.algorithms.rank_for,
+        {"module": nn.Linear, "budget_bytes": 1e6},
+        r"`module` must be .* got the class Linear; write",
+    ),
+    (ls.nn.width_plan, {"module": net(), "example_input": EXAMPLE, "exclude": "2"}, r"write exclude=\('2',\)"),
+    (ls.nn.width_plan, {"module": nn.Linear, "example_input": EXAMPLE}, r"`module` must be .* got the class Linear"),
+    (ls.nn.zample, {"module": net(), "link": ""}, r"`link` must be an instance of Link"),
+    (
+        ls.nn.zample,
+        {"module": net(), "link": ls.functional.zampling.Sigmoid},
+        r"`link` must be .* got the class Sigmoid; write Sigmoid",
+    ),
+    (ls.nn.zample, {"module": nn.Linear}, r"`module` must be .* got the class Linear"),
+    (ls.nn.compression_for, {"module": net(), "budget_bytes": 1e6, "exclude": "0"}, r"write exclude=\('0',\)"),
+    (ls.nn.compression_for, {"module": net(), "budget_bytes": 1e6, "keep_buffers": ""}, r"write keep_buffers=\('',\)"),
+    (ls.nn.zampling_cost_table, {"module": net(), "compressions": 8}, r"write compressions=\[8\]"),
+    (
+        ls.algorithms.sub_model_cost_table,
+        {"module": net(), "algorithm": ls.FIARSE(), "keep_ratios": 0.5},
+        r"keep_ratios=\[0\.5\]",
+    ),
+    (ls.plugin.estimate, {"trainer": None, "model": None, "data": None}, r"`trainer` must be an instance of Trainer"),
     (testing.check_design, {"design": ls.Systematic}, r"`design` must be .* got the class Systematic; write"),
     (testing.check_strategy, {"strategy": ls.Systematic()}, r"`strategy` must be an instance of ShardingStrategy"),
     (testing.check_sampler, {"sampler": ls.Uniform}, r"`sampler` must be .* got the class Uniform"),

@@ -42,7 +42,7 @@ def randomised(lit: Any, seed: int) -> Any:
     return lit
 
 
-def cut(lit: Any, plan: ls.WidthPlan, width: float) -> Any:
+def cut(lit: Any, plan: ls.nn.WidthPlan, width: float) -> Any:
     small = copy.deepcopy(lit)
     cut_module(small, plan.indices(plan.first(width)))
     return small

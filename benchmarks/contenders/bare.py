@@ -22,7 +22,7 @@ def run(model: str, rounds: int, sharded: bool) -> Iterator[float]:
     client = copy.deepcopy(server)
     optimizer = torch.optim.SGD(client.parameters(), lr=LR, momentum=MOMENTUM)
     if sharded:
-        ls.FrobeniusDecay(dict.fromkeys(ls.nn.sharded_layers(client), 1e-4)).register(optimizer, client)
+        ls.nn.FrobeniusDecay(dict.fromkeys(ls.nn.sharded_layers(client), 1e-4)).register(optimizer, client)
         ls.EffectiveLRClip(10.0).register(optimizer, client)
     x, y = tensors()
     for _ in range(rounds):

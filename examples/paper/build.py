@@ -119,7 +119,7 @@ def deal(found: Source, settings: Settings) -> ls.FederatedDataModule:
     )
 
 
-def partitioner(found: Source, chosen: Tensor, settings: Settings) -> ls.Partitioner:
+def partitioner(found: Source, chosen: Tensor, settings: Settings) -> ls.partition.Partitioner:
     """Return the partitioner that deals the chosen examples to clients."""
     if settings.split == "iid":
         return ls.IIDPartitioner(settings.num_clients)

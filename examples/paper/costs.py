@@ -71,7 +71,7 @@ class Costs:
         return f"{self.title}. {self.source}\n\n" + "\n".join([*head, *ours, *theirs]) + "\n"
 
 
-def cells(tables: Sequence[ls.CostTable], name: str) -> Iterator[str]:
+def cells(tables: Sequence[ls.nn.CostTable], name: str) -> Iterator[str]:
     """Yield one cost: of the whole model, then at the keep ratio of each table."""
     yield show_count(getattr(tables[0].full, name))
     for table in tables:

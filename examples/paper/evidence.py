@@ -93,7 +93,7 @@ def train(settings: Settings, checkpoints: Path, accelerator: str) -> Evidence:
         accelerator=accelerator,
         devices=1,
         logger=False,
-        callbacks=[ls.SpectralDiagnostics(settings.evaluate_every), *chosen, history, ledger, saving],
+        callbacks=[ls.plugin.callbacks.SpectralDiagnostics(settings.evaluate_every), *chosen, history, ledger, saving],
         check_val_every_n_epoch=settings.evaluate_every,
         num_sanity_val_steps=0,
         enable_model_summary=False,
@@ -127,7 +127,7 @@ def fit(trainer: pl.Trainer, model: ls.FederatedModule, data: ls.FederatedDataMo
             warnings.simplefilter("ignore", ls.SpectralWarning)  # mostly noisy sub-models are what is studied here
             warnings.filterwarnings("ignore", "Checkpoint directory")  # of a resumed run
             trainer.fit(model, data, ckpt_path=resumed)
-    except (ls.RoundError, ls.ClientError) as failure:  # a diverged run is a result
+    except (ls.errors.RoundError, ls.ClientError) as failure:  # a diverged run is a result
         return str(failure).splitlines()[0]
     return ""
 

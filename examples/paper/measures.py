@@ -111,7 +111,7 @@ class Holders(ls.RoundCallback):
 
 
 MEASURES: dict[str, Callable[[int, TensorDataset], pl.Callback]] = {
-    "alignment": lambda every, train: ls.UpdateAlignment(every),
+    "alignment": lambda every, train: ls.plugin.callbacks.UpdateAlignment(every),
     "ranks": lambda every, train: Ranks(every),
     "training loss": TrainingLoss,
     "holders": lambda every, train: Holders(),

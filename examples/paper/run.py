@@ -135,5 +135,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ls.tune_allocator()
+    ls.plugin.tune_allocator()
     main()

@@ -58,7 +58,7 @@ class Spectral:
         uncut: Patterns of the layers that are whole where outputs are cut; each must match a layer of the model.
     """
 
-    strategy: ls.ShardingStrategy
+    strategy: ls.sharding.ShardingStrategy
     clip_tau: float = math.inf
     published: bool = True
     uncut: Sequence[str] = SHORTCUTS
@@ -76,16 +76,16 @@ SETUPS: Mapping[str, Setup] = {
     "No sharding": Whole(),
     "HeteroFL": Width(),
     "Top-n": Spectral(ls.TopN()),
-    "Top-n + Scaled": Spectral(ls.Scaled(ls.TopN())),
+    "Top-n + Scaled": Spectral(ls.sharding.Scaled(ls.TopN())),
     "PriSM": Spectral(ls.PriSM()),
     "PriSM, exponent 4": Spectral(ls.PriSM(exponent=4)),  # for clients of every keep ratio, as in PriSM's own runs
     "PriSM, exponent 2.5": Spectral(ls.PriSM(exponent=2.5), uncut=()),  # PriSM's for FEMNIST; its net has no shortcuts
-    "PriSM + Scaled": Spectral(ls.Scaled(ls.PriSM())),
+    "PriSM + Scaled": Spectral(ls.sharding.Scaled(ls.PriSM())),
     "PriSM + Wallenius": Spectral(UNBIASED_PRISM),
     "PriSM + Wallenius + ClipLR": Spectral(UNBIASED_PRISM, CLIP),
     "Unbiased": Spectral(ls.Unbiased(), CLIP),
     "Unbiased without ClipLR": Spectral(ls.Unbiased()),
     "Collective": Spectral(ls.Collective(), CLIP),
-    "Schatten, p = 4": Spectral(ls.Schatten(4), CLIP),
+    "Schatten, p = 4": Spectral(ls.sharding.Schatten(4), CLIP),
     "This package's default": Spectral(ls.Collective(), CLIP, published=False),
 }

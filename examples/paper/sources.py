@@ -189,7 +189,7 @@ def of_photos(parts: tuple[Tensor, Tensor, Tensor, Tensor]) -> Source:
 
 def of_images(images: Tensor, labels: Tensor, num_train: int) -> Source:
     """Return standardised images: the first ones for training, the others for testing."""
-    images = ls.standardize_images(images)
+    images = ls.functional.standardize_images(images)
     parts = (slice(num_train), slice(num_train, None))
     return Source(*(TensorDataset(images[part], labels[part]) for part in parts), num_classes=10)
 
@@ -209,14 +209,18 @@ def existing(name: str) -> Path:
 def read_cifar100(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Return the standardised images of one file, their classes and their superclasses."""
     rows = torch.from_numpy(np.fromfile(path, np.uint8).reshape(-1, CIFAR100_ROW))
-    return ls.standardize_images(rows[:, 2:].view(-1, 3, 32, 32).float() / 255), rows[:, 1].long(), rows[:, 0].long()
+    return (
+        ls.functional.standardize_images(rows[:, 2:].view(-1, 3, 32, 32).float() / 255),
+        rows[:, 1].long(),
+        rows[:, 0].long(),
+    )
 
 
 def read_jpegs(files: list[tuple[Path, int]]) -> TensorDataset:
     """Return standardised images of 64 x 64 pixels, and labels."""
     pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-    return TensorDataset(ls.standardize_images(images), torch.tensor([label for _, label in files]))
+    return TensorDataset(ls.functional.standardize_images(images), torch.tensor([label for _, label in files]))
 
 
 def read_users(part: str, at_most: int | None = None) -> list[tuple[Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_spectral.plugin.checkpoint_archive import check_loadable
-from lightning_spectral.plugin.cli_checkpoint import check_path, report_differences
+from lightning_spectral.plugin.cli_checkpoint import check_path, report_differences, use_new_paths
 from lightning_spectral.plugin.cli_errors import OneLineParser
 from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.module import FederatedModule
@@ -58,7 +59,11 @@ class FederatedCLI(LightningCLI):
             return
         check_loadable(path)
         given = self.config[command].model.clone()
-        super()._parse_ckpt_path()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`lightning_spectral", FutureWarning)  # nobody can edit a checkpoint
+            super()._parse_ckpt_path()
+        for arguments in (self.config[command].model, given):
+            use_new_paths(arguments)
         report_differences(self.config[command].model, given, command)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

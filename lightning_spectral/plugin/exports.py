@@ -38,7 +38,7 @@ def save_peft_adapter(model: FederatedModule, folder: str | PathLike[str], submo
         >>> lit = LitClassifier(MLP(6, [8], 3), num_classes=3)
         >>> model = ls.FederatedModule(lit, algorithm=ls.LoRA(2), clients_per_round=2)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ls.save_peft_adapter(model, folder, submodule="model")
+        ...     ls.plugin.save_peft_adapter(model, folder, submodule="model")
         ...     config = json.loads((Path(folder) / "adapter_config.json").read_text())
         >>> config["r"], config["lora_alpha"], config["use_rslora"], config["target_modules"]
         (2, 8.0, True, 'hidden\\.0|head')
@@ -76,7 +76,7 @@ def narrow_model(model: FederatedModule, width: float) -> Any:
         >>> lit = LitClassifier(MLP(6, [8], 3), num_classes=3)
         >>> lit.example_input_array = torch.zeros(2, 6)
         >>> model = ls.FederatedModule(lit, algorithm=ls.WidthSharding(), clients_per_round=2)
-        >>> ls.narrow_model(model, 0.25).model.head
+        >>> ls.plugin.narrow_model(model, 0.25).model.head
         Linear(in_features=2, out_features=3, bias=True)
     """
     check_is("model", model, FederatedModule)

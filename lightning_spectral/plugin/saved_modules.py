@@ -86,7 +86,7 @@ def load_user_module(
         >>> trainer.fit(model, data)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     trainer.save_checkpoint(f"{folder}/last.ckpt")
-        ...     lit = ls.load_user_module(f"{folder}/last.ckpt", LitClassifier, model=MLP(6, [8], 3))
+        ...     lit = ls.plugin.load_user_module(f"{folder}/last.ckpt", LitClassifier, model=MLP(6, [8], 3))
         >>> lit.lr, torch.equal(lit.model.head.weight, model.module.model.head.weight)
         (0.2, True)
     """

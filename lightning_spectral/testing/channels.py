@@ -11,7 +11,7 @@ ROUNDS = (0, 1, 5, 1000)
 
 
 def check_channel_choice(channels: ChannelChoice) -> None:
-    """Check that a choice of channels satisfies the contract of :class:`~lightning_spectral.ChannelChoice`.
+    """Check that a choice of channels satisfies the contract of :class:`~lightning_spectral.sharding.ChannelChoice`.
 
     This tries groups of 1 to 64 channels, of which few or all are kept, in several rounds. It checks the number, type
     and device of the indices, that they are distinct channels of the group, that they depend only on the arguments, and

@@ -26,7 +26,7 @@ class FadingMean(MeanOfTerms):
 
 
 @dataclass(frozen=True)
-class FadingTerms(ls.TermMeans):
+class FadingTerms(ls.algorithms.TermMeans):
     """`TermMeans` whose server multiplies terms held by no client by 1 - ``fading``, once a round.
 
     Args:

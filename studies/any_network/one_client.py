@@ -50,7 +50,7 @@ def network(name: str, sharded: bool) -> nn.Module:
     net = NETS[name]()
     if not sharded:
         return net
-    ls.spectral_start(net, KEEP_RATIO)
+    ls.algorithms.spectral_start(net, KEEP_RATIO)
     return ls.replace_layers(net, KEEP_RATIO)
 
 

@@ -48,9 +48,9 @@ def train(spec: Spec) -> dict[str, Any]:
                 seed=spec.seed + first_round,  # otherwise a second fit would draw the same clients as the first
             )
             watched.append((ls.RoundHistory(), ls.CommunicationLedger()))
-            estimation = [ls.BatchNormEstimation(EVERY)] if SETUPS[spec.setup].estimated else []
+            estimation = [ls.plugin.callbacks.BatchNormEstimation(EVERY)] if SETUPS[spec.setup].estimated else []
             quiet_trainer(end - first_round, [*watched[-1], *estimation], EVERY).fit(model, data)
-    except (ls.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
+    except (ls.errors.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     rows = [row for history, _ in watched for row in history.rows]
     curves = {name: [row[name] for row in rows if name in row] for name in ("val", "test", "fl/loss")}

@@ -13,7 +13,7 @@ from torch import nn
 
 import lightning_spectral as ls
 
-START = ls.SpectralStart()
+START = ls.algorithms.SpectralStart()
 MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
 KeepRatio = float | str  # a share of the terms, or "mixed"
 EXAMPLES = torch.zeros(2, 1, 14, 14)  # inputs of the networks
@@ -36,9 +36,9 @@ class Setup:
         system: Makes the algorithm of another system from keep ratios and the module.
     """
 
-    strategy: ls.ShardingStrategy | ls.Schedule[ls.ShardingStrategy] | None
+    strategy: ls.sharding.ShardingStrategy | ls.Schedule[ls.sharding.ShardingStrategy] | None
     options: tuple[tuple[str, Any], ...] = ()
-    start: ls.SpectralStart | None = None
+    start: ls.algorithms.SpectralStart | None = None
     momentum: float = 0.0
     fading: float = 0.0
     dense_rounds: int = 0
@@ -60,7 +60,7 @@ class Setup:
     @property
     def server_optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
         """The server optimizer; ``None`` for plain averaging without momentum."""
-        return ls.FedAvgM(lr=1.0, momentum=self.momentum) if self.momentum else None
+        return ls.server.FedAvgM(lr=1.0, momentum=self.momentum) if self.momentum else None
 
 
 def options(**values: Any) -> tuple[tuple[str, Any], ...]:
@@ -75,11 +75,11 @@ def each(ratios: Ratios, change: Callable[[float], float]) -> Ratios:
     return change(ratios)
 
 
-def by_width(channels: ls.ChannelChoice, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
+def by_width(channels: ls.sharding.ChannelChoice, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
     """Sub-models whose share of the channels is the square root of the keep ratio, to match its share of parameters."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
-        plan = ls.width_plan(module, EXAMPLES)
+        plan = ls.nn.width_plan(module, EXAMPLES)
         return ls.WidthSharding(channels, each(ratios, math.sqrt), plan=plan, **options)
 
     return make
@@ -89,7 +89,7 @@ def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FjORD: the first channels; some steps use fewer of them, down to half of what the smallest clients have."""
     widths = each(ratios, math.sqrt)
     all_widths = list(widths) if isinstance(widths, Mapping) else [widths]
-    plan = ls.width_plan(module, EXAMPLES)
+    plan = ls.nn.width_plan(module, EXAMPLES)
     return ls.WidthSharding(keep_ratio=widths, plan=plan, step_widths=[min(all_widths) / 2, *all_widths])
 
 
@@ -97,11 +97,11 @@ def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorit
     """The first channels, as many as cost no more than the terms of the same keep ratio."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
-        algorithm = ls.WidthSharding(plan=ls.width_plan(module, EXAMPLES))
+        algorithm = ls.WidthSharding(plan=ls.nn.width_plan(module, EXAMPLES))
 
         def width_of(ratio: float) -> float:
             limit: Any = {budget: getattr(ls.cost_table(module, [ratio], EXAMPLES).at[ratio], need)}
-            width = ls.sub_model_keep_ratio_for(module, algorithm, EXAMPLES, **limit)
+            width = ls.algorithms.sub_model_keep_ratio_for(module, algorithm, EXAMPLES, **limit)
             assert isinstance(width, float), "one budget, one answer"
             return width
 
@@ -112,7 +112,7 @@ def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorit
 
 def by_matrices(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FedHM: the first terms, and the mean of the matrices."""
-    return ls.SpectralSharding.published(ls.TopN(), ratios, aggregation=ls.MatrixMeans())
+    return ls.SpectralSharding.published(ls.TopN(), ratios, aggregation=ls.algorithms.MatrixMeans())
 
 
 def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
@@ -125,7 +125,9 @@ def by_cut_outputs(factor: float) -> Callable[[Ratios, nn.Module], ls.Algorithm]
     return make
 
 
-def by_updates(aggregation: ls.AdapterAggregation, **options: Any) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
+def by_updates(
+    aggregation: ls.algorithms.AdapterAggregation, **options: Any
+) -> Callable[[Ratios, nn.Module], ls.Algorithm]:
     """FedMUD: updates of all linear layers but the last have a rank equal to a client's terms; the rest is whole."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
@@ -163,7 +165,7 @@ SETUPS: dict[str, Setup] = {
     "bound alone, PriSM": Setup(ls.PriSM()),
     "bound alone, Unbiased": Setup(ls.Unbiased()),
     "bound alone, Collective": Setup(ls.Collective()),
-    "bound alone, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated())),
+    "bound alone, coordinated": Setup(ls.Collective(), options(design=ls.designs.Coordinated())),
     "bound alone, slack 50 %": Setup(ls.EffectiveCohort(0.5)),
     "start alone, TopN": Setup(ls.TopN(), AS_PUBLISHED, START),
     "start alone, Collective": Setup(ls.Collective(), AS_PUBLISHED, START),
@@ -173,24 +175,26 @@ SETUPS: dict[str, Setup] = {
     "start, PriSM": Setup(ls.PriSM(), start=START),
     "start, Unbiased": Setup(ls.Unbiased(), start=START),
     "start, Collective": Setup(ls.Collective(), start=START),
-    "start, coordinated": Setup(ls.Collective(), options(design=ls.Coordinated()), START),
+    "start, coordinated": Setup(ls.Collective(), options(design=ls.designs.Coordinated()), START),
     "start, TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, start=START),
     # a fit of federated averaging, then one that continues from its weights; trained weights need ``trained=True``
     "20 dense rounds, TopN": Setup(ls.TopN(), dense_rounds=20),
     "20 dense rounds, Collective": Setup(ls.Collective(), dense_rounds=20),
-    "20 dense rounds, start, Collective": Setup(ls.Collective(), start=ls.SpectralStart(trained=True), dense_rounds=20),
+    "20 dense rounds, start, Collective": Setup(
+        ls.Collective(), start=ls.algorithms.SpectralStart(trained=True), dense_rounds=20
+    ),
     # other starts and bounds
-    "start 0.3, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.3)),
-    "start 0.3, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=ls.SpectralStart(tail=0.3)),
-    "start 0.02, Collective": Setup(ls.Collective(), start=ls.SpectralStart(tail=0.02)),
-    "start of 20 %, Collective": Setup(ls.Collective(), start=ls.SpectralStart(keep_ratio=0.2)),
+    "start 0.3, Collective": Setup(ls.Collective(), start=ls.algorithms.SpectralStart(tail=0.3)),
+    "start 0.3, slack 50 %": Setup(ls.EffectiveCohort(0.5), start=ls.algorithms.SpectralStart(tail=0.3)),
+    "start 0.02, Collective": Setup(ls.Collective(), start=ls.algorithms.SpectralStart(tail=0.02)),
+    "start of 20 %, Collective": Setup(ls.Collective(), start=ls.algorithms.SpectralStart(keep_ratio=0.2)),
     "start, Collective, bound 3": Setup(ls.Collective(), options(clip_weight_lr=3.0), START),
     "start, Collective, bound 10": Setup(ls.Collective(), options(clip_weight_lr=10.0), START),
     "start, TopN, bound 10": Setup(ls.TopN(), options(clip_weight_lr=10.0), START),
     "start, Collective, no decay": Setup(ls.Collective(), options(frobenius_decay=0.0), START),
     "start, Collective, momentum": Setup(ls.Collective(), start=START, momentum=0.5),
-    "start, Collective, matrices": Setup(ls.Collective(), options(aggregation=ls.MatrixMeans()), START),
-    "start, TopN, matrices": Setup(ls.TopN(), options(aggregation=ls.MatrixMeans()), START),
+    "start, Collective, matrices": Setup(ls.Collective(), options(aggregation=ls.algorithms.MatrixMeans()), START),
+    "start, TopN, matrices": Setup(ls.TopN(), options(aggregation=ls.algorithms.MatrixMeans()), START),
     "start, Collective, estimated": Setup(ls.Collective(), start=START, estimated=True),
     "FedAvg, estimated": Setup(None, estimated=True),
     "start, Collective, fading 1 %": Setup(ls.Collective(), start=START, fading=0.01),

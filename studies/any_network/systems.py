@@ -49,11 +49,11 @@ def share_of_macs(net: str, setup: str) -> float:
     algorithm: Any = SETUPS[setup].algorithm(KEEP_RATIO, module)
     if isinstance(algorithm, ls.LoRA):
         options = {name: getattr(algorithm, name) for name in ("aggregation", "layers", "train")}
-        ranks = ls.lora_cost_table(module, [algorithm.max_rank], EXAMPLES, **options)
+        ranks = ls.algorithms.lora_cost_table(module, [algorithm.max_rank], EXAMPLES, **options)
         return ranks.share("macs", ranks.at[algorithm.max_rank])
     if isinstance(algorithm, ls.SpectralSharding):
         table = ls.cost_table(module, [KEEP_RATIO], EXAMPLES, algorithm.layers)
     else:
-        table = ls.sub_model_cost_table(module, algorithm, [algorithm.keep_ratio], EXAMPLES)
+        table = ls.algorithms.sub_model_cost_table(module, algorithm, [algorithm.keep_ratio], EXAMPLES)
     (cost,) = table.at.values()
     return table.share("macs", cost)

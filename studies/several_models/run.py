@@ -52,7 +52,7 @@ def train(federation: Federation, name: str, seed: int, num_rounds: int = NUM_RO
     error, begun = "", time.perf_counter()
     try:
         quiet_trainer(num_rounds, [history, ledger], EVERY).fit(several, federation.deal(seed))
-    except (ls.RoundError, ls.ClientError) as failure:  # a diverged run is a result
+    except (ls.errors.RoundError, ls.ClientError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     curves = {
         model: {column: history.column(f"{model}/{column}") for column in ("accuracy", *KEPT)}

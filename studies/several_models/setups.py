@@ -21,7 +21,7 @@ class Setup:
         published: Accuracy relative to full participation in the slides, by federation; empty if they do not report it.
     """
 
-    sampler: ls.Sampler
+    sampler: ls.participation.Sampler
     algorithm: Callable[[], ls.Algorithm] = ls.FedAvg
     published: Mapping[str, float] = field(default_factory=dict)
 

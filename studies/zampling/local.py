@@ -42,7 +42,7 @@ SMALL_NET, MNIST_FC = (784, 20, 20, 10), (784, 300, 100, 10)
 METHODS: dict[str, dict[str, Any]] = {
     "sampled": {"init": "paper"},
     "continuous": {"init": "paper", "sampled": False},
-    "supermask": {"link": ls.Sigmoid()},
+    "supermask": {"link": ls.functional.zampling.Sigmoid()},
 }
 
 
@@ -130,7 +130,7 @@ def network(spec: Spec) -> nn.Module:
     """Return the network with randomly drawn scores."""
     layers = [layer for a, b in pairwise(spec.widths) for layer in (nn.Linear(a, b), nn.ReLU())]
     net = nn.Sequential(*layers[:-1])
-    ls.zample(net, spec.compression, spec.degree, seed=spec.seed, memory=2**31, **METHODS[spec.method])
+    ls.nn.zample(net, spec.compression, spec.degree, seed=spec.seed, memory=2**31, **METHODS[spec.method])
     if spec.beta != 1.0:
         weights = local_weights(net)
         draws = np.random.default_rng(spec.seed).beta(spec.beta, spec.beta, len(weights.scores))

@@ -27,7 +27,11 @@ class OneLayer:
     """A round of one layer whose clients add noise of their own to each factor they train."""
 
     def __init__(
-        self, aggregation: ls.AdapterAggregation, ranks: Sequence[int], round_idx: int = 0, absolute: bool = False
+        self,
+        aggregation: ls.algorithms.AdapterAggregation,
+        ranks: Sequence[int],
+        round_idx: int = 0,
+        absolute: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         b, a, base = (

@@ -92,7 +92,9 @@ class SlowClient:
                 momenta[name] = gradients[name] if step == 0 else MOMENTUM * momenta[name] + gradients[name]
                 parameter.data.sub_(momenta[name], alpha=LR)
 
-    def gradients(self, server: Any, plan: ls.WidthPlan, capacity: float, width: float, x: Tensor) -> dict[str, Tensor]:
+    def gradients(
+        self, server: Any, plan: ls.nn.WidthPlan, capacity: float, width: float, x: Tensor
+    ) -> dict[str, Tensor]:
         small = cut(server, plan, width)
         own, left = plan.indices(plan.first(capacity)), plan.indices(plan.first(width))
         where = {n: tuple(torch.searchsorted(a, b) for a, b in zip(own[n], left[n], strict=True)) for n in own}
@@ -200,7 +202,7 @@ def test_without_training_nothing_changes(data: Any, fit: Fit) -> None:
     before = copy.deepcopy(lit)
     fitted = fit(lit, data, algorithm=ours(), local_epochs=0, clients_per_round=6, max_epochs=2)
     assert same_state(fitted.state, before.state_dict())
-    plan = ls.width_plan(before)
+    plan = ls.nn.width_plan(before)
     assert [*fitted.model.state.widths] == [0.25, 0.5, 0.75]
     for width, own in fitted.model.state.widths.items():
         small = cut(before, plan, width)
@@ -253,7 +255,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: P
 def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
     """By hand: the averages of each narrower width, and eight bytes for each count of steps."""
     table, without = (
-        ls.sub_model_cost_table(seeded(LitNorms), ours(averages_per_width=flag), MIXED, torch.zeros(2, 6))
+        ls.algorithms.sub_model_cost_table(seeded(LitNorms), ours(averages_per_width=flag), MIXED, torch.zeros(2, 6))
         for flag in (True, False)
     )
     rows = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=12, max_epochs=2).ledger.rows
@@ -270,7 +272,9 @@ def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
 
 
 def test_a_cost_table_goes_beyond_the_widest_client() -> None:
-    table = ls.sub_model_cost_table(seeded(LitNorms), ours(0.5, [0.25, 0.5]), [0.4, 0.5, 0.8], torch.zeros(2, 6))
+    table = ls.algorithms.sub_model_cost_table(
+        seeded(LitNorms), ours(0.5, [0.25, 0.5]), [0.4, 0.5, 0.8], torch.zeros(2, 6)
+    )
     assert table.at[0.4].uplink_bytes < table.at[0.5].uplink_bytes < table.at[0.8].uplink_bytes
 
 

@@ -65,7 +65,7 @@ class TestAtALearningRateForTheDenseNetwork:
             found.append(loss.item())
         return found
 
-    @pytest.mark.parametrize("start", [None, ls.SpectralStart()], ids=["random", "spectral"])
+    @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()], ids=["random", "spectral"])
     @pytest.mark.parametrize("seed", [0, 1, 2])
     def test_sub_models_explode_without_the_bound_and_learn_with_it(self, seed: int, start: Any) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -74,7 +74,7 @@ class TestAtALearningRateForTheDenseNetwork:
             layers = [module for size in sizes for module in (nn.Linear(*size), nn.ReLU())]
         server = nn.Sequential(*layers[:-1])
         if start is not None:
-            ls.spectral_start(server, 0.1)
+            ls.algorithms.spectral_start(server, 0.1)
         dense = self.losses(ls.FedAvg(), server, 1.0)
         free = self.losses(ls.SpectralSharding.published(ls.Unbiased(), 0.1), server)
         bounded = self.losses(ls.SpectralSharding.published(ls.Unbiased(), 0.1, clip_weight_lr=1.0), server)
@@ -125,7 +125,7 @@ class MultipliersAlone(SpectralSide):
             origin=lambda name: self.weight_of.get(name, name),
             overrides=lambda name: {"weight_decay": 0.0} if name in self.weight_of else {},
         )
-        ls.FrobeniusDecay(self._decays(recipe, recipe.options)).register(local.optimizer, client)
+        ls.nn.FrobeniusDecay(self._decays(recipe, recipe.options)).register(local.optimizer, client)
         ls.EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
         return local
 
@@ -218,7 +218,7 @@ class TestPublished:
 
     def test_further_options_are_passed_through(self) -> None:
         options: dict[str, Any] = {
-            "design": ls.Coordinated(),
+            "design": ls.designs.Coordinated(),
             "clip_tau": 2.0,
             "frobenius_decay": 0.0,
             "exclude": ["head"],
@@ -230,8 +230,8 @@ class TestPublished:
         )
         assert paper == expected
         assert paper.layers == ls.LayerChoices(exclude=["head"])
-        own = ls.SpectralSharding.published(spectral_start=ls.SpectralStart(), clip_weight_lr=3.0)
-        assert (own.spectral_start, own.clip_weight_lr) == (ls.SpectralStart(), 3.0)
+        own = ls.SpectralSharding.published(spectral_start=ls.algorithms.SpectralStart(), clip_weight_lr=3.0)
+        assert (own.spectral_start, own.clip_weight_lr) == (ls.algorithms.SpectralStart(), 3.0)
         with pytest.raises(TypeError, match="'typo'"):
             ls.SpectralSharding.published(typo=1)
         with pytest.raises(ValueError, match="`clip_weight_lr` must be positive"):

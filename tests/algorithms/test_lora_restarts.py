@@ -127,4 +127,4 @@ def test_what_has_no_adapters_between_rounds_is_not_merged(data: Any, fit: Fit) 
     with pytest.raises(
         ValueError, match=r"With `merge_every=3` .* as ServerAdam would refer to .* leave `server_optimizer` or"
     ):
-        fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=3), server_optimizer=ls.FedAdam())
+        fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=3), server_optimizer=ls.server.FedAdam())

@@ -19,11 +19,11 @@ from lightning_spectral.functional.sampling.support import ONE, minimum_support
 
 SHARDED = ("1", "4")  # layers of `net`
 MIXED = [0.3, 0.6, 0.3, 1.0]
-STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective(), ls.Scaled(ls.TopN())]
+STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective(), ls.sharding.Scaled(ls.TopN())]
 
 
-def algorithm(strategy: ls.ShardingStrategy, **options: Any) -> ls.SpectralSharding:
-    return ls.SpectralSharding.published(strategy, aggregation=ls.MatrixMeans(), **options)
+def algorithm(strategy: ls.sharding.ShardingStrategy, **options: Any) -> ls.SpectralSharding:
+    return ls.SpectralSharding.published(strategy, aggregation=ls.algorithms.MatrixMeans(), **options)
 
 
 def trained(terms: Tensor, u: Tensor, v: Tensor, multipliers: Tensor) -> TrainedTerms:
@@ -114,7 +114,7 @@ def test_the_change_is_weighted_as_the_cohort_says(absolute: bool) -> None:
     layer, weight = opened.layers["4"], matrix(server, "4")
     crowd = copy.copy(opened.cohort)
     object.__setattr__(crowd, "absolute", absolute)
-    fresh = ls.MatrixMeans().open(layer.mean.u, layer.mean.v, crowd)
+    fresh = ls.algorithms.MatrixMeans().open(layer.mean.u, layer.mean.v, crowd)
     matrices = []
     for c, (download, receipt) in enumerate(sent):
         u, v, omega = (download.tensors[f"4.{part}"] for part in ("u", "v", "omega"))
@@ -139,7 +139,7 @@ def test_what_travels_and_what_is_visited_do_not_depend_on_the_aggregation(fit: 
     ratios: Mapping[float, float] = {0.3: 0.5, 0.6: 0.5}
     by_matrix, by_term = (
         fit(seeded(LitMLP), data, algorithm=ls.SpectralSharding(ls.TopN(), ratios, aggregation=aggregation))
-        for aggregation in (ls.MatrixMeans(), ls.TermMeans())
+        for aggregation in (ls.algorithms.MatrixMeans(), ls.algorithms.TermMeans())
     )
     assert [tuple(row) for row in by_matrix.ledger.rows] == [tuple(row) for row in by_term.ledger.rows]
     for key in ("fl/terms_visited", "fl/loss"):

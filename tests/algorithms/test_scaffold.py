@@ -168,7 +168,7 @@ class TestInARun:
         assert not same_state(two.state, fit(seeded(LitPlain), data, max_epochs=2, algorithm=None, **options).state)
 
     def test_controls_are_means_of_gradients_in_either_engine(self, data: Any, fit: Fit) -> None:
-        options = {"max_epochs": 3, "local_hooks": [ls.GradientClip(1.0)]}
+        options = {"max_epochs": 3, "local_hooks": [ls.client.GradientClip(1.0)]}
         loop = fit(seeded(LitPlain), data, **options)
         trainer = fit(seeded(LitPlain), data, client_engine="trainer", **options)
         assert torch.equal(loop.model.state.values, trainer.model.state.values)
@@ -185,7 +185,7 @@ class TestInARun:
         assert ours == (2 * down, up + 8)
 
     def test_the_sizes_of_sub_models_are_known_before_anybody_trains(self, data: Any, fit: Fit) -> None:
-        clock = ls.VirtualClock(ls.DeviceProfile(1e6, 1e6, 1e9))
+        clock = ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e9))
         assert fit(seeded(LitPlain), data, clock=clock).history.column("fl/virtual_seconds")[0] > 0
 
     def test_a_resumed_run_is_the_uninterrupted_one(self, data: Any, fit: Fit, tmp_path: Path) -> None:

@@ -29,23 +29,23 @@ def rounds(fit: Fit, lit_mlp: Any, data: Any) -> Rounds:
     return rounds
 
 
-class Switched(ls.ShardingStrategy):
+class Switched(ls.sharding.ShardingStrategy):
     """The slow way: another strategy whenever the switch is turned."""
 
-    def __init__(self, now: ls.ShardingStrategy) -> None:
+    def __init__(self, now: ls.sharding.ShardingStrategy) -> None:
         self.now = now
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
         return self.now(singular_values, num_terms, cohort_size)
 
-    def own_design(self, singular_values: Tensor, num_terms: int) -> ls.Design:
+    def own_design(self, singular_values: Tensor, num_terms: int) -> ls.designs.Design:
         return self.now.own_design(singular_values, num_terms)
 
 
 class TurnsTheSwitch(ls.RoundCallback):
     """Turns the switch before the server prepares the round."""
 
-    def __init__(self, switch: Switched, values: list[ls.ShardingStrategy]) -> None:
+    def __init__(self, switch: Switched, values: list[ls.sharding.ShardingStrategy]) -> None:
         self.switch, self.values = switch, values
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -53,10 +53,10 @@ class TurnsTheSwitch(ls.RoundCallback):
 
 
 @pytest.fixture
-def switched(fit: Fit, lit_mlp: Any, data: Any) -> Callable[[list[ls.ShardingStrategy]], Fitted]:
+def switched(fit: Fit, lit_mlp: Any, data: Any) -> Callable[[list[ls.sharding.ShardingStrategy]], Fitted]:
     """A run with one strategy for each round."""
 
-    def switched(values: list[ls.ShardingStrategy]) -> Fitted:
+    def switched(values: list[ls.sharding.ShardingStrategy]) -> Fitted:
         switch = Switched(values[0])
         options: dict[str, Any] = {"callbacks": [TurnsTheSwitch(switch, values)], "max_epochs": len(values)}
         return fit(seeded(lit_mlp), data, algorithm=ls.SpectralSharding(switch, KEEP), **options)
@@ -100,21 +100,21 @@ def drawn(algorithm: ls.SpectralSharding, server: torch.nn.Module, round_idx: in
     return [terms.tolist() for unit in units for terms in now.send(unit)[1].drawn.values()]
 
 
-DESIGNS = [None, None, ls.Systematic(), ls.Coordinated(), ls.Coordinated(), None]
+DESIGNS = [None, None, ls.Systematic(), ls.designs.Coordinated(), ls.designs.Coordinated(), None]
 
 
 @pytest.mark.parametrize("round_idx", range(6))
 def test_every_round_draws_with_its_own_design(round_idx: int, lit: Any) -> None:
-    schedule = ls.Schedule({0: None, 2: ls.Systematic(), 3: ls.Coordinated(), 5: None})
+    schedule = ls.Schedule({0: None, 2: ls.Systematic(), 3: ls.designs.Coordinated(), 5: None})
     make = partial(ls.SpectralSharding, ls.Unbiased(), 0.4)
     found = drawn(make(design=schedule), lit, round_idx)
     assert found == drawn(make(design=DESIGNS[round_idx]), lit, round_idx)
-    others = [design for design in (None, ls.Systematic(), ls.Coordinated()) if design != DESIGNS[round_idx]]
+    others = [design for design in (None, ls.Systematic(), ls.designs.Coordinated()) if design != DESIGNS[round_idx]]
     assert all(found != drawn(make(design=other), lit, round_idx) for other in others)  # negative control
 
 
 def test_both_may_have_a_schedule(rounds: Rounds) -> None:
-    designs = ls.Schedule({0: ls.Systematic(), 1: None, 3: ls.Coordinated()})
+    designs = ls.Schedule({0: ls.Systematic(), 1: None, 3: ls.designs.Coordinated()})
     run = rounds(4, strategy=TOP_THEN_COLLECTIVE, design=designs)
     assert run.trainer.global_step == 4
     assert same_state(

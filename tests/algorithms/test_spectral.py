@@ -16,7 +16,7 @@ STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_without_training_the_weights_do_not_change_by_one_bit(strategy: ls.ShardingStrategy) -> None:
+def test_without_training_the_weights_do_not_change_by_one_bit(strategy: ls.sharding.ShardingStrategy) -> None:
     server = net()
     before = copy.deepcopy(server.state_dict())
     run_round(ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}), server, [0.3, 0.6, 0.3], trained=False)

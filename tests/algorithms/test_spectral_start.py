@@ -68,7 +68,7 @@ def test_each_block_is_the_slow_sum_of_its_terms_and_nothing_else_changes(
     make, blocks = CORES[name]
     module = between(seeded(make), dtype)
     before = copy.deepcopy(module.state_dict())
-    report = ls.spectral_start(module, KEEP, tail=tail)
+    report = ls.algorithms.spectral_start(module, KEEP, tail=tail)
     assert set(report.changed) == set(blocks)
     assert report.kept == []
     after = module.state_dict()
@@ -86,16 +86,16 @@ def test_each_block_is_the_slow_sum_of_its_terms_and_nothing_else_changes(
 def test_layers_that_the_choices_leave_dense_are_untouched() -> None:
     module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)])
     before = copy.deepcopy(module.state_dict())
-    report = ls.spectral_start(module, KEEP, layers=ls.LayerChoices(exclude=["2"]))
+    report = ls.algorithms.spectral_start(module, KEEP, layers=ls.LayerChoices(exclude=["2"]))
     assert report.changed == ["1", "3"]
     assert {key for key in before if not torch.equal(before[key], module.state_dict()[key])} == {"1.weight", "3.weight"}
     every = ls.validate(module, layers=ls.LayerChoices(keep_first_and_last_dense=False))
-    assert ls.spectral_start(module, KEEP, layers=every).changed == ["0", "2", "4"]
+    assert ls.algorithms.spectral_start(module, KEEP, layers=every).changed == ["0", "2", "4"]
 
 
 def test_terms_are_rounded_up_as_they_are_for_clients() -> None:
     module = seeded(lambda: nn.Sequential(*[nn.Linear(20, 20) for _ in range(3)]).double())
-    ls.spectral_start(module, 0.1, tail=0.0, layers=ls.LayerChoices(term_granularity=4))
+    ls.algorithms.spectral_start(module, 0.1, tail=0.0, layers=ls.LayerChoices(term_granularity=4))
     assert int(torch.linalg.matrix_rank(module[1].weight)) == num_terms_for(20, 0.1, granularity=4) == 4
 
 
@@ -110,7 +110,7 @@ def trained_in_the_middle() -> nn.Sequential:
 def test_only_random_matrices_are_changed_and_the_report_names_the_others() -> None:
     module = trained_in_the_middle()
     before = copy.deepcopy(module.state_dict())
-    report = ls.spectral_start(module, KEEP)
+    report = ls.algorithms.spectral_start(module, KEEP)
     assert (report.keep_ratio, report.changed, report.kept) == (KEEP, ["2"], ["1"])
     assert {key for key in before if not torch.equal(before[key], module.state_dict()[key])} == {"2.weight"}
     assert str(report) == (
@@ -122,7 +122,7 @@ def test_only_random_matrices_are_changed_and_the_report_names_the_others() -> N
 def test_trained_weights_are_changed_on_request() -> None:
     module = trained_in_the_middle()
     before = module[1].weight.detach().clone()
-    report = ls.spectral_start(module, KEEP, trained=True)
+    report = ls.algorithms.spectral_start(module, KEEP, trained=True)
     assert (report.changed, report.kept) == (["1", "2"], [])
     slow, room = slow_start(before, 0.1, KEEP)
     assert np.linalg.norm(module[1].weight.detach().double().numpy() - slow) <= room * torch.finfo(torch.float32).eps
@@ -133,7 +133,7 @@ def test_trained_weights_are_changed_on_request() -> None:
 def test_with_nothing_to_move_no_bit_changes(options: dict[str, float], trained: bool) -> None:
     module = trained_in_the_middle()
     before = copy.deepcopy(module.state_dict())
-    assert ls.spectral_start(module, trained=trained, **options).kept == ["1", "2"]
+    assert ls.algorithms.spectral_start(module, trained=trained, **options).kept == ["1", "2"]
     assert same_state(module.state_dict(), before)
 
 
@@ -144,9 +144,9 @@ def test_with_nothing_to_move_no_bit_changes(options: dict[str, float], trained:
 @pytest.mark.parametrize("width", [6, 12, 40])
 def test_a_second_start_changes_nothing(width: int, keep: float, tail: float, trained: bool, dtype: Any) -> None:
     module = seeded(lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])).to(dtype)
-    assert ls.spectral_start(module, keep, tail=tail).changed == ["1", "2"]
+    assert ls.algorithms.spectral_start(module, keep, tail=tail).changed == ["1", "2"]
     before = copy.deepcopy(module.state_dict())
-    assert ls.spectral_start(module, keep, tail=tail, trained=trained).kept == ["1", "2"]
+    assert ls.algorithms.spectral_start(module, keep, tail=tail, trained=trained).kept == ["1", "2"]
     assert same_state(module.state_dict(), before)
 
 
@@ -156,12 +156,15 @@ def test_a_weight_that_is_not_finite_is_refused_with_the_layers_name(broken: flo
     with torch.no_grad():
         module[1].weight[2, 3] = broken
     with pytest.raises(ValueError, match=r"Layer '1' cannot be factorised: .*must be finite"):
-        ls.spectral_start(module, KEEP)
+        ls.algorithms.spectral_start(module, KEEP)
 
 
 @pytest.mark.parametrize(
     "make",
-    [ls.SpectralStart, lambda **options: ls.spectral_start(between(nn.Linear(7, 7)), **{"keep_ratio": 0.5, **options})],
+    [
+        ls.algorithms.SpectralStart,
+        lambda **options: ls.algorithms.spectral_start(between(nn.Linear(7, 7)), **{"keep_ratio": 0.5, **options}),
+    ],
 )
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -180,7 +183,7 @@ def test_out_of_range_is_an_error(make: Any, options: dict[str, Any], message: s
         make(**options)
 
 
-@pytest.mark.parametrize("start", [True, 0.1, "default", ls.SpectralStart])
+@pytest.mark.parametrize("start", [True, 0.1, "default", ls.algorithms.SpectralStart])
 def test_what_is_no_start_is_refused(start: Any) -> None:
     with pytest.raises(TypeError, match="spectral_start"):
         ls.SpectralSharding(spectral_start=start)

@@ -38,12 +38,12 @@ class LitShapes(LitSmall):
         return self.head(self.batch_norm(self.depthwise(hidden.transpose(1, 2))).flatten(1))
 
 
-def client_of(lit: Any, capacity: float, widths: Any = (*WIDTHS, 1.0)) -> tuple[Any, Any, ls.WidthPlan]:
+def client_of(lit: Any, capacity: float, widths: Any = (*WIDTHS, 1.0)) -> tuple[Any, Any, ls.nn.WidthPlan]:
     half: Any = ls.WidthSharding(keep_ratio=capacity, step_widths=widths).bind(lit)
     return half.device_half, half.device_half.build(lit, capacity), half.plan
 
 
-def narrow_copy(lit: Any, plan: ls.WidthPlan, keep_ratio: float) -> Any:
+def narrow_copy(lit: Any, plan: ls.nn.WidthPlan, keep_ratio: float) -> Any:
     """The whole module, cut to a width."""
     copy = type(lit)()
     copy.load_state_dict(lit.state_dict())

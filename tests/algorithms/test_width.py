@@ -153,7 +153,7 @@ class LitCounts(LitSmall):
 
 
 def test_what_the_module_counts_itself_stays_whole(data: Any, fit: Fit) -> None:
-    plan = ls.width_plan(LitCounts())
+    plan = ls.nn.width_plan(LitCounts())
     assert [group.name for group in plan.groups] == ["net.3"]
     assert "net.0: 12 channels are held whole: the module does not run without some channels: RuntimeError" in str(plan)
     fit(seeded(LitCounts), data, algorithm=ls.WidthSharding(), max_epochs=1)
@@ -168,7 +168,7 @@ def test_excluded_layers_stay_whole() -> None:
 
 
 def test_a_plan_can_be_given_to_a_module_without_an_example(data: Any, fit: Fit) -> None:
-    plan = ls.width_plan(LitMLP(), torch.zeros(2, 6))
+    plan = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
     fitted = fit(seeded(LitMLP), data, algorithm=ls.WidthSharding(plan=plan))
     assert len(fitted.ledger.rows) == 4
 
@@ -178,7 +178,11 @@ def test_a_plan_can_be_given_to_a_module_without_an_example(data: Any, fit: Fit)
     [
         ({}, LitMLP, r"channels of LitMLP belong together, .* set its `example_input_array`"),
         ({"exclude": ["head"]}, LitSmall, r"`exclude` pattern 'head' matches no layer; known names: net.0, "),
-        ({"plan": ls.width_plan(LitSmall())}, LitMLP, r"`plan` is the plan of another module: there net.1.weight is"),
+        (
+            {"plan": ls.nn.width_plan(LitSmall())},
+            LitMLP,
+            r"`plan` is the plan of another module: there net.1.weight is",
+        ),
     ],
     ids=["no example", "exclude", "plan"],
 )

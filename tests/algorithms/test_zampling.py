@@ -217,7 +217,7 @@ def test_clients_can_count_by_their_examples(toy: TensorDataset, fit: Fit) -> No
 
 def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: Fit) -> None:
     def accuracy(lr: float) -> float:
-        algorithm = ls.Zampling(2, degree=3, link=ls.Clip(absorbing=False))
+        algorithm = ls.Zampling(2, degree=3, link=ls.functional.zampling.Clip(absorbing=False))
         options: dict[str, Any] = {"max_epochs": 15, "local_epochs": 3}
         return fit(seeded(LitNet, lr=lr), data, algorithm=algorithm, **options).logged["accuracy"]
 
@@ -240,8 +240,10 @@ def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: F
     ids=["published", "quantised", "supermask", "FedPM", "continuous", "coordinated"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path, algorithm: Any) -> None:
-    options: dict[str, Any] = {"algorithm": algorithm, "server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
-    make = partial(seeded, LitNet, norm=True, lr=STEEP if isinstance(algorithm.link, ls.Sigmoid) else 3.0)
+    options: dict[str, Any] = {"algorithm": algorithm, "server_optimizer": ls.server.FedAvgM(lr=1.0, momentum=0.5)}
+    make = partial(
+        seeded, LitNet, norm=True, lr=STEEP if isinstance(algorithm.link, ls.functional.zampling.Sigmoid) else 3.0
+    )
     whole, first = (fit(make(), data, max_epochs=rounds, **options) for rounds in (3, 1))
     first.trainer.save_checkpoint(tmp_path / "1.ckpt")
     resumed = fit(make(), data, max_epochs=3, ckpt_path=tmp_path / "1.ckpt", **options)
@@ -306,7 +308,9 @@ def test_probabilities_stay_in_float32_in_any_precision(precision: Any, data: An
 
 
 def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.FedAvgM(2.0, momentum=0.9))
+    fitted = fit(
+        seeded(LitNet), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.server.FedAvgM(2.0, momentum=0.9)
+    )
     probs = fitted.model.state.probs.detach()
     assert float(probs.min()) == 0.0
     assert float(probs.max()) == 1.0
@@ -360,7 +364,10 @@ class TestWhatIsRefused:
             ({"degree": 0}, "`degree` must be at least 1, or None, got 0"),
             ({"smoothing": -1.0}, "`smoothing` must be at least 0 and finite, got -1.0; it is a pseudo-count"),
             ({"downlink_bits": 32}, r"`downlink_bits` must be in \[1, 16\], or None, got 32"),
-            ({"skip_settled": True, "link": ls.Sigmoid()}, "`skip_settled` needs scores that stay at 0 and 1"),
+            (
+                {"skip_settled": True, "link": ls.functional.zampling.Sigmoid()},
+                "`skip_settled` needs scores that stay at 0 and 1",
+            ),
             ({"init": "kaiming"}, "`init` must be 'he' or 'paper', got 'kaiming'"),
         ],
     )

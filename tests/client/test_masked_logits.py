@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_round_is_that_of_a_module_that_masks_by_hand(name: str, fit: Fit) -> None:
     options = {"algorithm": ALGORITHMS[name]}
-    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.MaskedLogits()], **options)
+    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.client.MaskedLogits()], **options)
     by_hand = fit(seeded(LitZeros), clients(), **options)
     assert same_state(ours.model.state_dict(), by_hand.model.state_dict())
     assert ours.rows == by_hand.rows
@@ -61,9 +61,9 @@ def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> No
     fits = [
         fit(seeded(lit).double(), data, local_hooks=hooks).weights
         for lit, hooks in (
-            (LitHead, [ls.MaskedLogits(absent=-INF)]),
+            (LitHead, [ls.client.MaskedLogits(absent=-INF)]),
             (LitPresent, []),
-            (LitHead, [ls.MaskedLogits(absent=0.0)]),
+            (LitHead, [ls.client.MaskedLogits(absent=0.0)]),
         )
     ]
     assert torch.isfinite(fits[0]).all()
@@ -78,7 +78,7 @@ def test_one_clients_steps_written_out(quiet: Any) -> None:
     names = tuple(name for name, _ in lit.named_parameters())
     recipes = [recipe_of(lit.configure_optimizers(), lit)]
     options = (options_of(lit.configure_optimizers()),)
-    settings = LocalSettings(local_hooks=(ls.MaskedLogits(),))
+    settings = LocalSettings(local_hooks=(ls.client.MaskedLogits(),))
     device = Device(lit, DenseSide(names), recipes, data.client_data, settings)
     for client_id in (0, 3, 2):  # all train the same sub-model in turn
         download = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=options, local_epochs=2)
@@ -109,7 +109,7 @@ def test_one_clients_steps_written_out(quiet: Any) -> None:
 def test_clients_with_all_classes_train_as_without_the_hook(name: str, absent: float, fit: Fit) -> None:
     data = partial(clients, [range(5)] * 4)
     options = {"algorithm": ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5)), "max_epochs": 2}
-    ours = fit(seeded(LitHead), data(), local_hooks=[ls.MaskedLogits(absent=absent)], **options)
+    ours = fit(seeded(LitHead), data(), local_hooks=[ls.client.MaskedLogits(absent=absent)], **options)
     plain = fit(seeded(LitHead), data(), **options)
     assert same_state(ours.model.state_dict(), plain.model.state_dict())
     assert ours.rows == plain.rows
@@ -118,7 +118,7 @@ def test_clients_with_all_classes_train_as_without_the_hook(name: str, absent: f
 def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
     data = clients(client_val_fraction=0.3)
     evaluation = ls.ClientEvaluation()
-    fitted = fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()], callbacks=[evaluation])
+    fitted = fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()], callbacks=[evaluation])
     x, y = data.train.tensors
     with torch.no_grad():
         assert fitted.logged["val_loss"] == pytest.approx(float(F.cross_entropy(fitted.module(x), y)), rel=1e-6)
@@ -133,7 +133,7 @@ def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
 def test_losses_that_a_sampler_measures_are_masked(fit: Fit) -> None:
     sampler = ls.LossVarianceReduced(active=2)
     options = {"clients_per_round": None, "participation": sampler}
-    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.MaskedLogits()], **options)
+    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.client.MaskedLogits()], **options)
     by_hand = fit(seeded(LitZeros), clients(), **options)
     assert same_state(ours.state, by_hand.state)
     assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
@@ -141,7 +141,7 @@ def test_losses_that_a_sampler_measures_are_masked(fit: Fit) -> None:
 
 def test_a_failure_leaves_no_mask() -> None:
     head = nn.Linear(2, 3)
-    with pytest.raises(KeyError), ls.MaskedLogits("").while_training(head, present(0)):
+    with pytest.raises(KeyError), ls.client.MaskedLogits("").while_training(head, present(0)):
         raise KeyError
     assert not head._forward_hooks
 
@@ -183,7 +183,7 @@ COUNTS: list[int] = []
 
 def test_a_client_with_several_optimizers_is_masked_once(fit: Fit) -> None:
     COUNTS.clear()
-    hooks = [ls.MaskedLogits()]
+    hooks = [ls.client.MaskedLogits()]
     ours = fit(seeded(LitManual), clients(), client_engine="trainer", local_hooks=hooks)
     assert set(COUNTS) == {1}
     loop = fit(seeded(LitHead), clients(), local_hooks=hooks)
@@ -191,14 +191,14 @@ def test_a_client_with_several_optimizers_is_masked_once(fit: Fit) -> None:
 
 
 def test_a_run_with_masked_logits_resumes(fit: Fit, tmp_path: Path) -> None:
-    options = {"local_hooks": [ls.MaskedLogits(absent=-INF)], "algorithm": ls.WidthSharding(keep_ratio=0.5)}
+    options = {"local_hooks": [ls.client.MaskedLogits(absent=-INF)], "algorithm": ls.WidthSharding(keep_ratio=0.5)}
     check_resumes(fit, LitHead, clients(), tmp_path, **options)
 
 
 @pytest.mark.parametrize(("absent", "expected"), [(-1e9, -65504.0), (1e9, 65504.0), (0.5, 0.5), (-INF, -INF)])
 def test_a_constant_that_half_precision_lacks_is_its_largest_number(absent: float, expected: float) -> None:
     head = nn.Linear(2, 3).half()
-    with ls.MaskedLogits(layer="", absent=absent).while_training(head, present(0, 2)):
+    with ls.client.MaskedLogits(layer="", absent=absent).while_training(head, present(0, 2)):
         assert head(torch.ones(1, 2).half())[0, 1] == expected
 
 
@@ -211,11 +211,11 @@ def test_each_of_several_models_masks_by_the_labels_of_its_own_data(quiet: Any) 
         pl.Trainer(max_epochs=2, num_sanity_val_steps=0, **quiet).fit(federation, data)
         return models["one"].module.state_dict()
 
-    assert same_state(fitted(LitHead, [ls.MaskedLogits()]), fitted(LitZeros, []))
+    assert same_state(fitted(LitHead, [ls.client.MaskedLogits()]), fitted(LitZeros, []))
 
 
 def test_a_hook_of_a_users_own_may_have_start_client_alone(fit: Fit) -> None:
-    class Zero(ls.LocalHook):
+    class Zero(ls.client.LocalHook):
         def start_client(self, module: nn.Module, optimizer: Any) -> Callable[[], None]:
             return optimizer.zero_grad
 
@@ -246,6 +246,6 @@ def test_the_classes_are_those_after_the_target_transform(fit: Fit) -> None:
     stored_otherwise = ls.FederatedDataModule(
         Letters(plain.train), plain.partitioner, val=plain.val, batch_size=plain.batch_size
     )
-    fits = [fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()]) for data in (plain, stored_otherwise)]
+    fits = [fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()]) for data in (plain, stored_otherwise)]
     assert same_state(fits[0].state, fits[1].state)
     assert torch.equal(stored_otherwise.labels, plain.labels + 1)  # the partition is that of what is stored

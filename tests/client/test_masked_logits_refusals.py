@@ -19,10 +19,10 @@ INF = math.inf
 @pytest.mark.parametrize(
     ("hook", "data", "message"),
     [
-        (ls.MaskedLogits("haed"), clients, r"LitHead has no layer 'haed'; it has 'head'"),
-        (ls.MaskedLogits("net.0.weight"), clients, r"has no layer 'net\.0\.weight'; it has 'net\.0'"),
+        (ls.client.MaskedLogits("haed"), clients, r"LitHead has no layer 'haed'; it has 'head'"),
+        (ls.client.MaskedLogits("net.0.weight"), clients, r"has no layer 'net\.0\.weight'; it has 'net\.0'"),
         (
-            ls.MaskedLogits(),
+            ls.client.MaskedLogits(),
             lambda: clients([(0, 5), (5,), (1,), (2,)]),
             r"the layer 'head' has 5 outputs, and there are examples of class 5; name the layer that makes the logits",
         ),
@@ -39,7 +39,7 @@ def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
     with pytest.raises(
         ValueError, match=r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be"
     ):
-        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
+        fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_targets_that_are_no_single_class_are_refused_before_training(target: Te
     with pytest.raises(
         ValueError, match=r"must be one integer per example, .* where an example has several classes, or"
     ):
-        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
+        fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()])
 
 
 @pytest.mark.parametrize(
@@ -77,30 +77,30 @@ def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
             self.idle = nn.Linear(12, 5)
 
     with pytest.warns(ls.SpectralWarning, match="has masked nothing: the layer 'idle' was not called"):
-        fit(seeded(LitIdle), clients(), local_hooks=[ls.MaskedLogits("idle")])
+        fit(seeded(LitIdle), clients(), local_hooks=[ls.client.MaskedLogits("idle")])
 
 
 def test_clients_that_take_no_steps_call_no_layer(fit: Fit) -> None:
     lit = seeded(LitHead)
     before = {name: value.clone() for name, value in lit.state_dict().items()}
-    fitted = fit(lit, clients(), local_epochs=0, local_hooks=[ls.MaskedLogits()])  # a warning is an error
+    fitted = fit(lit, clients(), local_epochs=0, local_hooks=[ls.client.MaskedLogits()])  # a warning is an error
     assert same_state(fitted.state, before)
 
 
 def test_a_layer_inside_of_a_compiled_part_is_refused() -> None:
     lit = LitHead()
     lit.net, lit.head = (torch.compile(part, backend="eager") for part in (lit.net, lit.head))
-    hook = ls.MaskedLogits("net._orig_mod.2")
+    hook = ls.client.MaskedLogits("net._orig_mod.2")
     with pytest.raises(ValueError, match=r"inside of 'net', which is compiled"):
         hook.check(lit, lambda: torch.zeros(1, dtype=torch.int64))
-    ls.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
+    ls.client.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
-        (lambda: ls.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
+        (lambda: ls.client.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
+        (lambda: ls.client.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
     ],
 )
 def test_a_constant_that_makes_no_loss_is_refused(make: Callable[[], Any], message: str) -> None:

@@ -16,7 +16,7 @@ from lightning_spectral.plugin.checkpoints import check_checkpoint
         ls.Brewer(),
         ls.MinimumSupport(),
         ls.Systematic(),
-        ls.RandomSystematic(),
+        ls.designs.RandomSystematic(),
     ],
     ids=repr,
 )

@@ -20,12 +20,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
 ]
 CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] = {
-    "diagnostics and alignment": (HALF, lambda: [ls.SpectralDiagnostics(), ls.UpdateAlignment(every_n_rounds=1)]),
-    "alignment of whole models": (ls.FedAvg(), lambda: [ls.UpdateAlignment(every_n_rounds=1)]),
+    "diagnostics and alignment": (
+        HALF,
+        lambda: [ls.plugin.callbacks.SpectralDiagnostics(), ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1)],
+    ),
+    "alignment of whole models": (ls.FedAvg(), lambda: [ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1)]),
     "client evaluation": (HALF, lambda: [ls.ClientEvaluation()]),
-    "sampled networks": (ls.Zampling(compression=2, degree=3), lambda: [ls.SampledNetworks(num_samples=2)]),
-    "batch norm estimation": (ls.WidthSharding(), lambda: [ls.BatchNormEstimation()]),
-    "lines": (HALF, lambda: [ls.RoundLines()]),
+    "sampled networks": (
+        ls.Zampling(compression=2, degree=3),
+        lambda: [ls.plugin.callbacks.SampledNetworks(num_samples=2)],
+    ),
+    "batch norm estimation": (ls.WidthSharding(), lambda: [ls.plugin.callbacks.BatchNormEstimation()]),
+    "lines": (HALF, lambda: [ls.plugin.callbacks.RoundLines()]),
 }
 """An algorithm, and callbacks for a round of it."""
 

@@ -32,11 +32,11 @@ def on_cpu() -> LitSmall:
 REPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "validate": lambda net, x: ls.validate(net, x),
     "cost_table": lambda net, x: ls.cost_table(net, [0.5, 1.0], x),
-    "keep_ratio_for": lambda net, x: ls.keep_ratio_for(net, x, budget_macs=300),
-    "width_plan": lambda net, x: ls.width_plan(net, x),
-    "sub_model_cost_table": lambda net, x: ls.sub_model_cost_table(net, ls.WidthSharding(), [0.5, 1.0], x),
-    "lora_cost_table": lambda net, x: ls.lora_cost_table(net, [1, 2], x),
-    "zampling_cost_table": lambda net, x: ls.zampling_cost_table(net, [2, 8]),
+    "keep_ratio_for": lambda net, x: ls.nn.keep_ratio_for(net, x, budget_macs=300),
+    "width_plan": lambda net, x: ls.nn.width_plan(net, x),
+    "sub_model_cost_table": lambda net, x: ls.algorithms.sub_model_cost_table(net, ls.WidthSharding(), [0.5, 1.0], x),
+    "lora_cost_table": lambda net, x: ls.algorithms.lora_cost_table(net, [1, 2], x),
+    "zampling_cost_table": lambda net, x: ls.nn.zampling_cost_table(net, [2, 8]),
 }
 """Functions that report on a module with an example input."""
 
@@ -75,18 +75,18 @@ def test_replaced_layers_stay_on_the_device(lit: LitSmall, device: Any) -> None:
 
 def test_a_spectral_start_is_that_of_the_cpu(lit: LitSmall) -> None:
     here = on_cpu()
-    assert str(ls.spectral_start(lit, 0.5)) == str(ls.spectral_start(here, 0.5))
+    assert str(ls.algorithms.spectral_start(lit, 0.5)) == str(ls.algorithms.spectral_start(here, 0.5))
     assert_same(lit, here)
 
 
 def test_zampled_weights_stay_on_the_device_and_are_the_cpus(lit: LitSmall, device: Any) -> None:
-    here, there = (ls.zample(net, compression=2, degree=3) for net in (on_cpu(), lit))
+    here, there = (ls.nn.zample(net, compression=2, degree=3) for net in (on_cpu(), lit))
     assert_same_outputs(there, here, device)
     there(EXAMPLE.to(device.torch)).sum().backward()
     assert there._zampling.scores.grad.device == device.torch
-    plain = ls.unzample(there)
+    plain = ls.nn.unzample(there)
     assert {parameter.device for parameter in plain.parameters()} == {device.torch}
-    assert_same(plain, ls.unzample(here))
+    assert_same(plain, ls.nn.unzample(here))
 
 
 def test_q_is_multiplied_in_double_precision_where_scores_are(device: Any) -> None:
@@ -97,7 +97,7 @@ def test_q_is_multiplied_in_double_precision_where_scores_are(device: Any) -> No
 
 
 def test_zampled_weights_move_there_and_back(device: Any) -> None:
-    net = ls.zample(on_cpu(), compression=2, degree=3)
+    net = ls.nn.zample(on_cpu(), compression=2, degree=3)
     before = copy.deepcopy(net.state_dict())
     outputs = net.eval()(EXAMPLE + 1)
     assert_same_outputs(net.to(device.torch), copy.deepcopy(net).cpu(), device)
@@ -109,15 +109,15 @@ def test_an_estimate_runs_there(data: Any, quiet: dict[str, Any], device: Any) -
     model = ls.FederatedModule(seeded(LitSmall), algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=4)
     before = copy.deepcopy(model.state_dict())
     trainer = pl.Trainer(max_epochs=3, **{**quiet, "accelerator": "auto", **device.trainer()})
-    assert ls.estimate(trainer, model, data).num_rounds == 3
+    assert ls.plugin.estimate(trainer, model, data).num_rounds == 3
     assert same_state(model.state_dict(), before)
 
 
 def test_a_narrow_model_is_that_of_the_cpu(data: Any, there: Fit, device: Any) -> None:
     algorithm = ls.WidthSharding(keep_ratio=0.8, step_widths=(0.4, 0.8), averages_per_width=True)
     model = there(seeded(LitSmall), data, algorithm=algorithm).model
-    here = ls.narrow_model(model, 0.4)
-    small = ls.narrow_model(model.to(device.torch), 0.4)
+    here = ls.plugin.narrow_model(model, 0.4)
+    small = ls.plugin.narrow_model(model.to(device.torch), 0.4)
     assert {tensor.device for tensor in small.state_dict().values()} == {device.torch}
     assert_same(small, here)
 
@@ -126,7 +126,9 @@ def test_a_peft_adapter_is_that_of_the_cpu(data: Any, there: Fit, device: Any, t
     safetensors = pytest.importorskip("safetensors.torch")
     model = there(seeded(LitSmall), data, algorithm=ls.LoRA(2, layers=["net.*"], train=["net.1.*"])).model
     for name in ("here", "there"):
-        ls.save_peft_adapter(model.to("cpu" if name == "here" else device.torch), tmp_path / name, submodule="net")
+        ls.plugin.save_peft_adapter(
+            model.to("cpu" if name == "here" else device.torch), tmp_path / name, submodule="net"
+        )
     one, two = (safetensors.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("here", "there"))
     assert same_state(one, two)
 

@@ -19,10 +19,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "FedAvgM": {"server_optimizer": ls.FedAvgM()},
-    "FedAdam": {"server_optimizer": ls.FedAdam()},
-    "FedYogi, spectral": {"server_optimizer": ls.FedYogi(), "algorithm": HALF},
-    "FedAdagrad, bits": {"server_optimizer": ls.FedAdagrad(), "algorithm": BITS},
+    "FedAvgM": {"server_optimizer": ls.server.FedAvgM()},
+    "FedAdam": {"server_optimizer": ls.server.FedAdam()},
+    "FedYogi, spectral": {"server_optimizer": ls.server.FedYogi(), "algorithm": HALF},
+    "FedAdagrad, bits": {"server_optimizer": ls.server.FedAdagrad(), "algorithm": BITS},
     "Uniform": {"participation": ls.Uniform(active=4)},
     "RoundRobin": {"participation": ls.RoundRobin(active=4)},
     "FullParticipation": {"participation": ls.FullParticipation(), "algorithm": HALF},
@@ -32,10 +32,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "participation": ls.StaleUpdateVarianceReduced(active=4),
         "algorithm": ls.StaleUpdates(),
     },
-    "ProximalTerm and GradientClip": {"local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.1)], "algorithm": HALF},
-    "MaskedLogits": {"local_hooks": [ls.MaskedLogits("net.6")], "algorithm": HALF},
+    "ProximalTerm and GradientClip": {
+        "local_hooks": [ls.client.ProximalTerm(0.1), ls.client.GradientClip(0.1)],
+        "algorithm": HALF,
+    },
+    "MaskedLogits": {"local_hooks": [ls.client.MaskedLogits("net.6")], "algorithm": HALF},
     "ClientDropout": {"dropout": ls.ClientDropout(0.4)},
-    "VirtualClock": {"clock": ls.VirtualClock(ls.DeviceProfile(1e6, 1e6, 1e6)), "algorithm": HALF},
+    "VirtualClock": {"clock": ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e6)), "algorithm": HALF},
     "no training": {"local_epochs": 0, "algorithm": HALF},
 }
 """Options of a federation."""

@@ -25,7 +25,7 @@ def test_each_image_is_standardised_as_numpy_does_it(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, shape, generator=generator).to(dtype)
-    found = ls.standardize_images(images, image_dims)
+    found = ls.functional.standardize_images(images, image_dims)
     each = images.reshape(-1, *shape[-image_dims:]).numpy()
     expected = np.stack([literally(image) for image in each]).reshape(shape)
     assert found.dtype == (dtype if dtype.is_floating_point else torch.float32)
@@ -36,7 +36,7 @@ def test_each_image_is_standardised_as_numpy_does_it(
 def test_images_of_little_contrast_are_bounded_not_blown_up(contrast: float) -> None:
     # 48 values: the bound is a standard deviation of 0.14
     image = 0.7 + contrast * (torch.arange(48, dtype=torch.float64) % 2).reshape(3, 4, 4)
-    found = ls.standardize_images(image)
+    found = ls.functional.standardize_images(image)
     assert found.std(correction=0).item() == pytest.approx(min(1.0, contrast / 2 * 48**0.5), abs=1e-12)
     assert not (contrast == 0.0 and found.any())
 
@@ -52,4 +52,4 @@ def test_images_of_little_contrast_are_bounded_not_blown_up(contrast: float) -> 
 )
 def test_what_is_no_image_is_refused(images: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        ls.standardize_images(images)
+        ls.functional.standardize_images(images)

@@ -39,7 +39,7 @@ def test_states_of_algorithms_keep_their_types(name: str) -> None:
 
 @pytest.mark.parametrize("name", MOVES)
 def test_scores_keep_at_least_single_precision(name: str) -> None:
-    net = ls.zample(nn.Linear(30, 10), compression=4)
+    net = ls.nn.zample(nn.Linear(30, 10), compression=4)
     scores = local_weights(net).scores
     before = scores.detach().clone()
     MOVES[name](net)

@@ -40,4 +40,4 @@ def test_a_tuned_process_takes_no_page_faults_for_memory_it_had() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] == "glibc", reason="only where the C library is another")
 def test_elsewhere_nothing_is_changed() -> None:
-    assert not ls.tune_allocator()
+    assert not ls.plugin.tune_allocator()

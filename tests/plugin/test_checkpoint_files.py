@@ -23,7 +23,7 @@ CONTENT = {"weights": torch.arange(1000.0), "round": 3}
 def write(path: Path, num_rounds: int, **more: Any) -> None:
     """Write the parts of a Trainer's checkpoint that matter here."""
     progress = {"epoch": num_rounds - 1, "global_step": num_rounds, "loops": {}, "optimizer_states": []}
-    ls.AtomicCheckpointIO().save_checkpoint({**CONTENT, **progress, **more}, path)
+    ls.plugin.AtomicCheckpointIO().save_checkpoint({**CONTENT, **progress, **more}, path)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ class Untrusted:
 class TestWriting:
     def test_what_is_written_is_read_back(self, tmp_path: Path) -> None:
         path = tmp_path / "new folder" / "one.ckpt"
-        ls.AtomicCheckpointIO().save_checkpoint(CONTENT, path)
-        for plugin in (ls.AtomicCheckpointIO(), TorchCheckpointIO()):
+        ls.plugin.AtomicCheckpointIO().save_checkpoint(CONTENT, path)
+        for plugin in (ls.plugin.AtomicCheckpointIO(), TorchCheckpointIO()):
             loaded = plugin.load_checkpoint(path)
             assert torch.equal(loaded["weights"], CONTENT["weights"])
             assert loaded["round"] == 3
@@ -65,7 +65,7 @@ class TestWriting:
 
         monkeypatch.setattr(torch, "save", half)
         with pytest.raises(OSError, match="the disk is full"):
-            ls.AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
+            ls.plugin.AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
         assert (saved / "two.ckpt").read_bytes() == before
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
         monkeypatch.undo()
@@ -75,12 +75,12 @@ class TestWriting:
     def test_a_link_is_replaced_and_what_it_shows_stays(self, saved: Path) -> None:
         link = saved / "last.ckpt"
         link.symlink_to("one.ckpt")
-        ls.AtomicCheckpointIO().save_checkpoint({"round": 4}, link)
+        ls.plugin.AtomicCheckpointIO().save_checkpoint({"round": 4}, link)
         assert torch.load(saved / "one.ckpt", weights_only=True)["round"] == 3
         assert torch.load(link, weights_only=True)["round"] == 4
 
     def test_a_federated_fit_writes_whole_files(self, lit: Any, data: Any, fit: Fit) -> None:
-        assert isinstance(fit(lit, data).trainer.strategy.checkpoint_io, ls.AtomicCheckpointIO)
+        assert isinstance(fit(lit, data).trainer.strategy.checkpoint_io, ls.plugin.AtomicCheckpointIO)
 
     def test_a_plugin_that_the_user_chose_stays(self, lit: Any, data: Any, fit: Fit) -> None:
         class Own(TorchCheckpointIO):
@@ -204,7 +204,7 @@ class TestWholeRounds:
         model = ls.FederatedModule(lit, clients_per_round=2, server_optimizer=lambda p: HalfStep(p, lr=1.0))
         with pytest.raises(MemoryError, match="no room for the second half"):
             trainer.fit(model, data)
-        with pytest.raises(ls.RoundError, match="belong to no round and are not saved"):
+        with pytest.raises(ls.errors.RoundError, match="belong to no round and are not saved"):
             trainer.save_checkpoint(tmp_path / "c" / "half.ckpt")
         assert ls.latest_checkpoint(tmp_path / "c") is None
 
@@ -218,7 +218,7 @@ def test_a_file_that_is_no_whole_checkpoint_is_refused_by_name(
     readers: list[Callable[[], Any]] = [
         lambda: fit(lit, data, ckpt_path=path),
         lambda: ls.FederatedModule.load_from_checkpoint(path, module=lit),
-        lambda: ls.load_user_module(path, type(lit)),
+        lambda: ls.plugin.load_user_module(path, type(lit)),
     ]
     message = rf"last\.ckpt is empty or not a whole checkpoint \({len(content)} bytes\): .*; latest_checkpoint"
     for read in readers:

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.__main__ import main
+from lightning_spectral.old_names import NEW_PATHS
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 from lightning.pytorch.cli import LightningCLI
@@ -169,6 +170,22 @@ def test_a_fit_with_other_arguments_than_its_checkpoint_is_refused(command: Comm
         assert command.run("validate", model=changed, **ckpt).model.configuration() == command.model.configuration()
 
 
+def test_a_checkpoint_of_0_1_has_paths_of_its_time(tmp_path: Path) -> None:
+    options = {"server_optimizer": part("FedAvgM", lr=0.5), "local_hooks": [part("GradientClip", max_norm=1.0)]}
+    now = Command(tmp_path, FederatedCLI, {**ONE, "model": {**ONE["model"], **options}}, "")
+    checkpoint = torch.load(now.checkpoint, weights_only=True)
+    saved = checkpoint["hyper_parameters"]
+    for choice in (saved["server_optimizer"], saved["local_hooks"][0]):
+        choice["class_path"] = re.sub(r"\.(server|client)\.", ".", choice["class_path"])
+        assert choice["class_path"] in NEW_PATHS
+    torch.save(checkpoint, now.checkpoint)
+    resumed = now.run("fit", max_epochs=2, ckpt_path=str(now.checkpoint))  # and no warning, which nobody could heed
+    assert resumed.trainer.global_step == 2
+    chosen = resumed.config.fit.model.init_args
+    assert chosen.server_optimizer.class_path == "lightning_spectral.server.FedAvgM"
+    assert chosen.local_hooks[0].class_path == "lightning_spectral.client.GradientClip"
+
+
 def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
     if type(command.cli) is not FederatedCLI:
         pytest.skip("Lightning's own looks for it when the fit begins")
@@ -195,7 +212,7 @@ def test_a_checkpoint_of_the_command_line_says_how_to_build_the_federation(comma
 
 
 def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
-    loaded = ls.load_user_module(command.checkpoint, LitToy, command.name, lr=0.5)
+    loaded = ls.plugin.load_user_module(command.checkpoint, LitToy, command.name, lr=0.5)
     assert (loaded.hparams["width"], loaded.hparams["lr"]) == (8, 0.5)
     assert same_state(loaded.state_dict(), command.module.state_dict())
 
@@ -211,10 +228,10 @@ def test_a_damaged_checkpoint_is_named(command: Command, tmp_path: Path) -> None
 def test_a_model_that_is_not_in_the_checkpoint_is_refused(command: Command) -> None:
     remedy = "give the name of one of them: a, b" if command.name else "leave the name out"
     with pytest.raises(ValueError, match=f"no model 'c'; {remedy}"):
-        ls.load_user_module(command.checkpoint, LitToy, "c")
+        ls.plugin.load_user_module(command.checkpoint, LitToy, "c")
     if command.name:
         with pytest.raises(ValueError, match=f"of several models; {remedy}"):
-            ls.load_user_module(command.checkpoint, LitToy)
+            ls.plugin.load_user_module(command.checkpoint, LitToy)
 
 
 def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -> None:
@@ -225,7 +242,7 @@ def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -
         ls.FederatedModule.load_from_checkpoint(path)
     loaded = ls.FederatedModule.load_from_checkpoint(path, module=LitToy(8))
     assert same_state(loaded.state_dict(), fitted.model.state_dict())
-    assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
+    assert same_state(ls.plugin.load_user_module(path, LitToy).state_dict(), fitted.state)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors would be loaded onto the GPU, as they should")
@@ -238,7 +255,7 @@ def test_a_users_module_comes_back_on_a_machine_without_the_device(
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
         torch.load(path, weights_only=True)
-    assert same_state(ls.load_user_module(path, LitToy).state_dict(), fitted.state)
+    assert same_state(ls.plugin.load_user_module(path, LitToy).state_dict(), fitted.state)
 
 
 def test_entries_of_a_users_own_go_with_the_module(fit: Fit, tmp_path: Path) -> None:
@@ -251,13 +268,13 @@ def test_entries_of_a_users_own_go_with_the_module(fit: Fit, tmp_path: Path) -> 
 
     fitted = fit(WithWords(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
     fitted.trainer.save_checkpoint(path := tmp_path / "words.ckpt")
-    assert ls.load_user_module(path, WithWords).words == ["to", "be"]
+    assert ls.plugin.load_user_module(path, WithWords).words == ["to", "be"]
 
 
 def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="not written by a federation"):
-        ls.load_user_module(tmp_path / "plain.ckpt", LitToy)
+        ls.plugin.load_user_module(tmp_path / "plain.ckpt", LitToy)
 
 
 def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any]) -> None:

@@ -144,7 +144,11 @@ def test_one_process_writes_the_dashboard_of_all(results: Results) -> None:
 def test_two_processes_start_from_the_weights_that_the_plain_function_makes(results: Results) -> None:
     module = seeded(RUNS.LitMLP)
     unstarted = module.net[2].weight.detach().clone()
-    assert ls.spectral_start(module, keep_ratio=0.3, layers=RUNS.EVERY_LAYER).changed == ["net.0", "net.2", "net.5"]
+    assert ls.algorithms.spectral_start(module, keep_ratio=0.3, layers=RUNS.EVERY_LAYER).changed == [
+        "net.0",
+        "net.2",
+        "net.5",
+    ]
     assert not torch.equal(module.net[2].weight, unstarted)
     for num_processes in (1, 2):
         for one in results("the start alone", num_processes):
@@ -246,7 +250,7 @@ def test_work_is_shared_out_and_its_failures_are_everywhere(num_processes: int, 
 
 
 def test_only_federated_modules_are_trained(lit: Any, data: Any, quiet: Any) -> None:
-    strategy = ls.ClientParallelStrategy()
+    strategy = ls.plugin.ClientParallelStrategy()
     trainer = pl.Trainer(max_epochs=1, strategy=strategy, devices=1, **quiet)
     strategy.connect(lit)
     trainer.state.fn = "fit"  # type: ignore[assignment]

@@ -74,7 +74,7 @@ class Call:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A small checkpoint of a federation."""
-    ls.AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path := tmp_path / "last.ckpt")
+    ls.plugin.AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path := tmp_path / "last.ckpt")
     return path
 
 
@@ -97,7 +97,7 @@ class TestNothingRuns:
 
     def test_of_torchscript_when_a_module_is_loaded(self, script: Path, lit: Any) -> None:
         with pytest.raises(ValueError, match=r"epoch=9.ckpt .*: it is a TorchScript archive"):
-            ls.load_user_module(script, type(lit), weights_only=False)
+            ls.plugin.load_user_module(script, type(lit), weights_only=False)
         with pytest.raises(ValueError, match=r"epoch=9.ckpt .*: it is a TorchScript archive"):
             ls.FederatedModule.load_from_checkpoint(script, module=lit)
 
@@ -125,10 +125,10 @@ class TestDamage:
             found = ls.latest_checkpoint(path.parent)
             if found is None:
                 with pytest.raises(ValueError, match=r"last\.ckpt is empty or not a whole checkpoint"):
-                    ls.load_user_module(path, LitWeights)
+                    ls.plugin.load_user_module(path, LitWeights)
                 refused += 1
             else:
-                loaded = ls.load_user_module(path, LitWeights).state_dict()
+                loaded = ls.plugin.load_user_module(path, LitWeights).state_dict()
                 assert all(torch.equal(loaded[name], WEIGHTS[name]) for name in WEIGHTS), seed
         assert 0.7 * count < refused < count  # bits in padding do no harm
 
@@ -139,7 +139,7 @@ class TestDamage:
         content[entry + 38] ^= 0x10
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"last.ckpt .*: archive/data/0 is marked as a folder"):
-            ls.load_user_module(path, LitWeights)
+            ls.plugin.load_user_module(path, LitWeights)
 
     @pytest.mark.parametrize(
         ("before", "after", "message"),
@@ -157,7 +157,7 @@ class TestDamage:
         if message is None:
             return check_loadable(path)
         with pytest.raises(ValueError, match=message):
-            ls.load_user_module(path, LitWeights)
+            ls.plugin.load_user_module(path, LitWeights)
 
     @pytest.mark.parametrize(
         "bomb",
@@ -171,21 +171,21 @@ class TestDamage:
     def test_a_small_file_takes_little_memory(self, bomb: Call, path: Path) -> None:
         torch.save({**CHECKPOINT, "bomb": bomb}, path)
         with pytest.raises(ValueError, match=r"last.ckpt .*: its pickle allocates memory"):
-            ls.load_user_module(path, LitWeights)
+            ls.plugin.load_user_module(path, LitWeights)
 
     def test_an_object_with_a_huge_number_takes_little_memory(self, path: Path) -> None:
         rewrite(path, lambda pickled: pickled[:2] + b"Nr\x00\x00\x00\x300" + pickled[2:])
         with pytest.raises(ValueError, match=r"last.ckpt .*: its pickle numbers more objects than it has"):
-            ls.load_user_module(path, LitWeights)
+            ls.plugin.load_user_module(path, LitWeights)
 
     def test_a_compressed_file_is_refused(self, path: Path) -> None:
         rewrite(path, lambda pickled: pickled, zipfile.ZIP_DEFLATED)
         with pytest.raises(ValueError, match=r"last.ckpt .*: archive/data.pkl is not stored as torch stores it"):
-            ls.load_user_module(path, LitWeights)
+            ls.plugin.load_user_module(path, LitWeights)
 
     def test_a_folder_in_place_of_a_file_is_refused(self, path: Path) -> None:
         with pytest.raises(ValueError, match=r"is a folder; latest_checkpoint\('.*'\) finds"):
-            ls.load_user_module(path.parent, LitWeights)
+            ls.plugin.load_user_module(path.parent, LitWeights)
 
     def test_a_resumed_run_refuses_a_damaged_weight(self, lit: Any, data: Any, fit: Fit, path: Path) -> None:
         fit(lit, data).trainer.save_checkpoint(path)

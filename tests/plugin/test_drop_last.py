@@ -70,7 +70,7 @@ def test_every_client_trains_without_short_last_batches(
 
 @pytest.mark.parametrize(("drop_last", "examples"), [(False, 9), (True, 8)])
 def test_the_clock_predicts_what_is_trained(drop_last: bool, examples: int, lit: Any, toy: Any, fit: Fit) -> None:
-    clock = ls.VirtualClock(ls.DeviceProfile(1e12, 1e12, 30.0), macs={1.0: 10.0})
+    clock = ls.VirtualClock(ls.simulation.DeviceProfile(1e12, 1e12, 30.0), macs={1.0: 10.0})
     row = fit(lit, uneven(toy, drop_last=drop_last), local_epochs=2, clock=clock).history.rows[0]
     assert row["fl/virtual_seconds"] == pytest.approx(examples * 2)
 

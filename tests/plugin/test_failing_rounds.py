@@ -76,7 +76,7 @@ def test_global_generators_are_restored_when_a_round_fails(where: str, lit_mlp: 
     if where == "a client":
         module.training_step = lambda batch, batch_idx: [][0]
     else:
-        callbacks = [FailsOnCopies(), ls.UpdateAlignment(1)]
+        callbacks = [FailsOnCopies(), ls.plugin.callbacks.UpdateAlignment(1)]
     before = global_states()
     with pytest.raises(ls.ClientError, match=r"IndexError|in the extra round"):
         fit(module, data, callbacks=callbacks)
@@ -126,7 +126,9 @@ def test_an_executor_that_returns_nothing_is_named(lit: Any, data: Any, fit: Fit
         def make_executor(self, run: Run) -> SequentialExecutor:
             return Silent(super().make_executor(run).device)  # type: ignore[attr-defined]
 
-    with pytest.raises(ls.RoundError, match=r"Round 0: nothing was received from client \d+, client \d+; an executor"):
+    with pytest.raises(
+        ls.errors.RoundError, match=r"Round 0: nothing was received from client \d+, client \d+; an executor"
+    ):
         fit(Federation(lit, clients_per_round=2), data)
 
 
@@ -136,6 +138,6 @@ def test_a_failed_fit_can_be_estimated(lit_mlp: Any, data: Any, fit: Fit, quiet:
     with pytest.raises(ls.ClientError, match="IndexError"):
         fit(model, data)
     del model.module.training_step
-    estimate = ls.estimate(pl.Trainer(max_epochs=3, **quiet), model, data)
+    estimate = ls.plugin.estimate(pl.Trainer(max_epochs=3, **quiet), model, data)
     assert estimate.num_rounds == 3
     assert "3 rounds" in capsys.readouterr().out

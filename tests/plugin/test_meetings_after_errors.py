@@ -20,16 +20,20 @@ def waiting() -> Any:
 
 
 @pytest.fixture
-def strategy() -> ls.ClientParallelStrategy:
+def strategy() -> ls.plugin.ClientParallelStrategy:
     """That of one of several processes whose Trainer is handling an error."""
-    strategy = ls.ClientParallelStrategy()
+    strategy = ls.plugin.ClientParallelStrategy()
     strategy._meetings = SimpleNamespace(is_broken=False, meeting=waiting)  # type: ignore[assignment]
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))  # type: ignore[assignment]
     return strategy
 
 
-@pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt(), ls.LostProcessError("another is gone")])
-def test_nobody_waits_after_an_error_of_one_process(error: BaseException, strategy: ls.ClientParallelStrategy) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyError("mine"), KeyboardInterrupt(), ls.errors.LostProcessError("another is gone")]
+)
+def test_nobody_waits_after_an_error_of_one_process(
+    error: BaseException, strategy: ls.plugin.ClientParallelStrategy
+) -> None:
     try:
         raise error
     except BaseException:
@@ -37,7 +41,9 @@ def test_nobody_waits_after_an_error_of_one_process(error: BaseException, strate
         assert strategy.broadcast("mine") == "mine"
 
 
-def test_processes_that_end_with_the_same_error_wait_for_the_checkpoint(strategy: ls.ClientParallelStrategy) -> None:
+def test_processes_that_end_with_the_same_error_wait_for_the_checkpoint(
+    strategy: ls.plugin.ClientParallelStrategy,
+) -> None:
     """Otherwise a launcher might end process 0 while it writes."""
     try:
         raise ls.ClientError("Round 3, client 7, local training: KeyError")

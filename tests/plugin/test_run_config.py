@@ -61,7 +61,11 @@ def test_a_plan_is_what_was_chosen(lit: Any) -> None:
 
 def test_loggers_get_every_choice_as_a_key(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name=None, version="csv")
-    options = {"algorithm": ls.SpectralSharding(keep_ratio=0.5), "local_hooks": [ls.ProximalTerm(0.1)], "seed": 7}
+    options = {
+        "algorithm": ls.SpectralSharding(keep_ratio=0.5),
+        "local_hooks": [ls.client.ProximalTerm(0.1)],
+        "seed": 7,
+    }
     fit(lit, data, **options, clients_per_round=3, local_epochs=2, trainer={"logger": logger})
     written = yaml.safe_load((tmp_path / "csv/hparams.yaml").read_text())
     federation, algorithm = written["federation"], written["federation"]["algorithm"]

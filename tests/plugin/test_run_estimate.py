@@ -18,7 +18,7 @@ def federate(module: Any, **options: Any) -> ls.FederatedModule:
 
 def test_the_run_is_the_rounds_and_their_validations() -> None:
     seconds = {"plan": 0.5, "refresh": 1.0, "train": 2.0, "other": 0.25, "validate": 8.0}
-    estimate = ls.RunEstimate(seconds, num_rounds=10, num_validations=3)
+    estimate = ls.plugin.RunEstimate(seconds, num_rounds=10, num_validations=3)
     assert estimate.seconds_per_round == 0.5 + 1.0 + 2.0 + 0.25
     assert estimate.total_seconds == 10 * 3.75 + 3 * 8.0
     assert "1:02 for 10 rounds and 3 validations" in str(estimate).replace("0:01:02", "1:02")
@@ -27,7 +27,9 @@ def test_the_run_is_the_rounds_and_their_validations() -> None:
 
 
 def test_an_endless_run_takes_for_ever() -> None:
-    estimate = ls.RunEstimate({"train": 2.0}, num_rounds=None, num_validations=0, peak_memory_bytes=3_000_000_000)
+    estimate = ls.plugin.RunEstimate(
+        {"train": 2.0}, num_rounds=None, num_validations=0, peak_memory_bytes=3_000_000_000
+    )
     assert estimate.total_seconds == float("inf")
     assert str(estimate).splitlines()[1:] == ["2.0 s per round, without an end", "3.00 GB of memory at most"]
 
@@ -43,7 +45,7 @@ def test_seconds_are_those_of_the_stages(lit_mlp: Any, data: Any, quiet: Any) ->
 
     trainer = pl.Trainer(max_epochs=7, check_val_every_n_epoch=2, **quiet)
     start = time.perf_counter()
-    estimate = ls.estimate(trainer, federate(Slow()), data)
+    estimate = ls.plugin.estimate(trainer, federate(Slow()), data)
     wall = time.perf_counter() - start
     assert estimate.seconds["train"] >= 4 * 3 * 0.01  # four clients of three batches
     assert estimate.seconds["validate"] >= 0.05
@@ -71,7 +73,7 @@ def test_an_estimate_leaves_no_trace(
     model = federate(lit, client_engine=engine)
     capfd.readouterr()
     state = torch.get_rng_state()
-    estimate = ls.estimate(trainer, model, data)
+    estimate = ls.plugin.estimate(trainer, model, data)
     said = capfd.readouterr()
     assert said.out == f"{estimate}\n"
     assert said.err == ""
@@ -84,14 +86,14 @@ def test_an_estimate_leaves_no_trace(
     trainer.fit(model, data)  # as if nothing had happened
     pl.Trainer(max_epochs=2, **quiet).fit(federate(twin, client_engine=engine), data)
     assert all(torch.equal(a, b) for a, b in zip(lit.parameters(), twin.parameters(), strict=True))
-    ls.estimate(trainer, model, data)  # after a fit the model still has its Trainer
+    ls.plugin.estimate(trainer, model, data)  # after a fit the model still has its Trainer
     assert model.trainer is trainer
     assert model.module.trainer is trainer
 
 
 def test_without_validation_none_is_estimated(lit: Any, data: Any, quiet: Any) -> None:
     data.val = None
-    estimate = ls.estimate(pl.Trainer(max_epochs=5, **quiet), federate(lit), data)
+    estimate = ls.plugin.estimate(pl.Trainer(max_epochs=5, **quiet), federate(lit), data)
     assert estimate.num_validations == 0
     assert estimate.seconds["validate"] == 0.0
     assert estimate.total_seconds == 5 * estimate.seconds_per_round
@@ -105,14 +107,14 @@ def test_the_limits_of_the_trainer_hold(lit_mlp: Any, data: Any, quiet: Any) -> 
             clients.append(0)
 
     trainer = pl.Trainer(max_epochs=5, max_steps=3, limit_train_batches=2, **quiet)
-    estimate = ls.estimate(trainer, federate(Lit()), data)
+    estimate = ls.plugin.estimate(trainer, federate(Lit()), data)
     assert len(clients) == 2
     assert estimate.num_rounds == 3
 
 
 def test_what_cannot_be_estimated_is_refused(lit: Any, data: Any, quiet: Any) -> None:
     with pytest.raises(TypeError, match="`model` must be an instance of FederatedModule, got"):
-        ls.estimate(pl.Trainer(**quiet), lit, data)
+        ls.plugin.estimate(pl.Trainer(**quiet), lit, data)
     several = pl.Trainer(strategy="ddp", devices=2, **quiet)
     with pytest.raises(ValueError, match="one process, got a Trainer of 2; give it one with devices=1"):
-        ls.estimate(several, federate(lit), data)
+        ls.plugin.estimate(several, federate(lit), data)

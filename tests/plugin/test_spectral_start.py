@@ -19,7 +19,7 @@ from lightning_spectral.algorithms.fed_avg import DenseHalf
 def started(module: nn.Module, keep_ratio: float, **options: Any) -> dict[str, Tensor]:
     """A copy of the weights after `spectral_start`."""
     own = copy.deepcopy(module)
-    ls.spectral_start(own, keep_ratio, **options)
+    ls.algorithms.spectral_start(own, keep_ratio, **options)
     return own.state_dict()
 
 
@@ -33,14 +33,14 @@ class TestInAFit:
     @pytest.mark.parametrize(
         ("keep_ratio", "start", "share"),
         [
-            (0.3, ls.SpectralStart(), 0.3),
-            ({0.6: 0.5, 0.2: 0.5}, ls.SpectralStart(), 0.2),
-            ([0.9] * 6 + [0.4] * 6, ls.SpectralStart(), 0.4),
-            ({0.6: 0.5, 0.2: 0.5}, ls.SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
+            (0.3, ls.algorithms.SpectralStart(), 0.3),
+            ({0.6: 0.5, 0.2: 0.5}, ls.algorithms.SpectralStart(), 0.2),
+            ([0.9] * 6 + [0.4] * 6, ls.algorithms.SpectralStart(), 0.4),
+            ({0.6: 0.5, 0.2: 0.5}, ls.algorithms.SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
         ],
     )
     def test_weights_begin_as_the_function_leaves_them_for_the_smallest_clients(
-        self, keep_ratio: Any, start: ls.SpectralStart, share: float, lit: Any, data: Any, fit: Fit
+        self, keep_ratio: Any, start: ls.algorithms.SpectralStart, share: float, lit: Any, data: Any, fit: Fit
     ) -> None:
         expected = started(lit, share, tail=start.tail)
         others = [started(lit, other, tail=start.tail) for other in (0.2, 0.3, 0.4, 0.5, 0.6, 0.9) if other != share]
@@ -68,7 +68,7 @@ class TestInAFit:
         expected = started(lit, 0.3, trained=True)
         left = fit(copy.deepcopy(lit), data, algorithm=ls.SpectralSharding(keep_ratio=0.3), local_epochs=0)
         assert same_state(left.state, before)
-        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=ls.SpectralStart(trained=True))
+        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=ls.algorithms.SpectralStart(trained=True))
         assert same_state(fit(lit, data, algorithm=request, local_epochs=0).state, expected)
         assert not same_state(before, expected)
 
@@ -76,7 +76,7 @@ class TestInAFit:
         with torch.no_grad():
             lit.net[2].weight[0, 0] = math.nan
         with pytest.raises(
-            ls.RoundError, match=r"^Round 0: .*weights were not finite .*: 'net.2.weight' had"
+            ls.errors.RoundError, match=r"^Round 0: .*weights were not finite .*: 'net.2.weight' had"
         ) as raised:
             fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3))
         assert "Layer 'net.2' cannot be factorised" in str(raised.value.__cause__)
@@ -130,7 +130,9 @@ class TestResume:
         assert same_state(rounds(2, tmp_path / "1.ckpt").state, doubled)
         assert [record.getMessage() for record in caplog.records].count("doubled all parameters") == 1
 
-    @pytest.mark.parametrize("other", [None, ls.SpectralStart(tail=0.2), ls.SpectralStart(trained=True)])
+    @pytest.mark.parametrize(
+        "other", [None, ls.algorithms.SpectralStart(tail=0.2), ls.algorithms.SpectralStart(trained=True)]
+    )
     def test_a_checkpoint_with_another_start_is_refused(self, other: Any, rounds: Any, tmp_path: Path) -> None:
         rounds(1).trainer.save_checkpoint(tmp_path / "1.ckpt")
         with pytest.raises(

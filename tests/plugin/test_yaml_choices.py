@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from public_names import PUBLIC
 from torch import nn
 
 import lightning_spectral as ls
@@ -23,7 +24,9 @@ class Cautious(ls.FedAvg):
 
 def crowd() -> ls.VirtualClock:
     """A function may take the place of a class: here because YAML cannot map profiles to shares."""
-    return ls.VirtualClock({ls.DeviceProfile(1e6, 1e5, 1e9): 0.5, ls.DeviceProfile(1e5, 1e4, 1e8): 0.5})
+    return ls.VirtualClock(
+        {ls.simulation.DeviceProfile(1e6, 1e5, 1e9): 0.5, ls.simulation.DeviceProfile(1e5, 1e4, 1e8): 0.5}
+    )
 
 
 def sharding(**options: Any) -> Any:
@@ -34,7 +37,7 @@ def sharded(options: str) -> str:
     return f"{{class_path: SpectralSharding, init_args: {{{options}}}}}"
 
 
-FAST, SLOW = ls.DeviceProfile(1e6, 1e5, 1e9), ls.DeviceProfile(1e5, 1e4, 1e8)
+FAST, SLOW = ls.simulation.DeviceProfile(1e6, 1e5, 1e9), ls.simulation.DeviceProfile(1e5, 1e4, 1e8)
 FAST_YAML = "{downlink: 1.0e+6, uplink: 1.0e+5, macs_per_second: 1.0e+9}"
 SLOW_YAML = "{downlink: 1.0e+5, uplink: 1.0e+4, macs_per_second: 1.0e+8}"
 CHOICES: dict[str, list[tuple[str, object]]] = {
@@ -46,9 +49,9 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          ls.FIARSE({0.25: 0.5, 1.0: 0.5}, exclude=["head.*"])),
         ("{class_path: StaleUpdates, init_args: {beta: 0.5}}", ls.StaleUpdates(beta=0.5)),
         ("{class_path: Zampling, init_args: {degree: 4, exclude: [a], link: Sigmoid, coordinated: true}}",
-         ls.Zampling(degree=4, exclude=("a",), link=ls.Sigmoid(), coordinated=True)),
+         ls.Zampling(degree=4, exclude=("a",), link=ls.functional.zampling.Sigmoid(), coordinated=True)),
         ("{class_path: Zampling, init_args: {link: {class_path: Clip, init_args: {absorbing: false}}}}",
-         ls.Zampling(link=ls.Clip(absorbing=False))),
+         ls.Zampling(link=ls.functional.zampling.Clip(absorbing=False))),
         ("lightning_spectral.Zampling.fed_pm", ls.Zampling.fed_pm()),
         ("{class_path: LoRA, init_args: {rank: {4: 0.5, 8: 0.5}, train: ['*.norm']}}",
          ls.LoRA({4: 0.5, 8: 0.5}, train=["*.norm"])),
@@ -78,25 +81,25 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         (sharded("strategy: Unbiased, weigh_clients: true"), sharding(strategy=ls.Unbiased(), weigh_clients=True)),
         (sharded("strategy: {class_path: PriSM, init_args: {exponent: 1.5}}"), sharding(strategy=ls.PriSM(1.5))),
         (sharded("strategy: {class_path: Scaled, init_args: {strategy: Schatten}}"),
-         sharding(strategy=ls.Scaled(ls.Schatten()))),
+         sharding(strategy=ls.sharding.Scaled(ls.sharding.Schatten()))),
         (sharded("strategy: {class_path: Schedule, init_args: {values: {0: TopN, 5: EffectiveCohort}}}"),
          sharding(strategy=ls.Schedule({0: ls.TopN(), 5: ls.EffectiveCohort()}))),
         (sharded("design: {class_path: Schedule, init_args: {values: {0: null, 5: Brewer}}}"),
          sharding(design=ls.Schedule({0: None, 5: ls.Brewer()}))),
         (sharded("strategy: Collective, design: ConditionalPoisson"),
          sharding(design=ls.ConditionalPoisson())),
-        *[(sharded(f"design: {name}"), sharding(design=getattr(ls, name)()))
+        *[(sharded(f"design: {name}"), sharding(design=getattr(ls.designs, name)()))
           for name in ("Coordinated", "MinimumSupport", "RandomSystematic", "SuccessiveSampling", "Systematic")],
         (sharded("exclude: [head]"), sharding(exclude=["head"])),
         (sharded("output_ratio: 0.4"), sharding(output_ratio=0.4)),
-        *[(sharded(f"aggregation: {name}"), sharding(aggregation=getattr(ls, name)()))
+        *[(sharded(f"aggregation: {name}"), sharding(aggregation=getattr(ls.algorithms, name)()))
           for name in ("MatrixMeans", "TermMeans")],
         (sharded("layers: {split: {'*.qkv': 3}, keep_buffers: ['*.base'], term_granularity: 4}"),
          sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, keep_buffers=["*.base"], term_granularity=4))),
         (sharded("layers: {spatial_convolutions: true, keep_first_and_last_dense: false}"),
          sharding(layers=ls.LayerChoices(spatial_convolutions=True, keep_first_and_last_dense=False))),
         (sharded("spectral_start: {tail: 0.2, trained: true}"),
-         sharding(spectral_start=ls.SpectralStart(0.2, trained=True))),
+         sharding(spectral_start=ls.algorithms.SpectralStart(0.2, trained=True))),
         (sharded("spectral_start: null"), sharding(spectral_start=None)),
     ],
     "participation": [
@@ -111,21 +114,23 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          ls.StaleUpdateVarianceReduced(3.0, normalize=True)),
     ],
     "server_optimizer": [
-        ("FedAdam", ls.FedAdam()),
-        ("{class_path: FedAvgM, init_args: {lr: 0.5}}", ls.FedAvgM(lr=0.5)),
-        ("{class_path: lightning_spectral.FedYogi, init_args: {betas: [0.8, 0.9]}}", ls.FedYogi(betas=(0.8, 0.9))),
-        ("{class_path: FedAdagrad, init_args: {tau: 0.1}}", ls.FedAdagrad(tau=0.1)),
+        ("FedAdam", ls.server.FedAdam()),
+        ("{class_path: FedAvgM, init_args: {lr: 0.5}}", ls.server.FedAvgM(lr=0.5)),
+        ("{class_path: lightning_spectral.server.FedYogi, init_args: {betas: [0.8, 0.9]}}",
+         ls.server.FedYogi(betas=(0.8, 0.9))),
+        ("{class_path: FedAdagrad, init_args: {tau: 0.1}}", ls.server.FedAdagrad(tau=0.1)),
     ],
     "local_hooks": [
         ("[{class_path: ProximalTerm, init_args: {mu: 0.1}}, {class_path: GradientClip, init_args: {max_norm: 1.0}}]",
-         [ls.ProximalTerm(0.1), ls.GradientClip(1.0)]),
-        ("[MaskedLogits]", [ls.MaskedLogits()]),
+         [ls.client.ProximalTerm(0.1), ls.client.GradientClip(1.0)]),
+        ("[MaskedLogits]", [ls.client.MaskedLogits()]),
         ("[{class_path: MaskedLogits, init_args: {layer: net.6, absent: -.inf}}]",
-         [ls.MaskedLogits("net.6", -float("inf"))]),
+         [ls.client.MaskedLogits("net.6", -float("inf"))]),
     ],
     "faults": [
         ("{on_error: LeaveOut, on_not_finite: Raise, on_late: {class_path: LeaveOut, init_args: {max_share: 0.2}}}",
-         ls.Faults(on_error=ls.LeaveOut(), on_not_finite=ls.Raise(), on_late=ls.LeaveOut(0.2))),
+         ls.server.Faults(on_error=ls.server.LeaveOut(),
+                   on_not_finite=ls.server.Raise(), on_late=ls.server.LeaveOut(0.2))),
     ],
     "dropout": [
         ("{probability: 0.1}", ls.ClientDropout(0.1)),
@@ -210,9 +215,16 @@ def test_what_is_wrong_in_yaml_is_refused_before_anything_is_built(model: Any, k
 
 def test_every_choice_has_a_config_here() -> None:
     known = str([*CHOICES.values(), PARTITIONERS])
-    bases = (ls.Algorithm, ls.AdapterAggregation, ls.ShardingStrategy, ls.Design, ls.Sampler, ls.LocalHook)
-    bases = (*bases, ls.Partitioner, ls.Link)
-    names = [name for name in ls.__all__ if isinstance(getattr(ls, name), type)]
-    choices = [name for name in names if issubclass(getattr(ls, name), (*bases, FedOptimizer))]
-    abstract = [base.__name__ for base in (*bases, ls.JointDesign)]
+    bases = (
+        ls.Algorithm,
+        ls.algorithms.AdapterAggregation,
+        ls.sharding.ShardingStrategy,
+        ls.designs.Design,
+        ls.participation.Sampler,
+        ls.client.LocalHook,
+    )
+    bases = (*bases, ls.partition.Partitioner, ls.functional.zampling.Link)
+    classes = {name: kind for name, kind in PUBLIC.items() if isinstance(kind, type)}
+    choices = [name for name, kind in classes.items() if issubclass(kind, (*bases, FedOptimizer))]
+    abstract = [base.__name__ for base in (*bases, ls.designs.JointDesign)]
     assert not [name for name in choices if name not in abstract and f"{name}(" not in known]

@@ -84,7 +84,7 @@ def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: F
 
 
 def test_it_is_sent_again_until_an_update_comes_back(data: Any, fit: Fit) -> None:
-    fast, slow = (ls.DeviceProfile(speed, uplink=1e4, macs_per_second=1e6) for speed in (1e4, 1e2))
+    fast, slow = (ls.simulation.DeviceProfile(speed, uplink=1e4, macs_per_second=1e6) for speed in (1e4, 1e2))
     conditions = {"clock": ls.VirtualClock({fast: 0.5, slow: 0.5}, deadline=11.0), "dropout": ls.ClientDropout(0.3)}
     fitted = fit(seeded(LitFrozen), data, max_epochs=6, clients_per_round=8, **conditions)
     rows = fitted.ledger.rows

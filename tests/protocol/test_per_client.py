@@ -15,7 +15,7 @@ from lightning_spectral.arguments import Number
 from lightning_spectral.protocol.per_client import Assigned, assign, check_num_entries, check_per_client
 from lightning_spectral.protocol.rng import derived_generator
 
-SLOW, MEDIUM, FAST = (ls.DeviceProfile(speed, speed, speed) for speed in (1.0, 10.0, 100.0))
+SLOW, MEDIUM, FAST = (ls.simulation.DeviceProfile(speed, speed, speed) for speed in (1.0, 10.0, 100.0))
 
 
 def keep_ratios(value: Any, num_clients: int, seed: int) -> Assigned[Any]:

@@ -76,7 +76,7 @@ def test_csv_files_wandb_and_tensorboard_hold_the_same(runs: tuple[LoggedRun, Lo
 
 
 def test_runs_that_differ_in_their_seed_are_one_group_and_strategies_are_told_apart() -> None:
-    def run(strategy: ls.ShardingStrategy, seed: int) -> LoggedRun:
+    def run(strategy: ls.sharding.ShardingStrategy, seed: int) -> LoggedRun:
         config = {"federation": {"algorithm": as_config(ls.SpectralSharding(strategy)), "seed": seed}}
         return LoggedRun("run", Path(f"{strategy}{seed}"), config, ({"fl/round": 0.0, "val_acc": 0.5},))
 

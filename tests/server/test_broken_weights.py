@@ -18,7 +18,7 @@ ALGORITHMS = [
     ls.SpectralSharding(keep_ratio=0.5),
     ls.SpectralSharding(keep_ratio=0.5, spectral_start=None),
 ]
-TOLERANT = ls.Faults(on_error=ls.LeaveOut(1.0), on_not_finite=ls.LeaveOut(1.0))
+TOLERANT = ls.server.Faults(on_error=ls.server.LeaveOut(1.0), on_not_finite=ls.server.LeaveOut(1.0))
 
 
 class Breaks(torch.optim.SGD):
@@ -50,7 +50,7 @@ def test_a_server_step_that_broke_a_weight_is_named(
     options = {"algorithm": algorithm, "server_optimizer": breaking(which), "faults": faults}
     with warnings.catch_warnings():
         warnings.simplefilter("error", ls.SpectralWarning)  # no client is left out on the way
-        with pytest.raises(ls.RoundError) as caught:
+        with pytest.raises(ls.errors.RoundError) as caught:
             fit(lit, data, max_epochs=3, trainer={"limit_val_batches": 0}, **options)
     told = str(caught.value)
     assert told.startswith(f"Round 1: the server's weights were not finite before it began: '{name}' had a NaN")
@@ -62,20 +62,22 @@ def test_a_server_step_that_broke_a_weight_is_named(
 @pytest.mark.parametrize("layer", [0, 2])
 def test_initial_weights_are_named(algorithm: Any, layer: int, lit: Any, data: Any, fit: Fit) -> None:
     nn.init.constant_(lit.net[layer].weight, math.inf)
-    with pytest.raises(ls.RoundError, match=rf"Round 0: .* 'net.{layer}.weight' had .* These are the initial weights"):
+    with pytest.raises(
+        ls.errors.RoundError, match=rf"Round 0: .* 'net.{layer}.weight' had .* These are the initial weights"
+    ):
         fit(lit, data, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("faults", [ls.Faults(), TOLERANT], ids=["raise", "leave out"])
+@pytest.mark.parametrize("faults", [ls.server.Faults(), TOLERANT], ids=["raise", "leave out"])
 def test_a_step_that_fails_on_such_weights_is_not_the_clients_fault(
-    faults: ls.Faults, lit: Any, data: Any, fit: Fit
+    faults: ls.server.Faults, lit: Any, data: Any, fit: Fit
 ) -> None:
     def step(batch: Any, batch_idx: int) -> Any:
         raise FloatingPointError("NaN in the logits")
 
     nn.init.constant_(lit.net[0].bias, math.nan)
     lit.training_step = step
-    with pytest.raises(ls.RoundError, match=r"Round 0: the server's weights .* 'net.0.bias'") as caught:
+    with pytest.raises(ls.errors.RoundError, match=r"Round 0: the server's weights .* 'net.0.bias'") as caught:
         fit(lit, data, faults=faults)
     assert isinstance(caught.value.__cause__, FloatingPointError)
 
@@ -106,6 +108,6 @@ def test_many_broken_weights_are_counted(lit_mlp: Any) -> None:
     for parameter in module.parameters():
         nn.init.constant_(parameter, math.nan)
     with pytest.raises(
-        ls.RoundError, match=r"^Round 3: .*: 'net.0.weight', 'net.0.bias', 'net.2.weight' and 3 more had"
+        ls.errors.RoundError, match=r"^Round 3: .*: 'net.0.weight', 'net.0.bias', 'net.2.weight' and 3 more had"
     ):
         check_weights(module, 3)

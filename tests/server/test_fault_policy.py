@@ -24,8 +24,8 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.simulation import Conditions
 
 FitWith = Callable[..., Fitted]
-FAST = ls.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
-SLOW = ls.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
+FAST = ls.simulation.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
+SLOW = ls.simulation.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
 REASONS: tuple[ExclusionReason, ...] = get_args(ExclusionReason)
 POLICIES = tuple(reason for reason in REASONS if reason != "surplus")  # which is not a fault and has no policy
 ALGORITHMS = [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
@@ -75,7 +75,7 @@ class LitFragile(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class ByClient(ls.Partitioner):
+class ByClient(ls.partition.Partitioner):
     """Four examples for each client, none for those in ``without``."""
 
     def __init__(self, without: set[int] = frozenset()) -> None:  # type: ignore[assignment]
@@ -115,8 +115,12 @@ def fit_with(fit: Fit) -> FitWith:
     return fit_with
 
 
-def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.Faults:
-    return ls.Faults() if reason == "surplus" else ls.Faults(**{f"on_{reason}": ls.LeaveOut(max_share)})
+def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.server.Faults:
+    return (
+        ls.server.Faults()
+        if reason == "surplus"
+        else ls.server.Faults(**{f"on_{reason}": ls.server.LeaveOut(max_share)})
+    )
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["FedAvg", "spectral", "mixed"])
@@ -145,7 +149,7 @@ def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
 def test_raise_ends_the_run_and_names_the_client(reason: ExclusionReason, fit_with: FitWith) -> None:
     kind: Any = ValueError if reason == "no_data" else ls.ClientError
     with pytest.raises(kind, match=rf"(Round 0, )?client\w* {BAD}.*"):
-        fit_with(reason, {BAD}, faults=ls.Faults(**{f"on_{reason}": ls.Raise()}))
+        fit_with(reason, {BAD}, faults=ls.server.Faults(**{f"on_{reason}": ls.server.Raise()}))
 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
@@ -157,7 +161,7 @@ def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(
     before = {name: value.clone() for name, value in module.state_dict().items()}
     bad = {1, 2, 4}
     named = rf"3 of 6 clients are left out \(clients 1, 2 and 4: {EXPLANATIONS[reason]}\), .* that `Faults.on_{reason}`"
-    with pytest.raises(ls.RoundError, match=named):
+    with pytest.raises(ls.errors.RoundError, match=named):
         fit_with(reason, bad, module, max_epochs=1, faults=leave_out(reason, 0.49))
     assert same_state(module.state_dict(), before)
     (row,) = fit_with(reason, bad, module, max_epochs=1, faults=leave_out(reason, 0.5)).rows
@@ -170,8 +174,8 @@ def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(
 )
 def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], named: str) -> None:
     outcomes = [ClientOutcome(4, WorkUnit(c), 1.0, 10, 0, math.nan, 0, 0, left_out="late") for c in client_ids]
-    with pytest.raises(ls.RoundError) as caught:
-        ls.Faults(on_late=ls.LeaveOut(0.5)).check_round(4, outcomes)
+    with pytest.raises(ls.errors.RoundError) as caught:
+        ls.server.Faults(on_late=ls.server.LeaveOut(0.5)).check_round(4, outcomes)
     n = len(client_ids)
     assert str(caught.value) == (
         f"Round 4: {n} of {n} clients are left out ({named}: missed the deadline), more than the share of 0.5 that "
@@ -200,7 +204,7 @@ def test_a_round_without_survivors_changes_nothing_and_warns(
     with pytest.warns(
         ls.SpectralWarning, match=rf"Round \d: no client is left to average \(6 {reason}\); the server's"
     ):
-        fitted = fit_with(reason, everyone, module, callbacks=[ls.UpdateAlignment(1)], **options)
+        fitted = fit_with(reason, everyone, module, callbacks=[ls.plugin.callbacks.UpdateAlignment(1)], **options)
     assert same_state(fitted.state, before)
     assert fitted.trainer.global_step == 2  # rounds are still counted
     assert [(row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) for row in fitted.rows] == [
@@ -226,7 +230,7 @@ def test_monitors_of_the_loss_wait_for_a_round_with_survivors(
             return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "fl/loss"}
 
     stop = EarlyStopping("fl/loss", patience=2, check_on_train_epoch_end=True)
-    faults = ls.Faults(on_error=ls.LeaveOut(1.0))
+    faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
     fitted = fit(seeded(LitOnceAway), data, clients_per_round=12, max_epochs=4, callbacks=[stop], faults=faults)
     assert fitted.trainer.global_step == 4
     assert ["fl/loss" in row for row in fitted.rows] == [True, False, True, True]
@@ -265,7 +269,7 @@ def test_the_servers_own_failures_are_never_left_out(fit_with: FitWith) -> None:
         side = CannotLoad
 
     with pytest.raises(ls.ClientError, match=r"Round 0, client ., loading: RuntimeError: cannot load"):
-        fit_with(None, set(), algorithm=Broken(), faults=ls.Faults(on_error=ls.LeaveOut(1.0)))
+        fit_with(None, set(), algorithm=Broken(), faults=ls.server.Faults(on_error=ls.server.LeaveOut(1.0)))
 
 
 def test_no_local_epochs_is_no_fault(fit_with: FitWith) -> None:
@@ -274,9 +278,9 @@ def test_no_local_epochs_is_no_fault(fit_with: FitWith) -> None:
 
 
 def test_metrics_name_the_reasons_that_this_run_allows() -> None:
-    faults = ls.Faults(on_error=ls.LeaveOut(), on_late=ls.Raise())
+    faults = ls.server.Faults(on_error=ls.server.LeaveOut(), on_late=ls.server.Raise())
     clock = ls.VirtualClock(FAST, deadline=1.0, keep_first=1)
-    assert ls.Faults().exclusion_reasons(Conditions()) == ("not_finite", "no_update")
+    assert ls.server.Faults().exclusion_reasons(Conditions()) == ("not_finite", "no_update")
     assert faults.exclusion_reasons(Conditions(ls.ClientDropout(0.1), clock)) == (
         *("error", "not_finite", "no_update"),
         *("dropped_out", "surplus"),
@@ -287,7 +291,7 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
     def configuration(**settings: Any) -> Any:
         return ls.FederatedModule(LitFragile(), clients_per_round=1, **settings).configuration()
 
-    assert configuration() == configuration(faults=ls.Faults(on_error=ls.LeaveOut()))
+    assert configuration() == configuration(faults=ls.server.Faults(on_error=ls.server.LeaveOut()))
     assert configuration() != configuration(dropout=ls.ClientDropout(0.1))
     clock = ls.VirtualClock(FAST, macs=lambda keep_ratio: 1.0)
     assert configuration() != configuration(clock=clock)
@@ -297,10 +301,13 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.LeaveOut(1.5), r"`max_share` must be in \[0, 1\], got 1\.5"),
-        (lambda: ls.LeaveOut(math.nan), r"`max_share` must be in \[0, 1\], got nan"),
-        (lambda: ls.Faults(on_error="leave out"), "`on_error` must be an instance of LeaveOut"),  # type: ignore[arg-type]
-        (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, faults=ls.LeaveOut()), "`faults` must be an"),  # type: ignore[arg-type]
+        (lambda: ls.server.LeaveOut(1.5), r"`max_share` must be in \[0, 1\], got 1\.5"),
+        (lambda: ls.server.LeaveOut(math.nan), r"`max_share` must be in \[0, 1\], got nan"),
+        (lambda: ls.server.Faults(on_error="leave out"), "`on_error` must be an instance of LeaveOut"),  # type: ignore[arg-type]
+        (
+            lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, faults=ls.server.LeaveOut()),
+            "`faults` must be an",
+        ),  # type: ignore[arg-type]
         (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, dropout=0.1), "`dropout` must be an instance"),  # type: ignore[arg-type]
         (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, clock=FAST), "`clock` must be an instance of"),  # type: ignore[arg-type]
     ],

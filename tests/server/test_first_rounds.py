@@ -112,8 +112,8 @@ def test_a_bound_is_advised_only_if_the_algorithm_has_one_that_is_not_set(algori
     watch = FirstRounds()
     update, loss = said_during(lambda: [watch.end(half, summary_of(r, value)) for r, value in enumerate((1.0, 9.0))])
     lost = replace(summary_of(0, 1.0).clients[0], left_out="not_finite")
-    with pytest.raises(ls.RoundError) as caught:
-        ls.Faults().check_round(0, [lost], smaller_updates(half))
+    with pytest.raises(ls.errors.RoundError) as caught:
+        ls.server.Faults().check_round(0, [lost], smaller_updates(half))
     for message in (update, loss, str(caught.value)):
         assert "Lower the learning rate, " in message
         assert ("with `clip_weight_lr=1`" in message) == advised
@@ -165,7 +165,7 @@ class TestSubModels:
         assert "Use `spectral_start=SpectralStart()` or a larger keep ratio; SpectralDiagnostics" in message
 
     def test_remedies_are_those_that_are_left(self, data: Any, fit: Fit) -> None:
-        algorithm = random_start(spectral_start=ls.SpectralStart())  # half of what Unbiased draws is tail
+        algorithm = random_start(spectral_start=ls.algorithms.SpectralStart())  # half of what Unbiased draws is tail
         (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=algorithm))
         assert "Use a larger keep ratio or TopN(), which has the least error;" in message
         assert said_during(lambda: fit(seeded(LitWide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
@@ -175,7 +175,7 @@ class TestSubModels:
         [
             ls.FedAvg(),
             ls.SpectralSharding(),
-            random_start(strategy=ls.Collective(), spectral_start=ls.SpectralStart()),
+            random_start(strategy=ls.Collective(), spectral_start=ls.algorithms.SpectralStart()),
             random_start(keep_ratio=1.0),
             random_start(strategy=ls.TopN(), keep_ratio=0.6),
         ],
@@ -183,7 +183,7 @@ class TestSubModels:
     )
     def test_a_healthy_run_is_told_nothing(self, algorithm: Any, data: Any, fit: Fit) -> None:
         run = partial(fit, seeded(LitWide), data, algorithm=algorithm)
-        assert said_during(lambda: run(callbacks=[ls.UpdateAlignment(1)])) == []
+        assert said_during(lambda: run(callbacks=[ls.plugin.callbacks.UpdateAlignment(1)])) == []
 
     def test_a_resumed_run_has_been_told(self, data: Any, fit: Fit, tmp_path: Any) -> None:
         fitted: list[Fitted] = []
@@ -202,7 +202,9 @@ class TestSubModels:
         assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
         assert f"the expected squared error of one is {errors[0.1]:.3g} times" in told
 
-    @pytest.mark.parametrize("strategy", [ls.Unbiased(), ls.Collective(), ls.PriSM(), ls.Scaled(ls.TopN())], ids=repr)
+    @pytest.mark.parametrize(
+        "strategy", [ls.Unbiased(), ls.Collective(), ls.PriSM(), ls.sharding.Scaled(ls.TopN())], ids=repr
+    )
     def test_the_figure_is_the_mean_over_draws(self, strategy: Any) -> None:
         server, num_draws = seeded(LitWide), 2000
         units = tuple(map(WorkUnit, range(num_draws)))
@@ -261,7 +263,7 @@ STEP_WIDTHS: dict[str, Any] = {"keep_ratio": 1.0, "step_widths": (0.5, 1.0)}
 def test_averages_that_nobody_sets_are_named(algorithm: Any, data: Any, fit: Fit) -> None:
     (said,) = said_during(lambda: fit(seeded(LitNorm), data, algorithm=algorithm, max_epochs=2))
     assert said.startswith("Round 0: the running averages of norm are still 0 and 1")
-    estimation = ls.BatchNormEstimation(every_n_rounds=2)
+    estimation = ls.plugin.callbacks.BatchNormEstimation(every_n_rounds=2)
     assert (
         said_during(lambda: fit(seeded(LitNorm), data, algorithm=algorithm, max_epochs=2, callbacks=[estimation])) == []
     )

@@ -17,7 +17,7 @@ from lightning_spectral.sums.magnitudes import LARGEST
 BAD, NUM_CLIENTS, PER_CLIENT = 3, 6, 4
 LORA = {"layers": ["net.*"], "rank": 2, "alpha": 2.0, "train": ["net.5.bias"]}
 PRODUCTS = [
-    ls.SpectralSharding(ls.Collective(), keep_ratio=0.5, aggregation=ls.MatrixMeans()),
+    ls.SpectralSharding(ls.Collective(), keep_ratio=0.5, aggregation=ls.algorithms.MatrixMeans()),
     ls.LoRA(**LORA, aggregation=ls.StackedProducts()),
 ]
 
@@ -93,7 +93,7 @@ def test_so_is_one_whose_control_or_stale_update_is_too_large(
 
 @pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)
 def test_a_round_ends_where_faults_end_it(algorithm: Any, few: Any, fit: Fit) -> None:
-    faults = ls.Faults(on_not_finite=ls.Raise())
+    faults = ls.server.Faults(on_not_finite=ls.server.Raise())
     with pytest.raises(ls.ClientError, match=rf"Round 0, client {BAD}: .* \(its contribution to the sums holds"):
         fit(seeded(LitFar), few, algorithm=algorithm, clients_per_round=NUM_CLIENTS, faults=faults)
 
@@ -114,7 +114,7 @@ def test_aggregations_that_sum_factors_average_the_same_client(algorithm: Any, f
 def test_products_are_multiplied_out_where_the_bound_is_not_sure(factor: float, few: Any, fit: Fit) -> None:
     """Twice the bound exceeds the limit in both cases, the product itself only in the second."""
     far = (factor * LARGEST / 12) ** 0.5  # twelve inputs or outputs, all terms: products are sums of twelve
-    algorithm = ls.SpectralSharding.published(ls.TopN(), keep_ratio=1.0, aggregation=ls.MatrixMeans())
+    algorithm = ls.SpectralSharding.published(ls.TopN(), keep_ratio=1.0, aggregation=ls.algorithms.MatrixMeans())
     options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS}
     told = pytest.warns(ls.SpectralWarning, match="its contribution to the sums") if factor > 1 else nullcontext()
     with told:

@@ -16,31 +16,31 @@ from torch import nn
 import lightning_spectral as ls
 
 ADAPTIVE: list[Any] = [
-    ls.FedAdagrad(lr=0.3, momentum=0.5, tau=0.2),
-    ls.FedAdagrad(lr=0.3, tau=1e-3),
-    ls.FedAdam(lr=0.2, betas=(0.8, 0.7), tau=0.1),
-    ls.FedAdam(),
-    ls.FedYogi(lr=0.2, betas=(0.8, 0.7), tau=0.1),
-    ls.FedYogi(),
+    ls.server.FedAdagrad(lr=0.3, momentum=0.5, tau=0.2),
+    ls.server.FedAdagrad(lr=0.3, tau=1e-3),
+    ls.server.FedAdam(lr=0.2, betas=(0.8, 0.7), tau=0.1),
+    ls.server.FedAdam(),
+    ls.server.FedYogi(lr=0.2, betas=(0.8, 0.7), tau=0.1),
+    ls.server.FedYogi(),
 ]
-ALL: list[Any] = [ls.FedAvgM(lr=0.5, momentum=0.6), ADAPTIVE[0], ADAPTIVE[2], ADAPTIVE[4]]
+ALL: list[Any] = [ls.server.FedAvgM(lr=0.5, momentum=0.6), ADAPTIVE[0], ADAPTIVE[2], ADAPTIVE[4]]
 
 SECOND_MOMENT: dict[type, Callable[[float, float, float], float]] = {
-    ls.FedAdagrad: lambda v, delta, beta: v + delta**2,
-    ls.FedYogi: lambda v, delta, beta: v - (1 - beta) * delta**2 * float(np.sign(v - delta**2)),
-    ls.FedAdam: lambda v, delta, beta: beta * v + (1 - beta) * delta**2,
+    ls.server.FedAdagrad: lambda v, delta, beta: v + delta**2,
+    ls.server.FedYogi: lambda v, delta, beta: v - (1 - beta) * delta**2 * float(np.sign(v - delta**2)),
+    ls.server.FedAdam: lambda v, delta, beta: beta * v + (1 - beta) * delta**2,
 }
 
 
 def oracle(choice: Any, start: float, deltas: list[float]) -> float:
     """The final value of one weight after the given mean changes."""
-    if isinstance(choice, ls.FedAvgM):
+    if isinstance(choice, ls.server.FedAvgM):
         velocity = 0.0
         for delta in deltas:
             velocity = choice.momentum * velocity + delta
             start += choice.lr * velocity
         return start
-    beta1, beta2 = (choice.momentum, 0.0) if isinstance(choice, ls.FedAdagrad) else choice.betas
+    beta1, beta2 = (choice.momentum, 0.0) if isinstance(choice, ls.server.FedAdagrad) else choice.betas
     m, v, x = 0.0, choice.tau**2, start
     for delta in deltas:
         m = beta1 * m + (1 - beta1) * delta
@@ -49,7 +49,7 @@ def oracle(choice: Any, start: float, deltas: list[float]) -> float:
     return x
 
 
-@pytest.mark.parametrize("choice", [ls.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
+@pytest.mark.parametrize("choice", [ls.server.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
 def test_steps_are_those_of_the_papers_recursion(choice: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 2), (4,), ()]
@@ -96,13 +96,13 @@ def test_groups_keep_their_own_learning_rate(choice: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
-        (lambda: ls.FedAvgM(momentum=1.0), "`momentum` must be in"),
-        (lambda: ls.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
-        (lambda: ls.FedAdagrad(lr=float("nan")), "`lr` must be positive and finite, got nan"),
-        (lambda: ls.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
-        (lambda: ls.FedYogi(tau=float("inf")), "`tau` must be positive and finite, got inf"),
-        (lambda: ls.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
+        (lambda: ls.server.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
+        (lambda: ls.server.FedAvgM(momentum=1.0), "`momentum` must be in"),
+        (lambda: ls.server.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
+        (lambda: ls.server.FedAdagrad(lr=float("nan")), "`lr` must be positive and finite, got nan"),
+        (lambda: ls.server.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
+        (lambda: ls.server.FedYogi(tau=float("inf")), "`tau` must be positive and finite, got inf"),
+        (lambda: ls.server.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -155,7 +155,10 @@ class TestResume:
     def test_resumed_run_equals_the_uninterrupted_one(
         self, choice: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
-        options = {"server_optimizer": choice, "local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.5)]}
+        options = {
+            "server_optimizer": choice,
+            "local_hooks": [ls.client.ProximalTerm(0.1), ls.client.GradientClip(0.5)],
+        }
         whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
         part = fit(seeded(lit_mlp), data, max_epochs=2, **options)
         part.trainer.save_checkpoint(tmp_path / "2.ckpt")
@@ -167,14 +170,14 @@ class TestResume:
         ("then", "now", "named"),
         [
             (
-                {"server_optimizer": ls.FedAdam(lr=0.1)},
-                {"server_optimizer": ls.FedAdam(lr=0.2)},
+                {"server_optimizer": ls.server.FedAdam(lr=0.1)},
+                {"server_optimizer": ls.server.FedAdam(lr=0.2)},
                 "server_optimizer: 'FedAdam.lr=0.1, .* in the checkpoint, 'FedAdam.lr=0.2",
             ),
-            ({}, {"server_optimizer": ls.FedAvgM()}, "server_optimizer: 'None' in the checkpoint, 'FedAvgM"),
+            ({}, {"server_optimizer": ls.server.FedAvgM()}, "server_optimizer: 'None' in the checkpoint, 'FedAvgM"),
             (
-                {"local_hooks": [ls.ProximalTerm(0.1)]},
-                {"local_hooks": [ls.ProximalTerm(0.2)]},
+                {"local_hooks": [ls.client.ProximalTerm(0.1)]},
+                {"local_hooks": [ls.client.ProximalTerm(0.2)]},
                 "local_hooks: '.ProximalTerm.mu=0.1",
             ),
         ],

@@ -32,7 +32,7 @@ from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.run import Run
 
-PLAN = ls.width_plan(LitMLP(), torch.zeros(2, 6))
+PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 FitAs = Callable[..., Fitted]
 ALGORITHMS = {
     "FedAvg": ls.FedAvg(),
@@ -111,7 +111,7 @@ def fit_as(fit: Fit, worker: Worker) -> FitAs:
         algorithm: Any,
         lit: type[LitMLP] = LitMLP,
         callbacks: Sequence[pl.Callback] = (),
-        local_hooks: Sequence[ls.LocalHook] = (),
+        local_hooks: Sequence[ls.client.LocalHook] = (),
     ) -> Fitted:
         options: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
         model = federated(seeded(lit), algorithm=algorithm, local_hooks=local_hooks, **options)
@@ -159,13 +159,13 @@ def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) ->
 
 @pytest.mark.parametrize("name", ["FedAvg", "spectral", "width"])
 def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, fit_as: FitAs) -> None:
-    hooks = [ls.MaskedLogits("net.5")]
+    hooks = [ls.client.MaskedLogits("net.5")]
     ours, theirs = (
         fit_as(federated, ALGORITHMS[name], local_hooks=hooks) for federated in (Elsewhere, ls.FederatedModule)
     )
     assert same_state(ours.model.state_dict(), theirs.model.state_dict())
     assert ours.rows == theirs.rows
-    unmasked = fit_as(ls.FederatedModule, ALGORITHMS[name], local_hooks=[ls.GradientClip(float("inf"))])
+    unmasked = fit_as(ls.FederatedModule, ALGORITHMS[name], local_hooks=[ls.client.GradientClip(float("inf"))])
     assert not same_state(ours.state, unmasked.state)
 
 

@@ -16,11 +16,11 @@ COUNT = itertools.count()
 
 
 @pytest.mark.parametrize("channels", OURS, ids=repr)
-def test_our_choices_keep_the_contract(channels: ls.ChannelChoice) -> None:
+def test_our_choices_keep_the_contract(channels: ls.sharding.ChannelChoice) -> None:
     check_channel_choice(channels)
 
 
-class Breaks(ls.ChannelChoice):
+class Breaks(ls.sharding.ChannelChoice):
     """Chooses with a function that the test provides."""
 
     def __init__(self, choose: Callable[..., Any]) -> None:

@@ -16,9 +16,9 @@ from lightning_spectral.simulation import Conditions, SimulatedOutcome, Simulate
 TASK = SimulatedTask(0.5, num_examples=10, local_epochs=2, num_parameters=100, downlink_bytes=400, uplink_bytes=300)
 
 
-def device(seconds: float) -> ls.DeviceProfile:
+def device(seconds: float) -> ls.simulation.DeviceProfile:
     """A device that takes ``seconds`` to receive ``TASK`` and no time for anything else."""
-    return ls.DeviceProfile(downlink=400 / seconds, uplink=math.inf, macs_per_second=math.inf)
+    return ls.simulation.DeviceProfile(downlink=400 / seconds, uplink=math.inf, macs_per_second=math.inf)
 
 
 def units(num_clients: int) -> list[WorkUnit]:
@@ -42,7 +42,7 @@ def left_out(result: SimulatedRound, num_clients: int) -> list[str | None]:
     ("macs", "forward"), [(None, 100), ({0.5: 70.0, 1.0: 90.0}, 70), (lambda keep_ratio: 1000 * keep_ratio, 500)]
 )
 def test_seconds_are_bytes_over_bandwidth_plus_work_over_speed(macs: Any, forward: int) -> None:
-    profile = ls.DeviceProfile(downlink=200.0, uplink=60.0, macs_per_second=50.0)
+    profile = ls.simulation.DeviceProfile(downlink=200.0, uplink=60.0, macs_per_second=50.0)
     seconds = ls.VirtualClock(profile, macs=macs).seconds(profile, TASK)
     assert seconds == pytest.approx(400 / 200 + 3 * forward * 10 * 2 / 50 + 300 / 60, rel=1e-12)
 
@@ -95,7 +95,7 @@ def test_which_of_equal_devices_comes_first_is_drawn_evenly() -> None:
 def test_the_cost_table_tells_the_clock_the_work(lit: Any, toy: Any, fit: Fit) -> None:
     costs = ls.cost_table(lit, [0.5], torch.zeros(1, 6))
     macs = {ratio: cost.macs for ratio, cost in costs.at.items()}
-    work_alone = ls.DeviceProfile(downlink=math.inf, uplink=math.inf, macs_per_second=1.0)
+    work_alone = ls.simulation.DeviceProfile(downlink=math.inf, uplink=math.inf, macs_per_second=1.0)
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), batch_size=4)
     sharding, clock = ls.SpectralSharding(keep_ratio=0.5), ls.VirtualClock(work_alone, macs=macs)
     history = fit(lit, data, algorithm=sharding, clients_per_round=3, local_epochs=2, clock=clock).history
@@ -200,7 +200,7 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, f
             module = pl_module.engine._executor.device.sub_model(ratio).module
             sizes[ratio] = sum(parameter.numel() for parameter in module.parameters())
 
-    clock = ls.VirtualClock(ls.DeviceProfile(downlink=1e4, uplink=1e3, macs_per_second=1e5))
+    clock = ls.VirtualClock(ls.simulation.DeviceProfile(downlink=1e4, uplink=1e3, macs_per_second=1e5))
     settings = {"algorithm": algorithm, "clients_per_round": 6, "local_epochs": 2, "clock": clock}
     fitted = fit(lit, data, max_epochs=2, callbacks=[Weigh()], **settings)
     history, ledger = fitted.history, fitted.ledger
@@ -225,7 +225,7 @@ def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: An
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.DeviceProfile(0.0, 1.0, 1.0), "`downlink` must be positive, got 0.0"),
+        (lambda: ls.simulation.DeviceProfile(0.0, 1.0, 1.0), "`downlink` must be positive, got 0.0"),
         (lambda: ls.VirtualClock(device(1.0), deadline=0.0), "`deadline` must be positive, got 0.0; it is in seconds"),
         (lambda: ls.VirtualClock(device(1.0), keep_first=0), "`keep_first` must be at least 1, or None, got 0"),
         (lambda: ls.VirtualClock([3.0]), "`profiles` must be an instance of DeviceProfile, got 3.0"),  # type: ignore[list-item]

@@ -255,7 +255,7 @@ def test_batch_norm_is_estimated_on_batches_that_the_data_module_moved(lit_mlp: 
             self.net.insert(0, nn.BatchNorm1d(6))
 
     data = DataMovesBatches(toy, ls.IIDPartitioner(12), batch_size=4)
-    mean = fit(Lit(), data, callbacks=[ls.BatchNormEstimation()]).state["net.0.running_mean"]
+    mean = fit(Lit(), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]).state["net.0.running_mean"]
     assert mean == pytest.approx((3.0 * (toy.tensors[0] + 1.0) - 2.0).mean(0), abs=1e-5)
 
 

@@ -108,7 +108,7 @@ def test_parameters_left_out_of_the_optimizer_stay(lit_mlp: Any, data: Any, fit:
             return torch.optim.Adam(chosen, lr=0.1)
 
     module = Lit()
-    ls.spectral_start(module, 0.5)  # now, so that only training changes the weights
+    ls.algorithms.spectral_start(module, 0.5)  # now, so that only training changes the weights
     bias, weight = module.net[2].bias.detach().clone(), module.net[2].weight.detach().clone()
     sharding = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))  # Adam would undo clipping
     fit(module, data, algorithm=sharding)

@@ -71,7 +71,7 @@ def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, fit: Fit)
 @pytest.mark.parametrize("design", [None, ls.ConditionalPoisson(), ls.SuccessiveSampling()], ids=repr)
 @pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
 def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, fit: Fit) -> None:
-    ls.spectral_start(lit, 0.3)  # now, so that only training changes the weights
+    ls.algorithms.spectral_start(lit, 0.3)  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
     fitted = fit(lit, data, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design))
     assert len(fitted.rows) == 2

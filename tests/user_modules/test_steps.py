@@ -38,7 +38,7 @@ def test_a_layer_that_the_first_batch_skips_still_takes_part(lit_mlp: Any, data:
     class Never(Lit):
         batch_of_all_layers = -1
 
-    ls.spectral_start(lit := Lit(), 0.5)  # now, so that only training changes the weights
+    ls.algorithms.spectral_start(lit := Lit(), 0.5)  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
     assert not torch.equal(fit(lit, data).module.net[2].weight, before)
     with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient to these sharded layers: net\.2\."):

@@ -193,7 +193,7 @@ class LoRA(Algorithm):
         )
 
     def save_peft_adapter(self, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str) -> None:
-        """Save what was learned for a plain module in PEFT's format: see `lightning_spectral.save_peft_adapter`."""
+        """Save what was learned for a plain module in PEFT's format: see `save_peft_adapter` of the plug-in."""
         assert isinstance(state, LoRAState), "made by `new_state`"
         if changes_base(self.aggregation, self.merge_every):
             what = "`merge_every`" if self.merge_every else type(self.aggregation).__name__

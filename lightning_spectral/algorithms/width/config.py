@@ -62,8 +62,8 @@ class WidthSharding(ByKeepRatio):
     """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
 
     Which channels belong together is found in a forward pass of the module's ``example_input_array``
-    (`lightning_spectral.width_plan`). Every entry of a weight is averaged over the clients that held it; entries held
-    by no client are unchanged. Inputs and outputs of the module are never cut.
+    (`lightning_spectral.nn.width_plan`). Every entry of a weight is averaged over the clients that held it; entries
+    held by no client are unchanged. Inputs and outputs of the module are never cut.
 
     Args:
         channels: Which channels a client gets: the first ones (HeteroFL), a window that moves on in every round
@@ -202,7 +202,7 @@ class WidthSharding(ByKeepRatio):
         """A copy of the server's module with only the first channels, and with the averages of that width.
 
         Raises:
-            ValueError: If clients do not train such a model; see `lightning_spectral.narrow_model`.
+            ValueError: If clients do not train such a model; see `lightning_spectral.plugin.narrow_model`.
         """
         keep_ratio = KEEP_RATIO("width", width)
         check_narrow(self.channels, self.scaler)

@@ -78,7 +78,7 @@ def model_joint_probs(processor_joint: Tensor, probs: Tensor, model: int) -> Ten
 
     Args:
         processor_joint: Joint inclusion probabilities of the processors under the design, shape ``(P, P)``, for
-            example from :meth:`~lightning_spectral.JointDesign.joint_inclusion_probs` of the row sums.
+            example from :meth:`~lightning_spectral.designs.JointDesign.joint_inclusion_probs` of the row sums.
         probs: Probability that each processor trains each model, shape ``(P, S)``.
         model: Index s of the model, in ``[0, S)``.
 

@@ -65,14 +65,14 @@ def algorithm_of(compression: float, options: dict[str, Any]) -> ls.Zampling:
 @pytest.mark.parametrize("compression", [1, 3.7, 20])
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_bytes_are_those_of_a_round(compression: float, options: Any, toy: TensorDataset, fit: Fit) -> None:
-    cost = ls.zampling_cost_table(Federated(), [compression], EXAMPLE, **options).at[compression]
+    cost = ls.nn.zampling_cost_table(Federated(), [compression], EXAMPLE, **options).at[compression]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
     sent = fit(Federated(), data, algorithm=algorithm_of(compression, options)).ledger.rows
     assert {bytes_of(row) for row in sent} == {(cost.downlink_bytes, cost.uplink_bytes, cost.frozen_bytes)}
 
 
 def test_bytes_of_a_mask_for_each_weight_are_those_of_a_round(toy: TensorDataset, fit: Fit) -> None:
-    cost = ls.zampling_cost_table(Federated(), [1], EXAMPLE, degree=None).at[1]
+    cost = ls.nn.zampling_cost_table(Federated(), [1], EXAMPLE, degree=None).at[1]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
     row = fit(Federated(), data, algorithm=ls.Zampling.supermask()).ledger.rows[0]
     assert bytes_of(row) == (cost.downlink_bytes, cost.uplink_bytes, cost.frozen_bytes)
@@ -80,7 +80,7 @@ def test_bytes_of_a_mask_for_each_weight_are_those_of_a_round(toy: TensorDataset
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
-    cost = ls.zampling_cost_table(Federated(), [4], EXAMPLE, **options).at[4]
+    cost = ls.nn.zampling_cost_table(Federated(), [4], EXAMPLE, **options).at[4]
     algorithm, server = algorithm_of(4, options), Federated()
     half = algorithm.bind(server, algorithm.new_state(server, 0))
     client: Any = half.device_half.build(server, 1.0)
@@ -95,7 +95,7 @@ def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
 
 
 def test_the_whole_model_costs_what_it_costs_in_the_other_table() -> None:
-    ours = ls.zampling_cost_table(Federated(), [4], EXAMPLE).full
+    ours = ls.nn.zampling_cost_table(Federated(), [4], EXAMPLE).full
     theirs = ls.cost_table(Federated(), [0.5], EXAMPLE).full
     for name in ("parameters", "macs", "downlink_bytes", "uplink_bytes", "frozen_bytes", "round_bytes"):
         assert getattr(ours, name) == getattr(theirs, name)
@@ -105,13 +105,13 @@ def test_the_whole_model_costs_what_it_costs_in_the_other_table() -> None:
 def test_counting_changes_nothing() -> None:
     module, state = seeded(Federated), torch.get_rng_state()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    ls.zampling_cost_table(module, [4], EXAMPLE)
+    ls.nn.zampling_cost_table(module, [4], EXAMPLE)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_the_table_reads_as_rows_of_compressions(tmp_path: Any) -> None:
-    table = ls.zampling_cost_table(Federated(), [2, 30], EXAMPLE)
+    table = ls.nn.zampling_cost_table(Federated(), [2, 30], EXAMPLE)
     header, full, _, last = str(table).splitlines()
     assert header.split("  ")[0] == "compression"
     assert full.startswith("full ")
@@ -122,19 +122,19 @@ def test_the_table_reads_as_rows_of_compressions(tmp_path: Any) -> None:
 
 
 def test_a_share_below_one_percent_is_not_shown_as_none() -> None:
-    table = ls.zampling_cost_table(nn.Linear(100, 100), [500], torch.zeros(1, 100))
+    table = ls.nn.zampling_cost_table(nn.Linear(100, 100), [500], torch.zeros(1, 100))
     assert "3 B (0.007%)" in str(table)
 
 
 def test_what_zampling_refuses_has_no_cost() -> None:
     with pytest.raises(ValueError, match=r"`compressions` must be at least 1 and finite, got 0\.5"):
-        ls.zampling_cost_table(Federated(), [0.5], EXAMPLE)
+        ls.nn.zampling_cost_table(Federated(), [0.5], EXAMPLE)
     with pytest.raises(ValueError, match="`degree` must be between 1 and the number of columns, 5, got 10"):
-        ls.zampling_cost_table(Federated(), [100], EXAMPLE)
+        ls.nn.zampling_cost_table(Federated(), [100], EXAMPLE)
     with pytest.raises(ValueError, match="has no trainable weight"):
-        ls.zampling_cost_table(nn.BatchNorm1d(3), [8], torch.zeros(2, 3))
+        ls.nn.zampling_cost_table(nn.BatchNorm1d(3), [8], torch.zeros(2, 3))
     with pytest.raises(ValueError, match="give `example_input`"):
-        ls.zampling_cost_table(nn.Linear(3, 3), [1])
+        ls.nn.zampling_cost_table(nn.Linear(3, 3), [1])
 
 
 @pytest.mark.parametrize("budgeted", NEEDS)
@@ -147,11 +147,11 @@ def test_the_answer_fits_and_no_smaller_compression_does(budgeted: str, downlink
     num_weights = sum(weight.num_values for weight in weights)
     options = {"degree": degree, "downlink_bits": downlink_bits}
     factors = {n: _factor(num_weights, n) for n in range(degree, num_weights + 1)}
-    table = ls.zampling_cost_table(module, list(factors.values()), torch.zeros(2, 6), **options)
+    table = ls.nn.zampling_cost_table(module, list(factors.values()), torch.zeros(2, 6), **options)
     needed = {n: NEEDS[budgeted](table.at[factor]) for n, factor in factors.items()}
     assert [cost.parameters - 14 for cost in table.at.values()] == list(factors)
     for budget in sorted({value + change for value in needed.values() for change in (-1, 0, 1)})[1:]:
-        compression = ls.compression_for(module, **{budgeted: budget}, **options)
+        compression = ls.nn.compression_for(module, **{budgeted: budget}, **options)
         assert Compression(compression, degree).num_probs(weights) == max(n for n in needed if needed[n] <= budget)
 
 
@@ -167,16 +167,16 @@ def test_if_nothing_fits_the_smallest_cost_is_named() -> None:
     module = nn.Sequential(nn.Linear(6, 28), nn.BatchNorm1d(28, affine=False))
     smallest = 2 + 4 * 2 * 28  # ten bits, and two vectors of statistics
     with pytest.raises(ValueError, match=rf"`budget_uplink_bytes=20`: with .* the degree, 10, it takes {smallest}"):
-        ls.compression_for(module, budget_uplink_bytes=20)
-    assert ls.compression_for(module, budget_uplink_bytes=smallest) == (6 * 28 + 28) / 16
+        ls.nn.compression_for(module, budget_uplink_bytes=20)
+    assert ls.nn.compression_for(module, budget_uplink_bytes=smallest) == (6 * 28 + 28) / 16
 
 
 @pytest.mark.parametrize("budgets", [{}, {"budget_bytes": 1, "budget_params": 2}])
 def test_exactly_one_budget_is_given(budgets: Any) -> None:
     with pytest.raises(ValueError, match="Give exactly one of budget_bytes, budget_uplink_bytes"):
-        ls.compression_for(nn.Linear(6, 6), **budgets)
+        ls.nn.compression_for(nn.Linear(6, 6), **budgets)
 
 
 def test_a_budget_for_each_client_is_refused() -> None:
     with pytest.raises(TypeError, match="`budget_bytes` must be one number, since all clients share one compression"):
-        ls.compression_for(nn.Linear(6, 6), budget_bytes=[100, 200])  # type: ignore[arg-type]
+        ls.nn.compression_for(nn.Linear(6, 6), budget_bytes=[100, 200])  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def numbers_of_terms(module: nn.Module) -> dict[str, int]:
 EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
     "validate": lambda layers: ls.validate(net(), EXAMPLE, layers),
     "cost_table": lambda layers: ls.cost_table(net(), [0.1, 0.6], EXAMPLE, layers),
-    "keep_ratio_for": lambda layers: ls.keep_ratio_for(net(), EXAMPLE, layers=layers, budget_params=[500, 600]),
+    "keep_ratio_for": lambda layers: ls.nn.keep_ratio_for(net(), EXAMPLE, layers=layers, budget_params=[500, 600]),
     "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
     "costs_of": lambda layers: costs_of(net(), EXAMPLE, layers),
     "SpectralSharding": lambda layers: numbers_of_terms(

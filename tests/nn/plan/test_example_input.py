@@ -48,7 +48,7 @@ class LitWithoutForward(pl.LightningModule):
     [
         ls.validate,
         lambda net, x: ls.cost_table(net, [0.5], x),
-        lambda net, x: ls.keep_ratio_for(net, x, budget_macs=1e6),
+        lambda net, x: ls.nn.keep_ratio_for(net, x, budget_macs=1e6),
     ],
 )
 def test_a_module_without_forward_is_named(show: Callable[..., Any]) -> None:

@@ -52,7 +52,9 @@ def test_other_weights_of_low_rank_are_sharded() -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.outer(torch.arange(6.0), torch.ones(6)))
     assert reason_of(layer) == "affine"
-    ls.spectral_start(module := seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])), 0.1, tail=0.0)
+    ls.algorithms.spectral_start(
+        module := seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])), 0.1, tail=0.0
+    )
     assert int(torch.linalg.matrix_rank(module[1].weight)) == 1
     assert list(plan_layers(module).sharded) == ["1"]
 

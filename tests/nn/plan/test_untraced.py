@@ -46,7 +46,7 @@ def test_nothing_is_noted_where_a_run_makes_the_same_plan(capsys: pytest.Capture
     "count",
     [
         lambda module, **layers: ls.cost_table(module, [0.5], X, **layers),
-        lambda module, **layers: ls.keep_ratio_for(module, X, budget_params=10_000, **layers),
+        lambda module, **layers: ls.nn.keep_ratio_for(module, X, budget_params=10_000, **layers),
     ],
 )
 def test_costs_of_another_plan_than_the_runs_are_warned_of(count: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ class TestInAFit:
 
         return planned
 
-    @pytest.mark.parametrize("start", [None, ls.SpectralStart()])
+    @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()])
     def test_the_log_says_what_a_plan_without_an_example_assumes(self, start: Any, lit: Any, planned: Any) -> None:
         assert planned(lit, spectral_start=start) == [
             "LitMLP has no `example_input_array`, so its layers were planned without a forward pass, as if all of them "

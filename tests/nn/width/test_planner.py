@@ -275,7 +275,7 @@ def test_a_layer_without_a_rule_keeps_its_channels_whole() -> None:
 def test_the_plan_leaves_module_and_random_state_as_they_are() -> None:
     net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2))
     before, state = {n: t.clone() for n, t in net.state_dict().items()}, torch.get_rng_state()
-    ls.width_plan(net, torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
+    ls.nn.width_plan(net, torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), state)
     assert net.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())

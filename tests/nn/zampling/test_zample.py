@@ -26,7 +26,7 @@ def mlp() -> nn.Sequential:
 
 
 def small(module: nn.Module | None = None, **options: Any) -> nn.Module:
-    return ls.zample(module or mlp(), **{"compression": 2, "degree": 4, **options})
+    return ls.nn.zample(module or mlp(), **{"compression": 2, "degree": 4, **options})
 
 
 def inputs(*shape: int) -> Tensor:
@@ -80,7 +80,7 @@ def accuracy(model: Classifier) -> float:
 
 
 def test_a_stock_trainer_trains_the_scores() -> None:
-    model = ls.zample(Classifier(), 2, degree=4)
+    model = ls.nn.zample(Classifier(), 2, degree=4)
     untrained = accuracy(model)
     fit(model, epochs=40)
     assert untrained < 0.6
@@ -88,7 +88,7 @@ def test_a_stock_trainer_trains_the_scores() -> None:
 
 
 def test_frozen_scores_learn_nothing() -> None:
-    model = ls.zample(Classifier(nn.Sequential(*mlp(), nn.BatchNorm1d(3, affine=True))), 2, degree=4)
+    model = ls.nn.zample(Classifier(nn.Sequential(*mlp(), nn.BatchNorm1d(3, affine=True))), 2, degree=4)
     scores = local_weights(model).scores.requires_grad_(False)
     before = scores.clone()
     fit(model, epochs=40)  # of the two parameters of the normalisation
@@ -144,7 +144,7 @@ def test_modules_of_many_kinds_train_and_their_plain_twins_compute_the_same(name
     assert not torch.equal(call(net), first)
     torch.optim.SGD(net.parameters(), lr=0.01).step()
     expected = call(net.eval())
-    restored = ls.unzample(net)
+    restored = ls.nn.unzample(net)
     assert torch.equal(call(restored), expected)
     assert list(restored.state_dict()) == keys
     twin = build()
@@ -289,7 +289,7 @@ def test_copies_and_pickles_are_modules_of_their_own(used: bool) -> None:
         other(x).sum().backward()
         torch.optim.SGD(other.parameters(), lr=1.0).step()
         assert not torch.equal(other(x), expected)
-        assert not any(part._forward_pre_hooks for part in ls.unzample(other).modules())
+        assert not any(part._forward_pre_hooks for part in ls.nn.unzample(other).modules())
     assert torch.equal(net(x), expected)
     assert int(local_weights(net).num_draws) == used
 
@@ -306,7 +306,7 @@ def test_a_pickle_between_forward_and_backward_pass_makes_its_own_weights() -> N
 
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     data = DataLoader(toy_data(), batch_size=24)
-    whole, first, second = (ls.zample(Classifier(), 2, degree=4) for _ in range(3))
+    whole, first, second = (ls.nn.zample(Classifier(), 2, degree=4) for _ in range(3))
     trainer(4).fit(whole, data, data)
     begun = trainer(2)
     begun.fit(first, data, data)
@@ -321,7 +321,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_validation_within_an_epoch_and_global_draws_do_not_disturb_training() -> None:
-    alone, validated = ls.zample(Classifier(), 2, degree=4), ls.zample(Classifier(), 2, degree=4)
+    alone, validated = ls.nn.zample(Classifier(), 2, degree=4), ls.nn.zample(Classifier(), 2, degree=4)
     fit(alone, epochs=2, limit_val_batches=0)
     torch.rand(3)
     fit(validated, epochs=2)
@@ -329,7 +329,7 @@ def test_validation_within_an_epoch_and_global_draws_do_not_disturb_training() -
 
 
 def test_the_trainer_accumulates_gradients() -> None:
-    model = ls.zample(Classifier(), 2, degree=4)
+    model = ls.nn.zample(Classifier(), 2, degree=4)
     fit(model, epochs=40, accumulate_grad_batches=2)
     assert accuracy(model) > 0.8
     assert int(local_weights(model).num_draws) == 400
@@ -339,7 +339,7 @@ def test_a_sampled_network_becomes_a_plain_one() -> None:
     net = small()
     bits = local_weights(net).draw_bits(torch.Generator().manual_seed(3))
     expected = weights_by_hand(net, bits.float())
-    plain = ls.unzample(net, torch.Generator().manual_seed(3))
+    plain = ls.nn.unzample(net, torch.Generator().manual_seed(3))
     torch.testing.assert_close(list(plain.parameters()), [nn.Parameter(part) for part in expected])
     assert type(plain) is nn.Sequential
     assert len(plain) == 3
@@ -350,7 +350,7 @@ def test_parameters_get_their_order_back_though_some_stayed_dense() -> None:
     names = [name for name, _ in net.named_parameters()]
     small(net, exclude=["*.bias"])
     assert {name for name, _ in net.named_parameters()} == {"0.bias", "2.bias", "_zampling.scores"}
-    assert [name for name, _ in ls.unzample(net).named_parameters()] == names
+    assert [name for name, _ in ls.nn.unzample(net).named_parameters()] == names
 
 
 def test_sampled_networks_are_different_and_everything_is_restored() -> None:
@@ -368,7 +368,7 @@ def test_sampled_networks_are_different_and_everything_is_restored() -> None:
     assert net.training
     assert not net[1].training
     assert torch.equal(net(x), before)
-    plain = ls.unzample(copy.deepcopy(net.eval()), torch.Generator().manual_seed(0))
+    plain = ls.nn.unzample(copy.deepcopy(net.eval()), torch.Generator().manual_seed(0))
     assert torch.equal(plain(x), outputs[0])
 
 
@@ -386,7 +386,7 @@ def test_the_mean_of_sampled_weights_is_the_expected_weight() -> None:
     columns, values = local_weights(net).matrix.entries()
     spread = (values.square() * (probs * (1 - probs))[columns]).sum(1).sqrt()
     samples = [net[0].weight.flatten() for _ in sampled_networks(net, 400, torch.Generator().manual_seed(0))]
-    expected = ls.unzample(net)[0].weight.flatten()
+    expected = ls.nn.unzample(net)[0].weight.flatten()
     error = (torch.stack(samples).mean(0) - expected).abs()
     assert (error <= 5 * spread[: len(error)] / 20 + 1e-6).all()
 
@@ -396,12 +396,12 @@ def test_bad_input_is_explained() -> None:
     with pytest.raises(ValueError, match="holds scores already; restore its weights with `unzample`"):
         small(net)
     with pytest.raises(ValueError, match="no trainable weight of an affine layer to compress"):
-        ls.zample(nn.BatchNorm1d(4))
+        ls.nn.zample(nn.BatchNorm1d(4))
     untouched = nn.Linear(4, 2)
     with pytest.raises(ValueError, match="between 1 and the number of columns, 5, got 10"):
-        ls.zample(untouched, compression=2)
+        ls.nn.zample(untouched, compression=2)
     assert len(list(untouched.parameters())) == 2
     assert not untouched._forward_pre_hooks
     with pytest.raises(ValueError, match="holds no scores; `zample` it first"):
-        ls.unzample(untouched)
-    assert isinstance(local_weights(small(ls.unzample(net))), LocalWeights)
+        ls.nn.unzample(untouched)
+    assert isinstance(local_weights(small(ls.nn.unzample(net))), LocalWeights)

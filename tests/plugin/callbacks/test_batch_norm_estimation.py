@@ -71,7 +71,7 @@ def assert_close(state: Any, expected: dict[str, Tensor]) -> None:
 
 
 def test_one_batch_of_all_examples_gives_their_mean_and_variance(toy: TensorDataset, fit: Fit) -> None:
-    fitted = fit(seeded(LitTwo), clients(toy), callbacks=[ls.BatchNormEstimation()])
+    fitted = fit(seeded(LitTwo), clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
     assert_close(fitted.state, written_out(fitted.module, [toy.tensors[0]]))  # 120 examples, batches of up to 256
     assert fitted.state["net.1.num_batches_tracked"] == 1
     with pytest.raises(AssertionError):
@@ -97,7 +97,7 @@ class LitTeacher(LitTwo):
 def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fit: Fit) -> None:
     lit = seeded(LitTeacher)
     before = {name: value.clone() for name, value in lit.state_dict().items()}
-    fitted = fit(lit, clients(toy), callbacks=[ls.BatchNormEstimation()])
+    fitted = fit(lit, clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
     frozen = [name for name, _ in lit.named_buffers() if name.startswith(("teacher", "aside"))]
     assert len(frozen) == 6
     assert all(torch.equal(fitted.state[name], before[name]) for name in frozen)
@@ -109,7 +109,7 @@ def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fi
 @pytest.mark.parametrize("max_batches", [None, 3])
 def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy: TensorDataset, fit: Fit) -> None:
     data = clients(toy, eval_batch_size=17, client_val_fraction=0.25)
-    fitted = fit(seeded(LitTwo), data, callbacks=[ls.BatchNormEstimation(max_batches=max_batches)])
+    fitted = fit(seeded(LitTwo), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation(max_batches=max_batches)])
     batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 2), max_batches)]
     assert [len(x) for x in batches] == [16, 16, 16, 16, 16, 16][:max_batches]  # 96 of 120 examples are for training
     trained = {tuple(row) for row in toy.tensors[0][data.partition.indices].tolist()}
@@ -134,7 +134,9 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
 def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        ours = fit(seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.BatchNormEstimation()])
+        ours = fit(
+            seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]
+        )
         after = torch.rand(3)
         torch.manual_seed(5)
         plain = fit(seeded(LitTwo), clients(toy), algorithm=algorithm)
@@ -172,7 +174,7 @@ def test_validation_evaluation_and_checkpoints_have_the_new_averages(
         seeded(LitTwo),
         data,
         algorithm=ls.FedAvg(keep_buffers=KEEP),
-        callbacks=[Evaluation(), ls.BatchNormEstimation(), saver],
+        callbacks=[Evaluation(), ls.plugin.callbacks.BatchNormEstimation(), saver],
         trainer={"enable_checkpointing": True},
     )
     trained = toy.tensors[0][data.partition.indices]
@@ -194,7 +196,7 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(toy: Tensor
             means.append(pl_module.module.net[1].running_mean.clone())
 
     means: list[Tensor] = []
-    callbacks = [ls.BatchNormEstimation(every_n_rounds=2), Seen()]
+    callbacks = [ls.plugin.callbacks.BatchNormEstimation(every_n_rounds=2), Seen()]
     fit(
         seeded(LitTwo),
         clients(toy),
@@ -213,14 +215,18 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(toy: Tensor
 
 
 def test_a_run_resumes(toy: TensorDataset, fit: Fit, tmp_path: Path) -> None:
-    check_resumes(fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[ls.BatchNormEstimation()])
+    check_resumes(
+        fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]
+    )
 
 
 def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDataset, quiet: Any) -> None:
     models = {name: ls.FederatedModule(seeded(lit)) for name, lit in (("two", LitTwo), ("none", LitMLP))}
     federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
     data = ls.MultiModelDataModule({name: clients(toy) for name in models})
-    trainer = pl.Trainer(max_epochs=2, callbacks=[ls.BatchNormEstimation()], num_sanity_val_steps=0, **quiet)
+    trainer = pl.Trainer(
+        max_epochs=2, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], num_sanity_val_steps=0, **quiet
+    )
     trainer.fit(federation, data)
     lit = models["two"].module
     assert_close(lit.state_dict(), written_out(lit, [toy.tensors[0]]))
@@ -229,20 +235,26 @@ def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDatase
 def test_no_model_with_averages_is_refused(data: Any, fit: Fit) -> None:
     for lit in (seeded(LitMLP), ls.nn.use_batch_statistics(seeded(LitSmall))):
         with pytest.raises(ValueError, match="finds no BatchNorm layer with averages"):
-            fit(lit, data, callbacks=[ls.BatchNormEstimation()])
+            fit(lit, data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
 
 
 def test_manual_optimisation_is_refused(data: Any, fit: Fit) -> None:
     lit = seeded(LitSmall)
     lit.automatic_optimization = False
     with pytest.raises(ValueError, match="that of LitSmall optimises manually"):
-        fit(lit, data, client_engine="trainer", callbacks=[ls.BatchNormEstimation()])
+        fit(lit, data, client_engine="trainer", callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
 
 
 def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy: TensorDataset, fit: Fit) -> None:
     def run(keep_ratio: Any, widths: Any) -> None:
         algorithm = ls.WidthSharding(keep_ratio=keep_ratio, step_widths=widths, averages_per_width=True)
-        fit(seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.BatchNormEstimation()], max_epochs=1)
+        fit(
+            seeded(LitTwo),
+            clients(toy),
+            algorithm=algorithm,
+            callbacks=[ls.plugin.callbacks.BatchNormEstimation()],
+            max_epochs=1,
+        )
 
     run({0.5: 0.5, 1.0: 0.5}, (0.25, 0.5, 1.0))
     with pytest.raises(ValueError, match=r"estimates averages of the whole model, .* those of width 0.5"):
@@ -250,7 +262,7 @@ def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy:
 
 
 def test_a_module_that_is_not_federated_is_refused(toy: TensorDataset, quiet: Any) -> None:
-    trainer = pl.Trainer(max_epochs=1, callbacks=[ls.BatchNormEstimation()], **quiet)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], **quiet)
     loader = torch.utils.data.DataLoader(toy, batch_size=10)
     with pytest.raises(TypeError, match="LitSmall trains on batches; wrap it"):
         trainer.fit(seeded(LitSmall), loader, loader)
@@ -263,8 +275,10 @@ def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
             return loss + torch.autograd.grad(loss, self.net[0].bias, create_graph=True)[0].square().sum()
 
     lit = seeded(LitPenalty)
-    with pytest.raises(ls.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"):
-        fit(lit, clients(toy), callbacks=[ls.BatchNormEstimation()])
+    with pytest.raises(
+        ls.errors.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"
+    ):
+        fit(lit, clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
     plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
     assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept
 
@@ -282,7 +296,7 @@ class TestFaults:
     def test_a_batch_with_nan_is_left_out_where_such_clients_are(self, toy: TensorDataset, fit: Fit) -> None:
         data = self.broken(toy, eval_batch_size=10)
         with pytest.warns(ls.SpectralWarning, match="Round 0, BatchNorm estimation: 1 of 12 batches are left out"):
-            fitted = fit(seeded(LitTwo), data, callbacks=[ls.BatchNormEstimation()], max_epochs=1)
+            fitted = fit(seeded(LitTwo), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], max_epochs=1)
         batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 0)) if not x.isnan().any()]
         assert len(batches) == 11
         assert fitted.state["net.1.num_batches_tracked"] == 11
@@ -292,11 +306,17 @@ class TestFaults:
     def test_where_such_clients_end_a_run_or_no_batch_is_left_it_is_an_error(
         self, toy: TensorDataset, fit: Fit
     ) -> None:
-        options: dict[str, Any] = {"callbacks": [ls.BatchNormEstimation()], "max_epochs": 1, "clients_per_round": 1}
-        with pytest.raises(ls.RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"):
+        options: dict[str, Any] = {
+            "callbacks": [ls.plugin.callbacks.BatchNormEstimation()],
+            "max_epochs": 1,
+            "clients_per_round": 1,
+        }
+        with pytest.raises(
+            ls.errors.RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"
+        ):
             fit(seeded(LitTwo), self.broken(toy), **options)
-        strict = ls.Faults(on_not_finite=ls.Raise())
-        with pytest.raises(ls.RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
+        strict = ls.server.Faults(on_not_finite=ls.server.Raise())
+        with pytest.raises(ls.errors.RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
             fit(seeded(LitTwo), self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
 
     @pytest.mark.filterwarnings("ignore:.*failed:lightning_spectral.SpectralWarning")
@@ -310,12 +330,12 @@ class TestFaults:
                     raise ValueError("NaN in a batch")
                 return loss
 
-        faults = ls.Faults(on_error=ls.LeaveOut())
+        faults = ls.server.Faults(on_error=ls.server.LeaveOut())
         with pytest.warns(ls.SpectralWarning, match="BatchNorm estimation: 1 of 12 batches are left out"):
             fitted = fit(
                 seeded(LitPicky),
                 self.broken(toy, eval_batch_size=10),
-                callbacks=[ls.BatchNormEstimation()],
+                callbacks=[ls.plugin.callbacks.BatchNormEstimation()],
                 max_epochs=1,
                 faults=faults,
             )

@@ -93,8 +93,8 @@ def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any
 
 
 def test_a_value_that_may_be_negative_has_no_share() -> None:
-    rows = tuple(ls.ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
-    assert set(ls.ClientTable(0, rows).figures()) == {
+    rows = tuple(ls.plugin.callbacks.ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
+    assert set(ls.plugin.callbacks.ClientTable(0, rows).figures()) == {
         f"score/{figure}" for figure in ("mean", "weighted_mean", "std", "lowest_decile", "highest_decile")
     }
 
@@ -169,7 +169,7 @@ def test_without_held_out_examples_the_partition_is_the_partitioners_own(toy: Te
     assert plain.held_out.num_assigned == 0
 
 
-def ids(table: ls.ClientTable | None) -> list[int]:
+def ids(table: ls.plugin.callbacks.ClientTable | None) -> list[int]:
     assert table is not None
     return [row.client_id for row in table.rows]
 
@@ -256,7 +256,7 @@ def test_a_data_module_may_bring_test_examples_of_its_own(lit: Any, toy: TensorD
     fitted = fit(lit, WithTests(toy, ls.IIDPartitioner(3)), clients_per_round=2, callbacks=[evaluation])
     assert evaluation.table is not None
     expected = by_hand(fitted.module, toy, torch.tensor([3, 4]))
-    assert evaluation.table.rows[0] == ls.ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
+    assert evaluation.table.rows[0] == ls.plugin.callbacks.ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
     assert evaluation.table.rows[1].num_examples == 1
 
 

@@ -101,7 +101,7 @@ def test_a_table_of_nothing_has_no_columns() -> None:
 
 
 def test_csv_files_hold_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
-    dashboard, watcher = ls.RoundDashboard(every_n_rounds=2), ls.SpectralDiagnostics()
+    dashboard, watcher = ls.RoundDashboard(every_n_rounds=2), ls.plugin.callbacks.SpectralDiagnostics()
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard, watcher, Ages()])
     names = {path.name for path in (tmp_path / "csv/dashboard").iterdir()}
     kinds = ("clients", "histograms", "keep_ratios", "layers")
@@ -174,7 +174,7 @@ def test_figures_are_computed_once_a_round(
     calls = []
     own = diagnostics.layer_figures
     monkeypatch.setattr(diagnostics, "layer_figures", lambda opened: calls.append(1) or own(opened))
-    watchers = [] if interval is None else [ls.SpectralDiagnostics(interval)]
+    watchers = [] if interval is None else [ls.plugin.callbacks.SpectralDiagnostics(interval)]
     fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[ls.RoundDashboard(3), *watchers])
     assert len(calls) == {1: 4, 2: 3, None: 2}[interval]  # the dashboard needs those of rounds 0 and 3
     assert all(shown(tmp_path, "layers", round_idx)[0]["discrepancy"] for round_idx in (0, 3))

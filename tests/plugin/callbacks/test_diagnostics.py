@@ -61,7 +61,7 @@ def test_the_clients_error_is_the_mean_over_clients_of_all_keep_ratios() -> None
     assert spectral_figures(opened)["fl/client_error"] == pytest.approx(sum(by_hand) / 2)
 
 
-@pytest.mark.parametrize("wrap", [lambda strategy: strategy, ls.Scaled], ids=["alone", "Scaled"])
+@pytest.mark.parametrize("wrap", [lambda strategy: strategy, ls.sharding.Scaled], ids=["alone", "Scaled"])
 def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any) -> None:
     torch.manual_seed(0)
     server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2))
@@ -88,7 +88,7 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
     cohort = Cohort(0, 0, {0.2: tuple(WorkUnit(c, coefficient=10) for c in range(6))})
     apart, together = (
         spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).bind(server).open(cohort))
-        for design in (None, ls.Coordinated())
+        for design in (None, ls.designs.Coordinated())
     )
     assert together["fl/discrepancy"] < apart["fl/discrepancy"]
     assert together["fl/expected_coverage"] > apart["fl/expected_coverage"]
@@ -96,23 +96,43 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
 
 def test_diagnostics_are_logged_every_n_rounds_and_only_for_sharding(lit: Any, data: Any, fit: Fit) -> None:
     sharded, dense = Logged(), Logged()
-    fit(lit, data, callbacks=[sharded, ls.SpectralDiagnostics()], algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    fit(
+        lit,
+        data,
+        callbacks=[sharded, ls.plugin.callbacks.SpectralDiagnostics()],
+        algorithm=ls.SpectralSharding(keep_ratio=0.5),
+    )
     assert all(0 < row["fl/discrepancy"] <= row["fl/client_error"] < 1 for row in sharded.rows)
-    fit(lit, data, callbacks=[chosen := Logged(), ls.SpectralDiagnostics()], algorithm=ls.SpectralSharding(EFFECTIVE))
+    fit(
+        lit,
+        data,
+        callbacks=[chosen := Logged(), ls.plugin.callbacks.SpectralDiagnostics()],
+        algorithm=ls.SpectralSharding(EFFECTIVE),
+    )
     assert all(row["fl/effective_cohort"] == row["fl/effective_cohort/net.2"] >= 1 for row in chosen.rows)
-    fit(lit, data, callbacks=[dense, ls.SpectralDiagnostics()], algorithm=ls.FedAvg())
+    fit(lit, data, callbacks=[dense, ls.plugin.callbacks.SpectralDiagnostics()], algorithm=ls.FedAvg())
     assert "fl/discrepancy" not in dense.rows[-1]
     with pytest.raises(ValueError, match="`every_n_rounds` must be at least 1, got 0"):
-        ls.SpectralDiagnostics(every_n_rounds=0)
+        ls.plugin.callbacks.SpectralDiagnostics(every_n_rounds=0)
 
 
 def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, data: Any, fit: Fit) -> None:
     logged = Logged()
-    fit(seeded(lit_mlp), data, callbacks=[logged, ls.UpdateAlignment(every_n_rounds=1)], algorithm=ls.FedAvg())
+    fit(
+        seeded(lit_mlp),
+        data,
+        callbacks=[logged, ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1)],
+        algorithm=ls.FedAvg(),
+    )
     assert [row["fl/fedavg_alignment"] for row in logged.rows] == pytest.approx([1.0] * 3, abs=1e-5)
     sharding, logged = ls.SpectralSharding(keep_ratio=0.5), Logged()
     plain = fit(seeded(lit_mlp), data, algorithm=sharding)
-    watched = fit(seeded(lit_mlp), data, callbacks=[logged, ls.UpdateAlignment(every_n_rounds=1)], algorithm=sharding)
+    watched = fit(
+        seeded(lit_mlp),
+        data,
+        callbacks=[logged, ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1)],
+        algorithm=sharding,
+    )
     assert same_state(plain.state, watched.state)
     assert all(0 < row["fl/fedavg_alignment"] < 0.9999 for row in logged.rows)
 
@@ -120,20 +140,20 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ls.SpectralSharding(ls.Schatten(), 0.5),
-        ls.SpectralSharding(ls.Scaled(ls.TopN()), 0.5),
-        ls.SpectralSharding(ls.Scaled(ls.PriSM()), 0.5),
+        ls.SpectralSharding(ls.sharding.Schatten(), 0.5),
+        ls.SpectralSharding(ls.sharding.Scaled(ls.TopN()), 0.5),
+        ls.SpectralSharding(ls.sharding.Scaled(ls.PriSM()), 0.5),
         ls.SpectralSharding(ls.PriSM(compensation="wallenius"), {0.3: 0.5, 0.6: 0.5}),
         ls.SpectralSharding(ls.Collective(cohort="joint"), {0.3: 0.5, 0.6: 0.5}),
         ls.SpectralSharding(ls.Collective(cohort="best"), {0.3: 0.5, 0.6: 0.5}, weigh_clients=True),
-        ls.SpectralSharding(ls.Unbiased(), {0.3: 0.5, 0.6: 0.5}, design=ls.Coordinated()),
+        ls.SpectralSharding(ls.Unbiased(), {0.3: 0.5, 0.6: 0.5}, design=ls.designs.Coordinated()),
     ],
     ids=repr,
 )
 def test_strategies_and_designs_beyond_the_four_train(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
     algorithm.bind(lit).initialize(Alone())  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
-    rows = fit(lit, data, callbacks=[ls.SpectralDiagnostics()], algorithm=algorithm).rows
+    rows = fit(lit, data, callbacks=[ls.plugin.callbacks.SpectralDiagnostics()], algorithm=algorithm).rows
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())
     assert rows[-1]["fl/loss"] > 0

@@ -15,8 +15,8 @@ OF_ROUNDS = [
     ls.RoundHistory,
     ls.CommunicationLedger,
     ls.RoundDashboard,
-    ls.SpectralDiagnostics,
-    ls.UpdateAlignment,
+    ls.plugin.callbacks.SpectralDiagnostics,
+    ls.plugin.callbacks.UpdateAlignment,
 ]
 
 

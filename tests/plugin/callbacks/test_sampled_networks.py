@@ -73,7 +73,7 @@ def accuracy_and_loss(network: Any, toy: TensorDataset) -> tuple[float, float]:
 def test_figures_are_those_of_networks_made_and_evaluated_by_hand(
     lit: Any, data: Any, toy: TensorDataset, fit: Fit
 ) -> None:
-    fitted = fit(lit, data, callbacks=[ls.SampledNetworks(num_samples=5)])
+    fitted = fit(lit, data, callbacks=[ls.plugin.callbacks.SampledNetworks(num_samples=5)])
     row = fitted.rows[-1]
     by_hand = torch.tensor([accuracy_and_loss(network, toy) for network in networks(fitted, 5)]).double()
     assert len(set(by_hand[:, 0].tolist())) > 1
@@ -118,7 +118,7 @@ def test_the_run_is_the_same_with_and_without(options: Any, lit_mlp: Any, data: 
     torch.manual_seed(3)
     plain = fit(seeded(Stirring), _as_lists(data), callbacks=[drawn := Draws()], trainer=options)
     torch.manual_seed(3)
-    watchers = [ls.SampledNetworks(3), again := Draws()]
+    watchers = [ls.plugin.callbacks.SampledNetworks(3), again := Draws()]
     watched = fit(seeded(Stirring), _as_lists(data), callbacks=watchers, trainer=options)
     assert same_state(plain.state, watched.state)
     assert torch.equal(plain.model.state.probs, watched.model.state.probs)
@@ -150,7 +150,7 @@ def _stacked(examples: list[Any]) -> list[Tensor]:
 
 
 def test_a_resumed_run_repeats_the_numbers(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
-    callback = partial(ls.SampledNetworks, 3, every_n_validations=2)
+    callback = partial(ls.plugin.callbacks.SampledNetworks, 3, every_n_validations=2)
     whole = fit(seeded(lit_mlp), data, max_epochs=4, callbacks=[callback()])
     assert [bool(row) for row in sampled(whole.rows)] == [True, False, True, False]
     fit(seeded(lit_mlp), data, max_epochs=1, callbacks=[callback()]).trainer.save_checkpoint(tmp_path / "1.ckpt")
@@ -169,7 +169,7 @@ def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit:
                 pl_module.state.probs.round_()
             pl_module.engine.settle()
 
-    row = fit(lit, data, max_epochs=1, callbacks=[Decides(), ls.SampledNetworks(2)]).rows[0]
+    row = fit(lit, data, max_epochs=1, callbacks=[Decides(), ls.plugin.callbacks.SampledNetworks(2)]).rows[0]
     for name in ("val_acc", "val_loss"):
         assert row[f"{name}/sampled_std"] == 0.0
         assert row[f"{name}/sampled_max"] == row[f"{name}/sampled_min"] == pytest.approx(row[name], rel=1e-6)
@@ -203,9 +203,9 @@ def test_several_dataloaders_and_limits_are_those_of_the_validation(
         data,
         max_epochs=1,
         local_epochs=0,  # so bits stay certain, and every sampled network is the expected one
-        callbacks=[Decides(), ls.SampledNetworks(2)],
+        callbacks=[Decides(), ls.plugin.callbacks.SampledNetworks(2)],
         trainer={"limit_val_batches": 2},
-        faults=ls.Faults(),
+        faults=ls.server.Faults(),
     )
     row = fitted.rows[0]
     names = ["val_acc", "loss"]
@@ -219,7 +219,7 @@ def test_several_dataloaders_and_limits_are_those_of_the_validation(
 def test_validation_outside_of_a_fit_has_the_figures_too(lit: Any, data: Any, fit: Fit, quiet: Any) -> None:
     fitted = fit(lit, data)
     before = copy.deepcopy(fitted.state)
-    trainer = pl.Trainer(callbacks=[ls.SampledNetworks(3, every_n_validations=7)], **quiet)
+    trainer = pl.Trainer(callbacks=[ls.plugin.callbacks.SampledNetworks(3, every_n_validations=7)], **quiet)
     (first,), (again,) = (trainer.validate(fitted.model, data, verbose=False) for _ in range(2))
     assert first == again
     assert {f"val_loss/{figure}" for figure in FIGURES} <= first.keys()
@@ -244,19 +244,21 @@ def test_a_step_that_logs_nothing_is_warned_about(lit_mlp: Any, data: Any, fit: 
             self.val_acc.reset()
 
     with pytest.warns(ls.SpectralWarning, match="`AtTheEnd.validation_step` logs no mean"):
-        fit(seeded(AtTheEnd), data, max_epochs=1, callbacks=[ls.SampledNetworks(2)])
+        fit(seeded(AtTheEnd), data, max_epochs=1, callbacks=[ls.plugin.callbacks.SampledNetworks(2)])
 
 
 def test_what_cannot_be_sampled_is_refused_before_the_first_round(lit: Any, data: Any, fit: Fit, quiet: Any) -> None:
     with pytest.raises(TypeError, match="and there are none in FedAvg; leave the callback out"):
-        fit(lit, data, algorithm=ls.FedAvg(), callbacks=[ls.SampledNetworks()])
+        fit(lit, data, algorithm=ls.FedAvg(), callbacks=[ls.plugin.callbacks.SampledNetworks()])
     with pytest.raises(TypeError, match="and there are none in LitMLP; leave"):
-        pl.Trainer(max_epochs=1, callbacks=[ls.SampledNetworks()], **quiet).validate(lit, DataLoader(data.val))
+        pl.Trainer(max_epochs=1, callbacks=[ls.plugin.callbacks.SampledNetworks()], **quiet).validate(
+            lit, DataLoader(data.val)
+        )
     shared_out = pl.Trainer(strategy="ddp", devices=2, **quiet)
     model = ls.FederatedModule(lit, algorithm=ZAMPLING, clients_per_round=4)
     with pytest.raises(ValueError, match="DDPStrategy shares the data for validation out to 2 processes"):
-        ls.SampledNetworks().setup(shared_out, model, "validate")
+        ls.plugin.callbacks.SampledNetworks().setup(shared_out, model, "validate")
     for options in ({"num_samples": 0}, {"every_n_validations": 0}):
         (name,) = options
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-            ls.SampledNetworks(**options)
+            ls.plugin.callbacks.SampledNetworks(**options)

@@ -63,14 +63,14 @@ def test_with_clients_that_fail_and_are_left_out(lit_mlp: Any, data: Any, fit: F
                 raise FloatingPointError("too warm")
             return super().training_step(batch, batch_idx)
 
-    faults = ls.Faults(on_error=ls.LeaveOut(1.0))
+    faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
     with pytest.warns(ls.SpectralWarning, match=r"average: training failed \(FloatingPointError: too warm\)"):
         one, two = with_both_engines(fit, Lit(), data, faults=faults, max_epochs=3)
     assert_same_run(one, two)
     assert 0 < sum(two.history.column("fl/left_out_error")) < 12
 
 
-@pytest.mark.parametrize("hook", [ls.ProximalTerm(5.0), ls.GradientClip(0.1)], ids=["proximal", "clip"])
+@pytest.mark.parametrize("hook", [ls.client.ProximalTerm(5.0), ls.client.GradientClip(0.1)], ids=["proximal", "clip"])
 def test_with_local_hooks(hook: Any, lit: Any, data: Any, fit: Fit) -> None:
     start = copy.deepcopy(lit)
     one, two = with_both_engines(fit, lit, data, local_hooks=[hook])

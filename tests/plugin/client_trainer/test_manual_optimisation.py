@@ -98,8 +98,8 @@ def test_two_optimizers_of_one_loss_are_one_optimizer(algorithm: Any, data: Any,
 def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> None:
     """The pull of a proximal term is the sum of those of its parts, so one optimizer shows what two must do."""
     data.val = None
-    plain = fit(LitHalves(manual=False), data, client_engine="loop", local_hooks=[ls.ProximalTerm(2.0)])
-    manual = fit(LitHalves(manual=True), data, local_hooks=[ls.ProximalTerm(2.0)])
+    plain = fit(LitHalves(manual=False), data, client_engine="loop", local_hooks=[ls.client.ProximalTerm(2.0)])
+    manual = fit(LitHalves(manual=True), data, local_hooks=[ls.client.ProximalTerm(2.0)])
     assert_same_run(plain, manual)
     without = fit(LitHalves(manual=True), data)
     assert not torch.equal(manual.module.net[6].weight, without.module.net[6].weight)
@@ -168,7 +168,7 @@ def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) 
 
     cosines: list[float] = []
     data.val = None
-    watchers = [ls.UpdateAlignment(every_n_rounds=1), Listen()]
+    watchers = [ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1), Listen()]
     fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, callbacks=watchers)
     assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # the round it compares with does what the run does
 

@@ -68,7 +68,7 @@ def test_one_trainer_serves_all_clients_until_one_fails(lit_mlp: Any, data: Any,
         federation.fit(model, data)
 
     trainers.clear()
-    leaving_out = ls.Faults(on_error=ls.LeaveOut(1.0))
+    leaving_out = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
     model = ls.FederatedModule(Failing(), clients_per_round=3, client_engine="trainer", faults=leaving_out)
     federation = pl.Trainer(max_epochs=1, **quiet)
     with pytest.warns(ls.SpectralWarning, match=r"left out|no client is left"):

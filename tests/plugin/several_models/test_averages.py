@@ -89,7 +89,7 @@ def test_full_participation_is_the_plain_average_of_everybody(run: Any) -> None:
 
 def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
     """One active processor, two models: in every round at least one model rests."""
-    momentum = ls.FedAvgM(lr=1.0, momentum=0.9)
+    momentum = ls.server.FedAvgM(lr=1.0, momentum=0.9)
     modules = {n: ls.FederatedModule(seeded(LitLine, w), server_optimizer=momentum) for n, w in WIDTHS.items()}
     data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
     model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))
@@ -140,7 +140,7 @@ def test_stale_updates_move_the_server_in_a_round_without_clients(run: Any) -> N
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_over_selection_needs_an_average_that_is_divided(normalize: bool, run: Any) -> None:
-    clock = ls.VirtualClock(ls.DeviceProfile(1e6, 1e6, 1e9), keep_first=1)
+    clock = ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e9), keep_first=1)
     model = ls.MultiModelModule(
         {"words": ls.FederatedModule(seeded(LitLine), clock=clock)},
         participation=ls.Uniform(active=2, normalize=normalize),

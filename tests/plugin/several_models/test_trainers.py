@@ -88,14 +88,14 @@ def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
     trainer = pl.Trainer(**quiet, max_epochs=2)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):  # before a fit, and after one
-        found = ls.estimate(trainer, model, data)
+        found = ls.plugin.estimate(trainer, model, data)
         assert found.total_seconds > 0
         assert found.num_rounds == found.num_validations == 2
         assert same_state(model.state_dict(), before)
         trainer.fit(model, data)
         before = copy.deepcopy(model.state_dict())
     with pytest.raises(TypeError, match="MultiModelDataModule"):
-        ls.estimate(trainer, model, data.modules["words"])
+        ls.plugin.estimate(trainer, model, data.modules["words"])
 
 
 class Doubled(ls.FederatedDataModule):

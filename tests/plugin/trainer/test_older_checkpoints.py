@@ -46,6 +46,7 @@ class LitSmall(LitMLP):
 
 
 @pytest.mark.filterwarnings(HARDLY_MOVED)
+@pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")  # where Lightning is older
 @pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_run_goes_on_as_if_it_had_not_been_interrupted(name: str, fit: Fit) -> None:

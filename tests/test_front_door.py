@@ -98,6 +98,11 @@ def test_an_old_name_says_its_new_path_and_is_the_same_object(name: str) -> None
         exec(f"from lightning_spectral import {name}")
 
 
+@pytest.mark.parametrize("place", ["functional.zampling", "plugin.callbacks"])
+def test_a_package_inside_a_package_is_found_from_the_top(place: str) -> None:
+    run(f"import lightning_spectral as ls\nls.{place}")
+
+
 def test_yaml_with_an_old_path_works_and_a_name_gets_the_new_one() -> None:
     jsonargparse = pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)

@@ -1,5 +1,6 @@
 """The mathematics as plain functions on tensors: no modules, no Lightning, no global random state."""
 
+from lightning_spectral.functional import zampling as zampling
 from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
     coordinated_discrepancy,

@@ -2,11 +2,13 @@
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning
@@ -55,8 +57,10 @@ def blocks(page: Path) -> Iterator[tuple[Any, str | None]]:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers for it
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")  # of a model that was not downloaded
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_block_runs_and_prints_what_is_shown(page: Path) -> None:
-    namespace: dict[str, Any] = {"__name__": page.stem}
+def test_every_python_block_runs_and_prints_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType(page.stem)
+    monkeypatch.setitem(sys.modules, page.stem, module)  # pickle looks for the page's classes there
+    namespace = vars(module)
     for code, shown in blocks(page):
         printed = StringIO()
         with redirect_stdout(printed), torch.random.fork_rng(devices=[]):

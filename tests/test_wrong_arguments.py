@@ -110,6 +110,11 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
         r"keep_ratios=\[0\.5\]",
     ),
     (ls.plugin.estimate, {"trainer": None, "model": None, "data": None}, r"`trainer` must be an instance of Trainer"),
+    (
+        testing.check_algorithm,
+        {"algorithm": ls.FedAvg, "module": net(), "batch": EXAMPLE},
+        r"`algorithm` must be .* got the class FedAvg; write FedAvg",
+    ),
     (testing.check_design, {"design": ls.Systematic}, r"`design` must be .* got the class Systematic; write"),
     (testing.check_strategy, {"strategy": ls.Systematic()}, r"`strategy` must be an instance of ShardingStrategy"),
     (testing.check_sampler, {"sampler": ls.Uniform}, r"`sampler` must be .* got the class Uniform"),

@@ -78,12 +78,25 @@ class ChangeBlocks:
             after: The tensors after training; of each kind either all or none.
             in_float64: Names whose change is formed in float64, not in the tensors' own type.
         """
-        cut = {name: split(tensor, like=self._before[name]) for name, tensor in after.items()}
+        for block, trained in self._cut(after):
+            pairs = [
+                (own, piece.before, piece.name in in_float64) for own, piece in zip(trained, block.pieces, strict=True)
+            ]
+            put_differences(pairs, block.runs)
+            yield block, block.change
+
+    def given(self, changes: Tensors) -> Iterator[tuple[Block, Tensor]]:
+        """Yield each block with changes that are already computed, in the same way."""
+        for block, own in self._cut(changes):
+            torch._foreach_copy_(list(block.runs), own)
+            yield block, block.change
+
+    def _cut(self, tensors: Tensors) -> Iterator[tuple[Block, list[Tensor]]]:
+        """Yield each block of which tensors are given, with its pieces of them."""
+        cut = {name: split(tensor, like=self._before[name]) for name, tensor in tensors.items()}
         for block in self._blocks if cut else ():
             if block.pieces[0].name in cut:
-                pairs = [(cut[piece.name][piece.idx], piece.before, piece.name in in_float64) for piece in block.pieces]
-                put_differences(pairs, block.runs)
-                yield block, block.change
+                yield block, [cut[piece.name][piece.idx] for piece in block.pieces]
 
     @cached_property
     def _blocks(self) -> list[Block]:

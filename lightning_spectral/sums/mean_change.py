@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.sums.change_blocks import ChangeBlocks, put_differences, rows_in_a_block
+from lightning_spectral.sums.change_blocks import Block, ChangeBlocks, put_differences, rows_in_a_block
 from lightning_spectral.sums.exact_sum import ExactSum, cut, unit_for
 from lightning_spectral.sums.magnitudes import largest_magnitudes
 from lightning_spectral.sums.weights import Weights
@@ -123,10 +123,7 @@ class MeanChange:
             OverflowError: If a value is not finite or too large, or there are too many clients.
             ValueError: If weights are negative or sum to more than their total.
         """
-        known = largest_magnitudes({name: after[name] for name in self.names}) if magnitudes is None else magnitudes
-        for name, total in self._sums.items():
-            total.check(name, known[name])
-        steps = float(self.weights.add(weight))
+        known, steps = self._checked(after, weight, magnitudes)
         parts = self.held.keys() & where.keys() if where else set()
         if whole := {name: after[name] for name in self.names if name not in parts}:
             self._add_whole(whole, known, steps)
@@ -136,10 +133,51 @@ class MeanChange:
             else:
                 held.add_(steps)
 
+    @torch.no_grad()
+    def add_change(self, change: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None) -> None:
+        """Add the change that one client returned, e.g. compressed, in place of its tensors.
+
+        The change is summed as it is, of any floating-point type; it is not rounded to the type of the tensors.
+
+        Args:
+            change: At least the changes of the tensors of ``before``, whole.
+            weight: The client's weight.
+            magnitudes: `largest_magnitudes` of the changes, if already known.
+
+        Raises:
+            OverflowError: If a value is not finite or too large, or there are too many clients.
+            ValueError: If weights are negative or sum to more than their total.
+
+        Example:
+            >>> mean = MeanChange({"b": torch.tensor([1000.0])}, total_weight=1)
+            >>> mean.add_change({"b": torch.tensor([0.125], dtype=torch.bfloat16)}, weight=1)
+            >>> dict(mean.finish())
+            {'b': tensor([0.1250], dtype=torch.float64)}
+        """
+        known, steps = self._checked(change, weight, magnitudes)
+        whole = {name: change[name] for name in self.names}
+        self._add_blocks(self._blocks.given(whole), self._wide(whole, known), steps)
+        for held in self.held.values():
+            held.add_(steps)
+
+    def _checked(
+        self, tensors: Tensors, weight: float, magnitudes: Mapping[str, float] | None
+    ) -> tuple[Mapping[str, float], float]:
+        """The largest magnitudes, all of which can be summed, and the client's weight in steps, which is counted."""
+        known = largest_magnitudes({name: tensors[name] for name in self.names}) if magnitudes is None else magnitudes
+        for name, total in self._sums.items():
+            total.check(name, known[name])
+        return known, float(self.weights.add(weight))
+
+    def _wide(self, tensors: Tensors, largest: Mapping[str, float]) -> set[str]:
+        return {name for name in tensors if self._sums[name].is_wide(largest[name])}
+
     def _add_whole(self, after: Tensors, largest: Mapping[str, float], steps: float) -> None:
-        wide = {name for name in after if self._sums[name].is_wide(largest[name])}
         in_float64 = {name for name in after if self._sums[name].overflows(largest[name], self.before[name].dtype)}
-        for block, change in self._blocks.changes(after, in_float64):
+        self._add_blocks(self._blocks.changes(after, in_float64), self._wide(after, largest), steps)
+
+    def _add_blocks(self, blocks: Iterable[tuple[Block, Tensor]], wide: Collection[str], steps: float) -> None:
+        for block, change in blocks:
             change.mul_(self._sums[block.pieces[0].name].factor(steps))
             for piece in block.pieces if wide else ():
                 if piece.name in wide:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from peers import merge
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -177,28 +176,6 @@ def test_clients_that_change_nothing_change_nothing(aggregation: Any) -> None:
     assert torch.allclose(equal.weight, before[0], rtol=0, atol=1e-12)
     shrinks = isinstance(aggregation, ls.PaddedFactors | ls.TruncatedProducts)
     assert torch.equal(mixed.weight, before[1]) is not shrinks
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
-def test_the_order_of_clients_does_not_matter(aggregation: Any) -> None:
-    one, two = OneLayer(aggregation, MIXED), OneLayer(aggregation, MIXED)
-    two.units.reverse()
-    one.play(left_out=[3])
-    two.play(left_out=[3])
-    assert torch.equal(one.weight, two.weight)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
-def test_several_processes_add_up_to_the_same_bits(aggregation: Any) -> None:
-    """Two processes add two clients each; their combined sums close as one round."""
-    alone, first, second = (OneLayer(aggregation, MIXED) for _ in range(3))
-    alone.play()
-    second.play(left_out=[0, 2])
-    for mine, theirs in zip(first.round.means(), second.round.means(), strict=True):
-        merge(mine, theirs)
-    first.play(left_out=[1, 3])
-    assert torch.equal(first.weight, alone.weight)
-    assert not torch.equal(second.weight, alone.weight)
 
 
 @pytest.mark.parametrize("shape", [(9, 3, 7), (4, 6, 11), (5, 8, 3)], ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 from toy_models import LitSmall
 from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
@@ -174,18 +174,6 @@ def test_each_width_averages_over_the_clients_that_took_steps_at_it(backwards: b
         assert same_state(own, nobody.before[width]) == (width not in drawn)
 
 
-def test_the_order_of_clients_makes_no_difference_by_one_bit() -> None:
-    states = []
-    for order in ([0, 1, 2, 3, 4, 5], [5, 2, 0, 3, 1, 4]):
-        opened = Round(randomised(LitNorms(), 0), CAPACITIES)
-        uploads = [played(opened, client, STEPS[client]) for client in range(len(CAPACITIES))]
-        for client in order:
-            opened.opened.add(opened.sent[client][1], uploads[client])
-        opened.close()
-        states.append({**opened.state.state_dict(), **dict(opened.server.named_buffers())})
-    assert same_state(*states)
-
-
 def test_averages_that_a_client_lacks_are_where_its_others_are() -> None:
     """The server sums on its own device, which refuses even empty tensors of another; a meta device shows it."""
     own = {name: torch.zeros(2, device="meta") for name in ("norm.running_mean", "norm.running_mean@0.25")}
@@ -246,10 +234,6 @@ def test_weights_are_those_of_shared_averages(data: Any, fit: Fit) -> None:
     for name, parameter in on.module.named_parameters():
         assert torch.equal(parameter, off.state[name])
     assert not any(torch.equal(on.state[name], off.state[name]) for name in AVERAGES)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
-    check_resumes(fit, LitNorms, data, tmp_path, algorithm=ours(), clients_per_round=5)
 
 
 def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:

@@ -1,12 +1,11 @@
 """Sub-models whose outputs are cut, against whole ones with zeros, and against the formula of the paper."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from spectral_rounds import cohort, net, run_round, unit
 from torch import Tensor, nn
 from toy_models import LitMLP
@@ -84,17 +83,6 @@ def test_all_outputs_are_the_algorithm_without_a_cut_bit_for_bit(fit: Fit, data:
         for options in ({}, {"output_ratio": 1.0})
     )
     assert same_state(plain.model.state_dict(), whole.model.state_dict())
-
-
-def test_without_training_no_weight_changes_by_one_bit() -> None:
-    server = net()
-    before = copy.deepcopy(server.state_dict())
-    run_round(HALF, server, [0.3, 0.6, 0.3], trained=False)
-    assert same_state(before, server.state_dict())
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(fit: Fit, data: Any, tmp_path: Path) -> None:
-    check_resumes(fit, LitMLP, data, tmp_path, algorithm=HALF, clients_per_round=5)
 
 
 def test_held_rows_are_averaged_over_those_who_held_the_term_and_the_others_stay() -> None:

@@ -1,12 +1,11 @@
 """FIARSE against FedAvg, and against a slow run with masks as the paper writes them."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
@@ -89,16 +88,6 @@ def test_a_client_that_holds_all_weights_trains_as_in_federated_averaging(fit: F
     )
     assert same_state(ours.model.state_dict(), theirs.model.state_dict())
     assert ours.ledger.bytes_per_client() == theirs.ledger.bytes_per_client()
-
-
-def test_without_training_no_weight_changes_by_one_bit(fit: Fit, data: Any) -> None:
-    before = seeded(LitMLP).state_dict()
-    after = fit(seeded(LitMLP), data, algorithm=ls.FIARSE({0.1: 0.5, 0.5: 0.5}), local_epochs=0).state
-    assert same_state(before, after)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(fit: Fit, data: Any, tmp_path: Path) -> None:
-    check_resumes(fit, LitMLP, data, tmp_path, algorithm=ls.FIARSE({0.1: 0.5, 0.5: 0.5}), clients_per_round=5)
 
 
 def test_a_step_that_is_begun_and_not_taken_loses_no_small_weight() -> None:

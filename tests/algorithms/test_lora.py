@@ -1,14 +1,13 @@
 """Federated LoRA in whole runs: against adapters that a user writes, in bytes, resumed, with wrong input."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from test_third_party_models import LitLogits, gpt2, tokens
 from torch import Tensor, nn
 from toy_models import LitMLP
@@ -86,12 +85,6 @@ def test_nobody_trains_and_nothing_changes(aggregation: Any, rank: Any, data: An
     idle = fit(seeded(LitMLP), data, algorithm=algorithm, local_epochs=0, max_epochs=2)
     assert same_state(gone.state, before)
     assert same_state(idle.state, before)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
-def test_a_resumed_run_is_the_uninterrupted_one(aggregation: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
-    algorithm = ls.LoRA(MIXED, aggregation=aggregation)
-    check_resumes(fit, LitMLP, data, tmp_path, algorithm=algorithm, clients_per_round=5)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)

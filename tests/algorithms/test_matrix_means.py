@@ -2,12 +2,11 @@
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from spectral_rounds import draw, net, run_round
 from torch import Tensor, nn
 from toy_models import LitMLP
@@ -66,13 +65,6 @@ def test_dense_tensors_are_averaged_as_ever() -> None:
     same = [name for name in one.state_dict() if name not in {f"{layer}.weight" for layer in SHARDED}]
     assert same_state({n: one.state_dict()[n] for n in same}, {n: two.state_dict()[n] for n in same})
     assert not any(torch.equal(matrix(one, name), matrix(two, name)) for name in SHARDED)
-
-
-def test_without_training_clients_of_all_terms_change_nothing_by_one_bit() -> None:
-    server = net()
-    before = copy.deepcopy(server.state_dict())
-    run_round(algorithm(ls.Collective(), keep_ratio=1.0), server, [1.0, 1.0, 1.0], trained=False)
-    assert same_state(before, server.state_dict())
 
 
 def test_without_training_the_weight_becomes_the_mean_of_its_truncations() -> None:
@@ -145,11 +137,6 @@ def test_what_travels_and_what_is_visited_do_not_depend_on_the_aggregation(fit: 
     for key in ("fl/terms_visited", "fl/loss"):
         assert by_matrix.history.column(key) == by_term.history.column(key)
     assert not torch.equal(by_matrix.weights, by_term.weights)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
-    mixed = algorithm(ls.TopN(), keep_ratio={0.3: 0.5, 0.6: 0.5})
-    check_resumes(fit, LitMLP, data, tmp_path, algorithm=mixed, clients_per_round=5)
 
 
 def test_spatial_matrices_are_averaged_and_put_back_into_kernels() -> None:

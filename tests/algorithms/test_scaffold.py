@@ -1,7 +1,6 @@
 """SCAFFOLD against loops over all clients, and in runs."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,11 +173,6 @@ class TestInARun:
         assert torch.equal(loop.model.state.values, trainer.model.state.values)
         assert 0 < loop.logged["fl/control_norm"] < 1.0 + 1e-6  # the mean of clipped gradients
 
-    def test_no_local_epochs_change_nothing(self, data: Any, fit: Fit) -> None:
-        fitted = fit(seeded(LitPlain), data, max_epochs=2, local_epochs=0)
-        assert same_state(fitted.state, seeded(LitPlain).state_dict())
-        assert fitted.history.column("fl/control_norm") == [0.0, 0.0]
-
     def test_a_download_has_twice_the_bytes_and_an_upload_eight_more(self, data: Any, fit: Fit) -> None:
         ours = fit(seeded(LitPlain), data).ledger.bytes_per_client()[1.0]
         (down, up) = fit(seeded(LitPlain), data, algorithm=None).ledger.bytes_per_client()[1.0]
@@ -187,13 +181,6 @@ class TestInARun:
     def test_the_sizes_of_sub_models_are_known_before_anybody_trains(self, data: Any, fit: Fit) -> None:
         clock = ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e9))
         assert fit(seeded(LitPlain), data, clock=clock).history.column("fl/virtual_seconds")[0] > 0
-
-    def test_a_resumed_run_is_the_uninterrupted_one(self, data: Any, fit: Fit, tmp_path: Path) -> None:
-        whole = fit(seeded(LitPlain), data, max_epochs=4)
-        fit(seeded(LitPlain), data, max_epochs=2).trainer.save_checkpoint(tmp_path / "2.ckpt")
-        resumed = fit(seeded(LitPlain), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt")
-        assert same_state(resumed.model.state_dict(), whole.model.state_dict())
-        assert resumed.rows[-1] == whole.rows[-1]
 
     @pytest.mark.parametrize(
         ("optimizer", "message"),

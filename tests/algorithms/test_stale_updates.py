@@ -3,7 +3,6 @@
 from functools import partial
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,30 +252,12 @@ class TestInARun:
         assert ours.ledger.rows == theirs.ledger.rows
         assert not same_state(ours.state, fit(seeded(lit_mlp), data, algorithm=ls.StaleUpdates()).state)
 
-    def test_no_local_epochs_change_nothing(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        fitted = fit(seeded(lit_mlp), data, algorithm=ls.StaleUpdates(num_terms=1), local_epochs=0)
-        assert same_state(fitted.state, seeded(lit_mlp).state_dict())
-        assert fitted.history.column("fl/stale_norm") == [0.0] * 3
-
     def test_figures_say_how_full_the_table_is(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         fitted = fit(seeded(lit_mlp), data, algorithm=ls.StaleUpdates())
         clients = [bytes_ / 4 / len(fitted.weights) for bytes_ in fitted.history.column("fl/store_bytes")]
         assert fitted.history.column("fl/stale_share") == pytest.approx([n / 12 for n in clients])
         assert clients[0] == 5
         assert min(fitted.history.column("fl/stale_norm")) > 0
-
-    @pytest.mark.parametrize(
-        "algorithm", [ls.StaleUpdates(beta=0.7, unseen="mean", num_terms=1), ls.StaleUpdates.mifa()]
-    )
-    def test_a_resumed_run_is_the_uninterrupted_one(
-        self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-    ) -> None:
-        remember = partial(fit, algorithm=algorithm)
-        whole = remember(seeded(lit_mlp), data, max_epochs=4)
-        remember(seeded(lit_mlp), data, max_epochs=2).trainer.save_checkpoint(tmp_path / "2.ckpt")
-        resumed = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt")
-        assert same_state(resumed.model.state_dict(), whole.model.state_dict())
-        assert resumed.rows[-1] == whole.rows[-1]
 
     def test_clients_that_drop_out_are_not_in_the_table(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         seen: set[int] = set()

@@ -1,11 +1,10 @@
 """Local steps that draw their width, as in FjORD: against slow slices, plain sub-models, and wrong input."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy_models import LitSmall
@@ -223,11 +222,6 @@ def test_measuring_losses_leaves_clients_as_they_are(data: Any, fit: Fit) -> Non
     sampler = ls.LossVarianceReduced(active=4)
     fitted = fit(seeded(LitSmall), data, algorithm=algorithm, participation=sampler, clients_per_round=None)
     assert all(row["fl/loss"] > 0 for row in fitted.rows)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
-    algorithm = ls.WidthSharding(keep_ratio=MIXED, step_widths=WIDTHS)
-    check_resumes(fit, LitSmall, data, tmp_path, algorithm=algorithm, clients_per_round=5)
 
 
 def test_a_network_learns(data: Any, fit: Fit) -> None:

@@ -1,12 +1,11 @@
 """Sub-models by width in whole runs: against plain averaging, in bytes, resumed, with wrong input."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, same_state, seeded
 from test_third_party_models import LitLogits, gpt2, images, tokens, vit
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
@@ -31,22 +30,6 @@ def test_the_whole_width_is_fed_avg(channels: Any, absolute: bool, data: Any, fi
         assert same_state(ours.state, theirs.state)
         assert [row["train_loss"] for row in ours.rows] == [row["train_loss"] for row in theirs.rows]
     assert ours.ledger.rows == theirs.ledger.rows
-
-
-@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
-def test_nobody_trains_and_nothing_changes(channels: Any, data: Any, fit: Fit) -> None:
-    algorithm, before = ls.WidthSharding(channels, keep_ratio=MIXED), seeded(LitSmall).state_dict()
-    with pytest.warns(ls.SpectralWarning, match="no client is left"):
-        gone = fit(seeded(LitSmall), data, algorithm=algorithm, dropout=ls.ClientDropout(1.0), max_epochs=2)
-    idle = fit(seeded(LitSmall), data, algorithm=algorithm, local_epochs=0, max_epochs=2)
-    assert same_state(gone.state, before)
-    assert same_state(idle.state, before)
-
-
-@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
-def test_a_resumed_run_is_the_uninterrupted_one(channels: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
-    algorithm = ls.WidthSharding(channels, keep_ratio=MIXED)
-    check_resumes(fit, LitSmall, data, tmp_path, algorithm=algorithm, clients_per_round=5)
 
 
 def test_small_models_travel_and_are_counted(data: Any, fit: Fit) -> None:

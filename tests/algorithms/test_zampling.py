@@ -5,7 +5,6 @@ import pickle
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -225,30 +224,6 @@ def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: F
     assert accuracy(2.0) > 0.75
     with pytest.warns(ls.SpectralWarning, match="by only 0 a round"):
         assert accuracy(0.0) < 0.6
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        SMALL,
-        ls.Zampling(4, degree=3, downlink_bits=4, smoothing=0.5, weigh_clients=True),
-        ls.Zampling.supermask(),
-        ls.Zampling.fed_pm(),
-        ls.Zampling(4, degree=3, sampled=False),
-        ls.Zampling(4, degree=3, coordinated=True),
-    ],
-    ids=["published", "quantised", "supermask", "FedPM", "continuous", "coordinated"],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path, algorithm: Any) -> None:
-    options: dict[str, Any] = {"algorithm": algorithm, "server_optimizer": ls.server.FedAvgM(lr=1.0, momentum=0.5)}
-    make = partial(
-        seeded, LitNet, norm=True, lr=STEEP if isinstance(algorithm.link, ls.functional.zampling.Sigmoid) else 3.0
-    )
-    whole, first = (fit(make(), data, max_epochs=rounds, **options) for rounds in (3, 1))
-    first.trainer.save_checkpoint(tmp_path / "1.ckpt")
-    resumed = fit(make(), data, max_epochs=3, ckpt_path=tmp_path / "1.ckpt", **options)
-    assert same_state(whole.model.state_dict(), resumed.model.state_dict())
-    assert "state.probs" in whole.model.state_dict()
 
 
 def test_coordinated_bits_have_a_mean_nearer_to_the_probabilities(data: Any, fit: Fit) -> None:

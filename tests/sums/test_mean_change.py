@@ -442,3 +442,36 @@ def test_share_held_counts_slices_of_clients_with_weight() -> None:
     mean.add({"w": torch.ones(1), "b": torch.ones(2)}, 1.0, where={"w": torch.tensor([3]), "b": torch.tensor([0, 2])})
     mean.add({"w": torch.ones(1), "b": torch.zeros(0)}, 0.0, where={"w": torch.tensor([0]), "b": none})
     assert mean.share_held == 3 / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_given_changes_are_summed_exactly_and_in_any_order(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = {"weight": 1e4 * torch.randn(70_000, 2, generator=generator), "bias": torch.randn(3, generator=generator)}
+    changes = [
+        {name: (scale * torch.randn(tensor.shape, generator=generator)).to(dtype) for name, tensor in before.items()}
+        for scale in (1e-3, 1.0, 1e6)  # the last one needs a coarse sum
+    ]
+    means = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        mean = MeanChange(before, total_weight=4)
+        for client in order:
+            mean.add_change(changes[client], weight=(1, 2, 1)[client])
+        means.append(dict(mean.finish()))
+    for name, tensor in before.items():
+        exact = sum(weight * change[name].double() for weight, change in zip((1, 2, 1), changes, strict=True)) / 4
+        assert torch.equal(means[0][name], means[1][name])
+        unit = 2.0 ** (float(tensor.abs().max()).__ceil__().bit_length())
+        bound = 2.0**-50 * 3 * unit + 2.0**-50 * 4 * max(float(c[name].abs().max()) for c in changes)
+        assert float((means[0][name] - exact).abs().max()) <= bound
+
+
+def test_a_given_change_is_that_of_the_values_and_too_large_a_one_is_refused() -> None:
+    before = {"weight": torch.tensor([0.5, 0.25]), "parts": torch.tensor([1.0, 2.0])}
+    ours, theirs = (MeanChange(before, total_weight=3, by_index={"parts": 0}) for _ in range(2))
+    change = {"weight": torch.tensor([0.125, 0.0]), "parts": torch.tensor([0.5, -1.0])}
+    ours.add_change(change, weight=2)
+    theirs.add({name: before[name] + change[name] for name in before}, weight=2)
+    assert {n: t.tolist() for n, t in ours.finish()} == {n: t.tolist() for n, t in theirs.finish()}
+    with pytest.raises(OverflowError, match="'weight' has 2e"):
+        ours.add_change({**change, "weight": torch.tensor([2e12, 0.0])}, weight=1)

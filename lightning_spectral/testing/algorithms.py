@@ -1,0 +1,205 @@
+"""The contract of an algorithm, as a test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.turn_costs import turn_cost
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.errors import RecordError, check_is
+from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.testing.choices import check_choice, check_frozen_module
+from lightning_spectral.testing.same_bits import assert_same_bits, differing
+from lightning_spectral.testing.trial import Trial, change_norms
+from lightning_spectral.testing.trial_clients import Case
+from lightning_spectral.testing.trial_processes import play_in_two_processes
+
+ROUNDS = 3
+TOLERANCE = 1e-5  # relative; norms are of the same values, in the same type
+
+
+def check_algorithm(
+    algorithm: Algorithm,
+    module: nn.Module,
+    batch: Any,
+    *,
+    local_hooks: Sequence[LocalHook] = (),
+    lr: float = 0.05,
+    rests: bool = True,
+) -> None:
+    """Check that an algorithm satisfies the contract of :class:`~lightning_spectral.algorithms.Algorithm`.
+
+    Five clients train copies of the module on the batch, one to three steps each, in a few rounds without a Trainer.
+    This checks that
+
+    - wrong arguments are refused by name, and modules with nothing to train with a ``ValueError`` if at all;
+    - a run that is saved and resumed has the same bits as one that is not interrupted;
+    - if nobody trains, the server's weights do not change by one bit;
+    - the order of clients, and which of several processes trains which of them, make no difference by one bit;
+    - a device elsewhere gives the same bits: its half is pickled, and records travel as bytes. No other process is
+      started;
+    - as many bytes travel as the ledger and the cost of a turn say;
+    - norms of updates, if the algorithm says that it has them, are those of the clients' changes.
+
+    Args:
+        algorithm: The algorithm.
+        module: A module with a ``training_step``, such as a LightningModule; it is not changed.
+        batch: A batch for it, on the CPU.
+        local_hooks: What acts in every local step.
+        lr: Learning rate of the clients, who use plain SGD.
+        rests: Whether the server's weights must stay as they are if nobody trains. Say no for an algorithm with
+            momentum of its own, or that averages what it draws or cuts, such as the bits of Zampling.
+
+    Raises:
+        AssertionError: If a rule is broken; it names the rule, the case and the values.
+        ClientError: If the algorithm or the module fails, or an update is not finite; it names the round, the client
+            and the stage.
+
+    Example:
+        >>> import torch
+        >>> from lightning_spectral.algorithms import FedAvg
+        >>> class Line(nn.Linear):
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self(batch).square().mean()
+        >>> check_algorithm(FedAvg(), Line(3, 2), torch.ones(4, 3))
+    """
+    check_is("algorithm", algorithm, Algorithm)
+    check_is("module", module, nn.Module)
+    case = Case(algorithm, module, batch, lr, tuple(local_hooks))
+    check_choice(algorithm)
+    check_frozen_module(algorithm, module)
+    algorithm.check(copy_module(module))
+    expected = _uninterrupted(case)
+    _check_learns(case, expected)
+    _check_resume(case, expected)
+    if rests:
+        _check_rest(case)
+    _check_order(case, expected)
+    _check_grouping(case, expected)
+    _check_elsewhere(case, expected)
+    _check_bytes(case)
+    if algorithm.updates_have_norms:
+        _check_norms(case)
+
+
+def _uninterrupted(case: Case) -> list[dict[str, Tensor]]:
+    """All that lasts of a run: before the first round, and after each."""
+    trial = Trial(case)
+    after = [trial.everything()]
+    for _ in range(ROUNDS):
+        trial.play()
+        after.append(trial.everything())
+    return after
+
+
+def _check_resume(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    trial = Trial(case)
+    trial.play()
+    for round_idx in range(1, ROUNDS):
+        trial = Trial(case, saved=trial.save())
+        trial.play()
+        where = f"{case.algorithm!r}, resumed after {round_idx} of {ROUNDS} rounds"
+        assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: not the uninterrupted run")
+
+
+def _check_rest(case: Case) -> None:
+    trained = Trial(case)
+    trained.play()
+    starts = {"the start": None, "a round of training": trained.save()}
+    if case.algorithm.steps_without_clients:  # what it has stored moves the server
+        del starts["a round of training"]
+    for start, saved in starts.items():
+        trial = Trial(case, saved, local_epochs=0)
+        before = trial.weights()
+        for _ in range(2):
+            trial.play()
+            where = f"{case.algorithm!r}, after {start}: nobody trained, but the server's weights changed"
+            assert_same_bits(trial.weights(), before, where)
+
+
+def _check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    trial = Trial(case)
+    for round_idx in range(ROUNDS):
+        trial.play(trial.units[::-1])
+        where = f"{case.algorithm!r}, round {round_idx}, clients in reverse"
+        assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: their order made a difference")
+
+
+def _check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    trials = Trial(case), Trial(case)
+    if not trials[0].can_share():
+        return
+    units = trials[0].units
+    for round_idx in range(ROUNDS):
+        groups = units[round_idx + 1 :: 2], [*units[: round_idx + 1], *units[round_idx + 2 :: 2]]
+        play_in_two_processes(*trials, groups)
+        for rank, trial in enumerate(trials):
+            where = f"{case.algorithm!r}, round {round_idx}, process {rank} of 2"
+            assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: grouping made a difference")
+
+
+def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    where = f"{case.algorithm!r}, with a device elsewhere"
+    try:
+        trial = Trial(case, over_codec=True)
+    except Exception as error:
+        raise AssertionError(f"{where}: its half cannot be pickled: {type(error).__name__}: {error}") from error
+    for round_idx in range(ROUNDS):
+        try:
+            trial.play()
+        except RecordError as error:
+            raise AssertionError(f"{where}: a record cannot be sent: {error}") from error
+        assert_same_bits(
+            trial.everything(), expected[round_idx + 1], f"{where}, round {round_idx}: not as in one process"
+        )
+
+
+def _check_bytes(case: Case) -> None:
+    trial = Trial(case, over_codec=True)
+    for round_idx in range(ROUNDS):
+        cost = {c: turn_cost(trial.half, trial.capacity(c), None, round_idx) for c in range(len(trial.units))}
+        for outcome in trial.play().clients:
+            where = f"{case.algorithm!r}, round {round_idx}, client {outcome.client_id}"
+            counted = outcome.downlink_bytes, outcome.uplink_bytes
+            travelled = trial.travelled[outcome.client_id]
+            assert counted == travelled, (
+                f"{where}: {travelled} bytes travelled down and up, but the ledger counts {counted}."
+            )
+            expected = cost[outcome.client_id]
+            moving = outcome.downlink_bytes - outcome.frozen_bytes, outcome.uplink_bytes
+            said = expected.downlink_bytes, expected.uplink_bytes
+            assert moving == said, (
+                f"{where}: {moving} bytes travelled down and up, without frozen tensors, but `turn_cost` says {said}."
+            )
+
+
+def _check_norms(case: Case) -> None:
+    rule = (
+        "but samplers take the norm of what is uploaded minus what was sent for that of a client's change; set "
+        "`updates_have_norms` to False"
+    )
+    where = f"{case.algorithm!r}"
+    for outcome in Trial(case, local_epochs=0).play().clients:
+        assert outcome.update_norm == 0, (
+            f"{where}: client {outcome.client_id} did not train, and the norm of its update is {outcome.update_norm}, "
+            f"{rule}."
+        )
+    trial = Trial(case)
+    norms = change_norms(trial)
+    for outcome in trial.play().clients:
+        found, expected = outcome.update_norm, norms.get(outcome.client_id, outcome.update_norm)
+        assert math.isclose(found, expected, rel_tol=TOLERANCE), (
+            f"{where}: client {outcome.client_id} moved by {expected}, and the norm of its update is {found}, {rule}."
+        )
+
+
+def _check_learns(case: Case, after: Sequence[Mapping[str, Tensor]]) -> None:
+    assert differing(after[0], after[-1]), (
+        f"{case.algorithm!r}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a "
+        "module and a batch that train."
+    )

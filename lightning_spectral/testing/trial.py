@@ -1,0 +1,200 @@
+"""A small federation without a Trainer, in which the claims of `check_algorithm` are tried."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_spectral.algorithms.capabilities import Decides, Initializes
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_task import LocalSettings, Placement
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.frozen_base import FrozenBase
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.update_norm import update_norm
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.fault_policy import Faults, Raise
+from lightning_spectral.server.run import Run
+from lightning_spectral.server.share import play
+from lightning_spectral.testing.trial_clients import SEED, Case, OverTheCodec
+
+SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients
+
+
+class Trial:
+    """Rounds of five clients, who step by plain SGD, as does the server, with learning rate 1.
+
+    Args:
+        case: What is tried.
+        saved: What `save` of another trial returned, to go on from there; ``None`` to begin.
+        local_epochs: As for the federation; 0 trains nobody.
+        over_codec: Whether devices share nothing with the server.
+    """
+
+    def __init__(
+        self, case: Case, saved: Mapping[str, Any] | None = None, *, local_epochs: int = 1, over_codec: bool = False
+    ) -> None:
+        self.case, self.round_idx = case, 0
+        self.server: nn.Module = copy_module(case.module)
+        self.state = case.algorithm.new_state(self.server, SEED)
+        self.store, base = ClientStore(), FrozenBase()
+        if saved is not None:
+            base = self._load(saved)
+        self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
+        if saved is None:
+            if isinstance(self.half, Initializes):
+                self.half.initialize(Alone())
+            self.half.settle()
+        self.template = SGD([p for p in self.server.parameters() if p.requires_grad], lr=case.lr)
+        own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
+        self.optimizer = SGD([*self.template.param_groups[0]["params"], *own], lr=1.0)
+        self.run = Run(
+            case.algorithm,
+            self.half,
+            ClientDirectory(torch.tensor(SIZES), case.algorithm.keep_ratios(len(SIZES), SEED)),
+            seed=SEED,
+            local_epochs=local_epochs,
+            options=lambda: (options_of(self.template),),
+            figure="update",
+            store=self.store,
+            frozen_base=base,
+            faults=Faults(on_not_finite=Raise(), on_no_update=Raise()),
+        )
+        self.executor: Executor = (
+            OverTheCodec(self.device(elsewhere=True)) if over_codec else SequentialExecutor(self.device())
+        )
+        self.engine = Engine(self.run, lambda: self.executor)
+
+    def device(self, elsewhere: bool = False) -> Device:
+        """A device that trains its clients; one elsewhere shares nothing with the server."""
+        half = self.half.device_half
+        return Device(
+            copy_module(self.server) if elsewhere else self.server,
+            pickle.loads(pickle.dumps(half)) if elsewhere else half,
+            [recipe_of(self.template, self.server)],
+            self.case.data,
+            LocalSettings(Placement(moves_batches=False), self.case.local_hooks, hasattr),
+        )
+
+    @property
+    def units(self) -> list[WorkUnit]:
+        """All clients, by id."""
+        return [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
+
+    def play(self, units: Sequence[WorkUnit] | None = None) -> RoundSummary:
+        """Play a round, in which clients train in the given order."""
+        self.open()
+        self.share(self.units if units is None else units)
+        return self.close()
+
+    def open(self) -> None:
+        """Open a round for all clients."""
+        self.engine.open_round(self.round_idx, self.units)
+
+    def can_share(self) -> bool:
+        """Whether several processes can train a round's clients."""
+        try:
+            return self.engine.open_round(self.round_idx, self.units).opened.sums is not None
+        except NotImplementedError:
+            return False
+        finally:
+            self.engine.abandon_round()
+
+    def capacity(self, client_id: int) -> float:
+        """Keep ratio of a client."""
+        return self.run.clients.capacity_of(client_id)
+
+    @property
+    def travelled(self) -> Mapping[int, tuple[int, int]]:
+        """For each client, by id, how many bytes of tensors arrived at the device in the last round, and came back."""
+        assert isinstance(self.executor, OverTheCodec), "only there they are counted"
+        return self.executor.bytes
+
+    def share(self, units: Sequence[WorkUnit]) -> None:
+        """Let some of the clients train."""
+        play(self.engine.round, units)
+
+    def close(self) -> RoundSummary:
+        """Close the round, and step the server."""
+        summary = self.engine.close_round()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.engine.settle()
+        self.round_idx += 1
+        return summary
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the server's parameters and buffers."""
+        return {f"module.{name}": tensor for name, tensor in tensors_of(self.server).items()}
+
+    def everything(self) -> dict[str, Tensor]:
+        """Copies of all that lasts from round to round: the server's tensors, the state's, and each client's."""
+        stored = {
+            f"client {key[0]}: {name}": tensor
+            for key, tensors in self.store.state_dict().items()
+            for name, tensor in tensors.items()
+        }
+        return {**self.weights(), **{f"state.{name}": t for name, t in tensors_of(self.state).items()}, **stored}
+
+    def save(self) -> dict[str, Any]:
+        """What a checkpoint between two rounds holds."""
+        return copy.deepcopy(
+            {
+                "server": self.server.state_dict(),
+                "state": None if self.state is None else self.state.state_dict(),
+                "store": self.store.state_dict(),
+                "frozen_base": self.run.frozen_base.state_dict(),
+                "decisions": dict(self.half.decisions) if isinstance(self.half, Decides) else {},
+                "round_idx": self.round_idx,
+            }
+        )
+
+    def _load(self, saved: Mapping[str, Any]) -> FrozenBase:
+        saved = copy.deepcopy(dict(saved))
+        self.server.load_state_dict(saved["server"])
+        if self.state is not None:
+            self.state.load_state_dict(saved["state"])
+        self.store.load_state_dict(saved["store"])
+        self.round_idx = saved["round_idx"]
+        return FrozenBase.from_state_dict(saved["frozen_base"])
+
+
+def change_norms(trial: Trial) -> dict[int, float]:
+    """How far each client's sub-model moves in the trial's next round, by client id.
+
+    Clients that send back anything but tensors of their sub-model, whole, are left out.
+    """
+    opened = trial.engine.open_round(trial.round_idx, trial.units)
+    device, norms = trial.device(), {}
+    for unit in trial.units:
+        download, _ = opened.send(unit)
+        device.run(replace(download, local_epochs=0))
+        before = tensors_of(device.sub_model(download.capacity).module)
+        upload = device.run(download)
+        after = tensors_of(device.sub_model(download.capacity).module)
+        both_ways = upload.tensors.keys() & download.tensors.keys()
+        if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
+            norms[unit.client_id] = update_norm(before, {name: after[name] for name in both_ways})
+    trial.engine.abandon_round()
+    return norms
+
+
+def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
+    """Copies of a module's parameters and buffers, by name."""
+    if module is None:
+        return {}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}

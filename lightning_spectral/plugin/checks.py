@@ -31,7 +31,7 @@ def check_stage(stage: str, module: pl.LightningModule) -> None:
         return
     asked, step = EVALUATIONS[stage]
     if not is_overridden(module, step):
-        raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`, which is not there; define it.")
+        raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`; define it.")
 
 
 def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:

@@ -28,18 +28,18 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
         of_model = f" of {name!r}" if name else ""
         if "update" in sampler.figure and _norms_are_unknown(type(algorithm)):
             raise ValueError(
-                f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} defines "
-                "what is uploaded or how it is added, but not whether these are new values of the tensors sent: set "
-                "`updates_have_norms` in the class, to False if it uploads changes or anything else."
+                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what is "
+                "uploaded or added without saying whether uploads are new values of the tensors sent: set "
+                "`updates_have_norms` in the class, to False if they are changes or anything else."
             )
         if "update" in sampler.figure and not algorithm.updates_have_norms:
             raise ValueError(
-                f"{type(sampler).__name__} goes by norms of updates, and {type(algorithm).__name__}{of_model} uploads "
-                "none; use LossVarianceReduced."
+                f"{type(sampler).__name__} needs update norms, which {type(algorithm).__name__}{of_model} does not "
+                "provide; use LossVarianceReduced."
             )
         if sampler.figure == "stale update" and not algorithm.updates_are_expected:
             raise ValueError(
-                f"{type(sampler).__name__} goes by how far updates are from the last ones, which "
+                f"{type(sampler).__name__} compares updates with earlier ones, which "
                 f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
                 "UpdateVarianceReduced."
             )
@@ -63,9 +63,9 @@ def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]
     for name, module in modules.items():
         if not module.automatic_optimization:
             raise ValueError(
-                f"{type(sampler).__name__} measures losses with `training_step`, and that of "
-                f"{type(module).__name__}{f' ({name!r})' if name else ''} trains, by manual optimisation; use "
-                'measure="last", or UpdateVarianceReduced.'
+                f"{type(sampler).__name__} measures losses with `training_step`, but "
+                f"{type(module).__name__}.training_step{f' ({name!r})' if name else ''} uses manual optimisation and "
+                'would train; use measure="last", or UpdateVarianceReduced.'
             )
 
 

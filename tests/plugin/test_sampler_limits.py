@@ -60,7 +60,7 @@ NORMS = ls.UpdateVarianceReduced(active=3, design=ls.ConditionalPoisson(), measu
     ("algorithm", "message"),
     [
         (SendsChanges(), "SendsChanges defines what is uploaded or how it is added, but not .*`updates_have_norms`"),
-        (SaysSo(), "SaysSo uploads none; use LossVarianceReduced"),
+        (SaysSo(), "needs update norms, which SaysSo does not provide; use LossVarianceReduced"),
     ],
 )
 def test_norms_of_uploads_that_may_be_changes_are_refused(algorithm: Any, message: str, data: Any, fit: Fit) -> None:

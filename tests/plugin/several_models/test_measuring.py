@@ -60,7 +60,7 @@ def test_losses_of_manual_optimisation_are_not_measured(run: Any) -> None:
 
     part = ls.FederatedModule(Manual(), client_engine="trainer")
     model = ls.MultiModelModule({"words": part}, participation=ls.LossVarianceReduced(active=2))
-    with pytest.raises(ValueError, match=r"Manual \('words'\) trains, by manual optimisation"):
+    with pytest.raises(ValueError, match=r"Manual.training_step \('words'\) uses manual optimisation and would train"):
         run(model, ls.MultiModelDataModule({"words": lines(3, (3, 4, 5))}))
 
 

@@ -34,7 +34,7 @@ def turn_cost(
         moving: Names of frozen tensors that change between rounds, and travel in each.
     """
     unit = WorkUnit(0, coefficient=1.0)
-    opened = half.open(Cohort(0, round_idx, {keep_ratio: (unit,)}))
+    opened = half.open(Cohort(0, round_idx, {keep_ratio: (unit,)}, shares={unit.key: 1.0}))
     download, _ = opened.send(unit)
     download = replace(download, round_idx=round_idx)  # tells the device what it trains
     side = half.device_half

@@ -25,14 +25,23 @@ CASES = [
 ]
 
 
+class LitPlain(LitMLP):
+    """With SGD as SCAFFOLD needs it, and an example to find channels with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = EXAMPLE
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize(("algorithm", "capacities", "trained"), CASES, ids=lambda value: repr(value)[:70])
 def test_bytes_are_those_of_the_ledger(algorithm: Any, capacities: Any, trained: Any, data: Any, fit: Fit) -> None:
     """In the second round of a run, when what travels once has arrived."""
-    table = cost_table(LitMLP(), algorithm, capacities, EXAMPLE)
-    lit = LitMLP()
-    lit.example_input_array = EXAMPLE
-    rows = fit(lit, data, algorithm=trained, clients_per_round=12, max_epochs=2).ledger.rows
+    table = cost_table(LitPlain(), algorithm, capacities, EXAMPLE)
+    rows = fit(LitPlain(), data, algorithm=trained, clients_per_round=12, max_epochs=2).ledger.rows
     sent = {(row.keep_ratio, row.downlink_bytes) for row in rows if row.round_idx == 1}
     back: dict[float, int] = {}
     for row in rows:

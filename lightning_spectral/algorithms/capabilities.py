@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.protocol.cohort import SharesWork
 from lightning_spectral.protocol.records import Receipt, RoundSummary, Upload
@@ -66,6 +67,14 @@ class DrawsNetworks(Protocol):
         self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
     ) -> Mapping[str, Tensor]:
         """The weights of one network that ``generator`` draws, by name; without one, those of the mean."""
+
+
+@runtime_checkable
+class HasCapacities(Protocol):
+    """An algorithm whose clients differ by something else than keep ratios, e.g. by ranks."""
+
+    def with_capacities(self, capacities: Sequence[float]) -> Mapping[float, tuple[Algorithm, float]]:
+        """For each capacity, the same choice with clients of that capacity, and their keep ratio in it."""
 
 
 # Of a state
@@ -139,6 +148,15 @@ class RemediesUnusedLayers(Protocol):
     @property
     def remedy_for_unused_layers(self) -> str:
         """What the user can do, in the imperative and without a full stop."""
+
+
+@runtime_checkable
+class MovesFrozenTensors(Protocol):
+    """A half that may change tensors which clients hold frozen."""
+
+    @property
+    def moving_tensors(self) -> Collection[str]:
+        """Names of the frozen tensors that change, and travel, in every round."""
 
 
 # Of a round

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from lightning_spectral.algorithms.lora.peft_export import save_adapter
 from lightning_spectral.algorithms.lora.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.lora.server import LoRAHalf
 from lightning_spectral.algorithms.lora.state import LoRAState, new_adapter
-from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of
 from lightning_spectral.protocol.exchange import kept_buffers
@@ -140,6 +140,12 @@ class LoRA(Algorithm):
         check_num_entries("rank", self.rank, num_clients)
         ranks = assign(self.rank, num_clients, seed, "ranks")
         return Assigned(tuple(rank / self.max_rank for rank in ranks.values), ranks.indices)
+
+    def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[LoRA, float]]:
+        """One federation with clients of all these ranks."""
+        ranks = each("capacities", capacities, Whole(at_least=1))
+        choice = replace(self, rank=ranks)
+        return {rank: (choice, rank / choice.max_rank) for rank in ranks}
 
     def adapted(self, server: nn.Module) -> tuple[AdaptedLayer, ...]:
         """The layers of ``server`` that get an adapter."""

@@ -89,6 +89,12 @@ class LoRAHalf(ServerHalf):
             frozen.update({layer.parts[part]: adapter.get_parameter(part).detach() for part in parts})
         return frozen
 
+    @property
+    def moving_tensors(self) -> set[str]:
+        """The bases, if every round adds to them."""
+        moves = "base" in self.aggregation.steps(self.is_mixed)
+        return {layer.weight for layer in self.state.layers} if moves else set()
+
     def open(self, cohort: Cohort) -> LoRARound:
         """Collect what every client starts from, and open a round of each adapter."""
         return LoRARound(self, cohort)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from lightning_spectral.algorithms.zampling.checks import check_none_untrained, 
 from lightning_spectral.algorithms.zampling.device import ZamplingSide
 from lightning_spectral.algorithms.zampling.server import ZamplingHalf
 from lightning_spectral.algorithms.zampling.state import ZamplingState
-from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
+from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
@@ -128,6 +128,11 @@ class Zampling(Algorithm):
                 p.
         """
         return cls(compression=1, degree=None, link=Sigmoid(straight_through), values="sign", smoothing=1.0)
+
+    def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[Zampling, float]]:
+        """One federation for each compression, since all of its clients share one."""
+        factors = each("capacities", capacities, COMPRESSION["compression"])
+        return {factor: (replace(self, compression=factor), 1.0) for factor in factors}
 
     def how(self) -> Compression:
         """How weights are compressed."""

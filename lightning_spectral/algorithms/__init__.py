@@ -1,6 +1,7 @@
 """What clients hold, what travels, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.costs import CapacityTable, cost_table
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.lora import (
@@ -34,6 +35,7 @@ __all__ = [
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
+    "CapacityTable",
     "DenseHalf",
     "DenseRound",
     "DenseSide",
@@ -55,6 +57,7 @@ __all__ = [
     "TruncatedProducts",
     "WidthSharding",
     "Zampling",
+    "cost_table",
     "lora_cost_table",
     "rank_for",
     "spectral_start",

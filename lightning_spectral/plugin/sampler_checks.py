@@ -28,8 +28,8 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
         of_model = f" of {name!r}" if name else ""
         if "update" in sampler.figure and _norms_are_unknown(type(algorithm)):
             raise ValueError(
-                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what is "
-                "uploaded or added without saying whether uploads are new values of the tensors sent: set "
+                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what "
+                "is uploaded or added without saying whether uploads are new values of the tensors sent: set "
                 "`updates_have_norms` in the class, to False if they are changes or anything else."
             )
         if "update" in sampler.figure and not algorithm.updates_have_norms:

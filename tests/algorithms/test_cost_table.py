@@ -10,12 +10,14 @@ from federation import HARDLY_MOVED, Fit
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.cost_table import cost_table
+from lightning_spectral.algorithms.costs import cost_table
 
 EXAMPLE = torch.zeros(5, 6)
 KEPT: list[Any] = [ls.SpectralSharding(), ls.WidthSharding(), ls.FIARSE()]
 WHOLE: list[Any] = [ls.FedAvg(), ls.Scaffold(), ls.StaleUpdates()]
-ADAPTED: list[Any] = [ls.LoRA(aggregation=how, layers=["net.0", "net.2"], train=["net.5"]) for how in AGGREGATIONS]
+ADAPTED: list[Any] = [
+    ls.LoRA(aggregation=aggregation, layers=["net.0", "net.2"], train=["net.5"]) for aggregation in AGGREGATIONS
+]
 COMPRESSED: list[Any] = [ls.Zampling(degree=2), ls.Zampling(degree=2, downlink_bits=5, coordinated=True)]
 CASES = [
     *((a, [0.25, 0.75], replace(a, keep_ratio={0.25: 0.5, 0.75: 0.5})) for a in KEPT),

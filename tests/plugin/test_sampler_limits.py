@@ -59,7 +59,7 @@ NORMS = ls.UpdateVarianceReduced(active=3, design=ls.ConditionalPoisson(), measu
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (SendsChanges(), "SendsChanges defines what is uploaded or how it is added, but not .*`updates_have_norms`"),
+        (SendsChanges(), "SendsChanges changes what is uploaded or added without .*`updates_have_norms`"),
         (SaysSo(), "needs update norms, which SaysSo does not provide; use LossVarianceReduced"),
     ],
 )

@@ -369,7 +369,7 @@ def run(
         "global_step": runner.global_step,
         "error": error,
         "tested": tested,
-        "unreached": [member.unreached for member in model.members.values()],
+        "unreached": [member.member.first_rounds.unreached for member in model.members.values()],
     }
 
 

@@ -13,10 +13,10 @@ from lightning_spectral.plugin.checkpoint_archive import check_loadable
 from lightning_spectral.plugin.cli_checkpoint import check_path, report_differences, use_new_paths
 from lightning_spectral.plugin.cli_errors import OneLineParser
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
-from lightning_spectral.plugin.saved_rounds import SavedRounds
 
 
 class FederatedCLI(LightningCLI):
@@ -37,7 +37,7 @@ class FederatedCLI(LightningCLI):
             "parser_class": OneLineParser,
         }
         super().__init__(
-            SavedRounds,  # the common base, whose subclasses remember what they were built from, for checkpoints
+            FederatedHooks,  # the common base, whose subclasses remember what they were built from, for checkpoints
             pl.LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,

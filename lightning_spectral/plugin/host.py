@@ -1,9 +1,8 @@
-"""The interfaces of a federation and of its models for the rest of this package, and a federation's batches."""
+"""What callbacks and data modules see of a federation and of its models, and a federation's batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.fault_policy import Faults
 
 
 class Share:
@@ -36,40 +36,22 @@ class Share:
         self.units = self.everywhere[rank]
 
 
-class Host(Protocol):
-    """The interface of the fitted module, which trains one model or several, for boundaries and data modules."""
-
-    @property
-    def current_epoch(self) -> int:
-        """The round, from 0."""
-
-    def share(self, round_idx: int) -> Share:
-        """The clients that this process trains in a round."""
-
-    def cut_cohort(self, limit: int | float) -> None:
-        """Limit each cohort to a number of clients, or to a share of it."""
-
-    def start_round(self, round_idx: int) -> None:
-        """Open a round for its cohort."""
-
-    def finish_round(self) -> None:
-        """Close the round and step the server."""
-
-    def abandon_round(self) -> None:
-        """End a round that failed."""
-
-
 class Trained(Protocol):
-    """The interface of one model of a federation for callbacks, which are called once for each of them."""
+    """One model of a federation: callbacks are called once for each of them."""
 
     module: pl.LightningModule
     algorithm: Algorithm
     state: nn.Module | None
     seed: int
+    faults: Faults
 
     @property
     def name(self) -> str:
-        """The model's name; empty if there is only one."""
+        """The model's name; empty if it is trained alone."""
+
+    @property
+    def data(self) -> Any:
+        """The `FederatedDataModule` of its clients."""
 
     @property
     def engine(self) -> Engine:
@@ -88,27 +70,34 @@ class Trained(Protocol):
         """Log several values."""
 
 
-@dataclass
-class Seat:
-    """The place of a model in its federation.
+class Host(Protocol):
+    """The module that a Trainer fits, which trains one model or several."""
 
-    This is not a module, so that a model can refer to the federation that it is part of.
+    @property
+    def current_epoch(self) -> int:
+        """The round, from 0."""
 
-    Attributes:
-        name: The model's name in metrics; empty if it is trained alone.
-        federation: The module that Lightning fits, if it trains several models; ``None`` for the model itself.
-        key: Name of the model in work units; empty if it is the only one.
-        first_optimizer: Position of its server optimizer among the Trainer's.
-        num_optimizers: Number of its optimizers: the server's and the templates.
-        suffix: What Lightning would append to logged names, to say which of the model's several evaluation sets it is.
-    """
+    @property
+    def members(self) -> Mapping[str, Trained]:
+        """The models by name."""
 
-    name: str = ""
-    federation: Any = None
-    key: str = ""
-    first_optimizer: int = 0
-    num_optimizers: int = 0
-    suffix: str = ""
+    def data_of(self, name: str) -> Any:
+        """The `FederatedDataModule` of one model's clients."""
+
+    def share(self, round_idx: int) -> Share:
+        """The clients that this process trains in a round."""
+
+    def cut_cohort(self, limit: int | float) -> None:
+        """Begin a fit: limit each cohort to a number of clients, or to a share of it."""
+
+    def start_round(self, round_idx: int) -> None:
+        """Open a round for its cohort."""
+
+    def finish_round(self) -> None:
+        """Close the round and step the server."""
+
+    def abandon_round(self) -> None:
+        """End a round that failed."""
 
 
 def is_host(module: nn.Module | None) -> TypeGuard[Host]:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_task import LocalTrainer
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checkpoint_files import handle_whole_files
 from lightning_spectral.plugin.checkpoints import described
-from lightning_spectral.plugin.checks import (
-    check_datamodule,
-    check_member,
-    check_same_everywhere,
-    check_stage,
-    check_trainer,
-)
+from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.federated_hooks import FederatedHooks
+from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
+from lightning_spectral.plugin.federation.member import Member
 from lightning_spectral.plugin.fixed_arguments import arguments_of
-from lightning_spectral.plugin.host import Host, Seat
-from lightning_spectral.plugin.member import Member, ServerOptimizer
+from lightning_spectral.plugin.forwarded_hooks import on_each, on_one
+from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.module_checks import (
     check_algorithm,
     check_module,
@@ -33,23 +32,19 @@ from lightning_spectral.plugin.module_checks import (
     plain_numbers,
     warn_of_compiled_in_place,
 )
-from lightning_spectral.plugin.round_boundaries import with_boundaries
-from lightning_spectral.plugin.round_hooks import RoundProgress
-from lightning_spectral.plugin.round_schedules import RoundSchedules
 from lightning_spectral.plugin.run_config import as_config, config_of
-from lightning_spectral.plugin.sampler_checks import check_over_selection
-from lightning_spectral.plugin.saved_rounds import SavedRounds
-from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
+from lightning_spectral.plugin.trainer_runtime import sequential_executor
 from lightning_spectral.plugin.user_hooks import check_user_module, spare_shares
-from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.frozen_base import FrozenBase
+from lightning_spectral.plugin.user_logging import forwarded_logging
+from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
-from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.server.optimizers import FedAvgM
+from lightning_spectral.server.run import Run
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 
-class FederatedModule(SavedRounds, Member, Host):
+class FederatedModule(FederatedHooks, Trained):
     """Trains your LightningModule on clients: a Trainer epoch is a communication round, and a batch is a client.
 
     Your ``training_step``, ``configure_optimizers``, ``self.log`` and metrics run on each client's sub-model; your
@@ -118,7 +113,6 @@ class FederatedModule(SavedRounds, Member, Host):
         local_epochs, clients_per_round, seed = plain_numbers(local_epochs, clients_per_round, seed)
         check_user_module(module, client_engine)
         warn_of_compiled_in_place(module)
-        self.automatic_optimization = False
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
         check_algorithm(self.algorithm)
@@ -133,32 +127,70 @@ class FederatedModule(SavedRounds, Member, Host):
         self.faults = Faults() if faults is None else faults
         check_is("faults", self.faults, Faults)
         self.conditions = Conditions(dropout, clock)
-        self.schedules = RoundSchedules((), "")
         self.state = self.algorithm.new_state(module, seed)
-        self.seat = Seat()
-        self._limit, self._sampled = 1.0, None
-        self._store, self._engine, self._first_rounds = ClientStore(), None, FirstRounds()
-        self._frozen_base = FrozenBase()
-        self._unreached = None
-        self._decisions: Mapping[str, Any] = {}
-        self._default_dtype = torch.get_default_dtype()
-        self._rounds, self._resumed = RoundProgress(), None
+        self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
+        self.member = Member(self)
+        self._federate({"": self.member})
         self.save_hyperparameters({"federation": self.settings(), "user_module": dict(module.hparams)})
         self._fix(arguments_of(FederatedModule.__init__))
 
     @property
-    def members(self) -> Mapping[str, Member]:
+    def members(self) -> Mapping[str, FederatedModule]:
         """The models by name: this module, the only one, has an empty name."""
         return {"": self}
+
+    @property
+    def name(self) -> str:
+        """The model's name; empty if it is trained alone."""
+        return self.member.name
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs its rounds; exists only while fitting."""
+        return self.member.engine
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The data of its clients."""
+        return cast(FederatedDataModule, self.member.plan.data_of(self.name))
 
     def data_of(self, name: str) -> FederatedDataModule:
         """The data module of the run."""
         return check_datamodule(self.trainer, FederatedDataModule)
 
+    def data_or_none(self, name: str) -> FederatedDataModule | None:
+        """The data module of the run; ``None`` when evaluating with the user's own loader."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        return datamodule if isinstance(datamodule, FederatedDataModule) else None
+
     def population(self) -> Population:
         """The clients, each with one processor."""
         sizes = self.clients_of("", self.algorithm).sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
+
+    def templates(self) -> list[Optimizer]:
+        """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
+        return self.member.templates
+
+    def make_executor(self, run: Run) -> Executor:
+        """Create the executor of the rounds' device half: by default clients train one by one, in this process.
+
+        Override this to train them elsewhere, with an `Executor` that takes downloads and returns uploads.
+        """
+        return self.make_local_executor(run)
+
+    def make_local_executor(self, run: Run, local_trainer: LocalTrainer | None = None) -> Executor:
+        """Create an executor that trains clients one by one, in this process."""
+        return sequential_executor(self, run, self.member.schedules.schedulers, local_trainer)
+
+    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
+        """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
+        return self.member.build_engine(server, algorithm)
+
+    @property
+    def trains_manually(self) -> bool:
+        """Whether clients' own Trainers run a ``training_step`` with manual optimisation."""
+        return self.client_engine == "trainer" and not self.module.automatic_optimization
 
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
@@ -182,52 +214,47 @@ class FederatedModule(SavedRounds, Member, Host):
             "conditions": repr(self.conditions),
         }
 
-    def _data_or_none(self, name: str) -> FederatedDataModule | None:
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        return datamodule if isinstance(datamodule, FederatedDataModule) else None
+    predict_step = on_one("predict_step")
+    on_predict_start = on_each("on_predict_start")
+    on_predict_end = on_each("on_predict_end")
+    on_predict_epoch_start = on_each("on_predict_epoch_start")
+    on_predict_epoch_end = on_each("on_predict_epoch_end")
+    on_predict_batch_start = on_one("on_predict_batch_start")
+    on_predict_batch_end = on_one("on_predict_batch_end", 3)
 
-    def configure_callbacks(self) -> list[pl.Callback]:
-        """The user's callbacks, then the round's boundaries that the Trainer does not have yet."""
-        check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
-        own = self.module.configure_callbacks()
-        return with_boundaries(self.trainer, own if isinstance(own, Iterable) else [own])
+    @contextmanager
+    def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:
+        """Let the user's module log within the block; all batches are its own."""
+        with forwarded_logging(self.module, self):
+            yield self.module, args
 
-    def prepare_data(self) -> None:
-        """Call the user's hook."""
-        self.module.prepare_data()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's ``forward`` with the server's weights."""
+        return self.module(*args, **kwargs)
 
-    def setup(self, stage: str) -> None:
-        """Call the user's hook; for a fit, check everything that can be checked before training."""
-        self.seat = Seat()  # alone now, even if it was one of several models before
-        self.module.setup(stage)
-        check_stage(stage, self.module)
-        if stage == "fit":
-            self._rounds, self._resumed = RoundProgress(), None
-            check_trainer(self.trainer)
-            check_own_optimizers(self)
-            check_member(self.module, self.data, self.participation, self.faults, self.local_hooks)
-            check_over_selection(self.conditions, absolute=self.absolute)
-            self.conditions.check(self.data.num_clients, self._usual_size)
-        handle_whole_files(self.trainer)
+    def move_batches(self) -> None:
+        """Let the batch hooks of the user's module and data act on evaluation batches only."""
         spare_shares(self, of=self.module)
-        if (data := self._data_or_none("")) is not None:
+        if (data := self.data_or_none("")) is not None:
             spare_shares(data, of=data)
 
-    def teardown(self, stage: str) -> None:
-        """Drop the engine, and call the user's hook."""
-        self._engine = None
-        self.module.teardown(stage)
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value; one of several models logs under its own name."""
+        host: Any = self.member.plan
+        if host is self:
+            return super().log(name, value, *args, **options)
+        suffix = self.log_suffix if options.pop("add_dataloader_idx", True) else ""
+        host.log(f"{self.name}/{name}{suffix}", value, *args, add_dataloader_idx=False, **options)
 
-    def configure_optimizers(self) -> Any:
-        """Return the server optimizer and the user's own, which determine clients' optimizers and learning rates."""
-        optimizers, schedulers = self.make_optimizers()
-        return optimizers, [{"scheduler": s.scheduler, "name": s.name} for s in schedulers]
-
-    def on_fit_start(self) -> None:
-        """Check that all processes are set up for the same run, and begin it."""
-        self._default_dtype = torch.get_default_dtype()
-        check_same_everywhere(self.processes, self.full_configuration())
-        self.begin_fit(self._resumed is not None)
+    def __getattr__(self, name: str) -> Any:
+        """Say where an attribute of the user's module is; if forwarded, it could be read here but not set."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            own = self.__dict__.get("_modules", {}).get("module")  # not there yet in a module that is being copied
+            if own is None or name.startswith("_") or not hasattr(own, name):
+                raise
+            raise AttributeError(f"{error}; that of your {type(own).__name__} is `.module.{name}`.") from None
 
 
 def _participation(clients_per_round: int | None, sampler: Sampler | None) -> UniformParticipation | Sampler | None:

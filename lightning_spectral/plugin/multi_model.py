@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,32 +14,21 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
-from lightning_spectral.plugin.checkpoint_files import handle_whole_files
-from lightning_spectral.plugin.checks import (
-    check_datamodule,
-    check_member,
-    check_same_everywhere,
-    check_stage,
-    check_trainer,
-)
-from lightning_spectral.plugin.client_parallel import log_options
+from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.fixed_arguments import arguments_of
-from lightning_spectral.plugin.host import Host, Seat
-from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
 from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
-from lightning_spectral.plugin.multi_model_hooks import MultiModelHooks
-from lightning_spectral.plugin.round_boundaries import with_boundaries
-from lightning_spectral.plugin.round_hooks import RoundProgress
 from lightning_spectral.plugin.run_config import config_of
-from lightning_spectral.plugin.sampler_checks import check_over_selection
-from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
+from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, is_overridden
+from lightning_spectral.plugin.user_logging import forwarded_logging
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 
-class MultiModelModule(MultiModelHooks, Host):
+class MultiModelModule(FederatedHooks):
     r"""Trains several models on one population of clients; in each round a sampler decides who trains which model.
 
     Client i has :math:`B_i` processors, each of which trains one model or none in a round. The server adds
@@ -96,29 +87,20 @@ class MultiModelModule(MultiModelHooks, Host):
         super().__init__()
         check_models(models)
         check_is("participation", participation, Sampler)
-        self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
         self.participation = participation
         self.processors = check_per_client("processors", processors, PROCESSORS)
         self.unavailable = plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
-        self._limit, self._sampled = 1.0, None
-        self._default_dtype = torch.get_default_dtype()
-        self._rounds, self._resumed = RoundProgress(), None
-        self._take_seats()
+        self._federate({name: member.member for name, member in self.members.items()})
         hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
         self._fix(arguments_of(MultiModelModule.__init__))
 
-    def _take_seats(self) -> None:
-        """Make the models part of this federation; they may have been fitted alone or in another one since."""
-        for name, member in self.members.items():
-            member.seat = Seat(name, self, key=name if len(self.models) > 1 else "")
-
     @property
-    def members(self) -> Mapping[str, Member]:
+    def members(self) -> Mapping[str, FederatedModule]:
         """The models by name."""
-        return cast(Mapping[str, Member], dict(self.models.items()))
+        return cast(Mapping[str, FederatedModule], dict(self.models.items()))
 
     @property
     def multi_data(self) -> MultiModelDataModule:
@@ -161,7 +143,7 @@ class MultiModelModule(MultiModelHooks, Host):
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
         own = config_of(self, ("participation", "processors", "unavailable", "seed"))
-        return {**own, "models": {name: cast(FederatedModule, m).settings() for name, m in self.members.items()}}
+        return {**own, "models": {name: m.settings() for name, m in self.members.items()}}
 
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed, apart from the data."""
@@ -171,70 +153,83 @@ class MultiModelModule(MultiModelHooks, Host):
             "unavailable": repr(self.unavailable),
             "seed": self.seed,
         }
-        parts = {name: cast(FederatedModule, member).configuration() for name, member in self.members.items()}
+        parts = {name: member.configuration() for name, member in self.members.items()}
         return own | {f"{name}: {key}": value for name, part in parts.items() for key, value in part.items()}
 
-    def _data_or_none(self, name: str) -> FederatedDataModule | None:
+    def data_or_none(self, name: str) -> FederatedDataModule | None:
+        """One model's data; ``None`` when evaluating with the user's own loaders."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         return self.data_of(name) if isinstance(datamodule, MultiModelDataModule) else None
 
-    def configure_callbacks(self) -> list[pl.Callback]:
-        """The users' callbacks, then the round's boundaries that the Trainer does not have yet."""
-        check_clipping(self.trainer)
-        configured = [member.module.configure_callbacks() for member in self.members.values()]
-        own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
-        return with_boundaries(self.trainer, own)
-
     def prepare_data(self) -> None:
-        """Call the users' hooks."""
+        """Attach the Trainer to the models, because Lightning does so for direct children only; call users' hooks."""
         for member in self.members.values():
             member.trainer = self.trainer
-            member.module.prepare_data()
+        super().prepare_data()
 
     def setup(self, stage: str) -> None:
         """Call the users' hooks; for a fit, check everything that can be checked before training."""
         if stage == "predict":
             self.predict_step()  # refuses, here before Lightning looks for data
-        self._take_seats()
         for member in self.members.values():
-            member.trainer = self.trainer  # Lightning attaches itself to direct children only
-            member.module.setup(stage)
-            check_stage(stage, member.module)
-        if stage == "fit":
-            self._rounds, self._resumed = RoundProgress(), None
-            check_trainer(self.trainer)
-            check_own_optimizers(self)
-            for name, member in self.members.items():
-                data = self.data_of(name)
-                check_member(member.module, data, self.participation, member.faults, member.local_hooks)
-                check_over_selection(member.conditions, absolute=member.absolute)
-                member.conditions.check(data.num_clients, self._usual_size)
-        handle_whole_files(self.trainer)
-        self.move_batches()
+            member.trainer = self.trainer
+        super().setup(stage)
 
-    def teardown(self, stage: str) -> None:
-        """Drop the engines, and call the users' hooks."""
-        for member in self.members.values():
-            cast(FederatedModule, member).teardown(stage)
+    def predict_step(self, *args: Any) -> Any:
+        """Refuse: Lightning does not say which model is meant.
 
-    def configure_optimizers(self) -> Any:
-        """Return each model's server optimizer and the user's own optimizers, model by model."""
-        optimizers: list[Any] = []
-        schedulers: list[dict[str, Any]] = []
-        for name, member in self.members.items():
-            member.seat.first_optimizer = len(optimizers)
-            own, schedules = member.make_optimizers()
-            optimizers += own
-            schedulers += [{"scheduler": s.scheduler, "name": f"{name}/{s.name or 'lr'}"} for s in schedules]
-        return optimizers, schedulers
+        Raises:
+            NotImplementedError: Always.
+        """
+        name = next(iter(self.members))
+        raise NotImplementedError(
+            "`Trainer.predict` does not say which model is meant; give it one: "
+            f"trainer.predict(model.models[{name!r}], loader)."
+        )
 
-    def on_fit_start(self) -> None:
-        """Check that all processes are set up for the same run, and begin it for every model."""
-        self._default_dtype = torch.get_default_dtype()
-        check_same_everywhere(self.processes, self.full_configuration())
-        for member in self.members.values():
-            member.begin_fit(self._resumed is not None)
+    @contextmanager
+    def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:
+        """Let the model to whose data an evaluation batch belongs log under its own name within the block."""
+        name, own_index, count = self._loader(args[position] if len(args) > position else 0)
+        member = self.members[name]
+        member.log_suffix = f"/dataloader_idx_{own_index}" if count > 1 else ""
+        try:
+            with forwarded_logging(member.module, member):
+                yield member.module, (*args[:position], own_index)
+        finally:
+            member.log_suffix = ""
 
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
-        super().log(name, value, *args, **{**options, **log_options(self)})
+    def _loader(self, index: int) -> tuple[str, int, int]:
+        """The model of one of all evaluation loaders, the loader's index in it, and how many loaders it has."""
+        return self.multi_data.evaluated("test" if self.trainer.testing else "validate")[index]
+
+    def move_batches(self) -> None:
+        """Let each model's own batch hooks act on its evaluation batches, those of its data module first.
+
+        Raises:
+            ValueError: If the data module of all models has such a hook.
+        """
+        whole = self.trainer.datamodule  # type: ignore[attr-defined]
+        for hook in BATCH_HOOKS:
+            if isinstance(whole, MultiModelDataModule) and is_overridden(whole, hook):
+                raise ValueError(
+                    f"`{type(whole).__name__}.{hook}` would not be told which model a batch is for; define it in the "
+                    "FederatedDataModule of each model that needs it."
+                )
+            own = {name: owner for name in self.members for owner in self._moving(name) if is_overridden(owner, hook)}
+            if own:
+                setattr(self, hook, partial(self._move, hook, own))
+
+    def _moving(self, name: str) -> list[Any]:
+        """What may have batch hooks for a model; the last that has them moves its batches."""
+        data = self.data_or_none(name)
+        return [self.members[name].module, *([] if data is None else [data])]
+
+    def _move(self, hook: str, own: Mapping[str, Any], batch: Any, *args: Any) -> Any:
+        """Call one model's batch hook, or Lightning's own if it has none; clients move batches while they train."""
+        if isinstance(batch, Share):
+            return batch
+        name, own_index, _ = self._loader(args[-1])
+        if name in own:
+            return getattr(own[name], hook)(batch, *args[:-1], own_index)
+        return getattr(super(), hook)(batch, *args)

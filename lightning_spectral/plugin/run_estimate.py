@@ -163,18 +163,13 @@ def _copy(model: Federation) -> Federation:
     """A copy without the Trainer that the model may be attached to, and without what a failed fit left."""
     members = list(model.members.values())
     attached = [(module, module._trainer) for module in (model, *members)]
-    engines = [(member, member._engine) for member in members]
     try:
         for module in (model, *members):
             module.trainer = None
-        for member in members:
-            member._engine = None
         return copy.deepcopy(model)
     finally:
         for module, trainer in attached:
             module.trainer = trainer
-        for member, engine in engines:
-            member._engine = engine
 
 
 def _copy_of_data(data: FederationData) -> FederationData:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,8 +20,7 @@ from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import processes_of
-from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.host import Host, Trained, is_host
+from lightning_spectral.plugin.host import Trained, is_host
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, defines
 from lightning_spectral.plugin.user_logging import redirect_logging
@@ -32,24 +31,6 @@ from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 
 PURPOSE = "BatchNorm estimation"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-class Estimated(Trained, Protocol):
-    """The interface of a model for an estimation."""
-
-    faults: Faults
-
-    @property
-    def data(self) -> FederatedDataModule:
-        """The data of its clients."""
-
-
-class Federation(Host, Protocol):
-    """The interface of the fitted module for an estimation."""
-
-    @property
-    def members(self) -> Mapping[str, Trained]:
-        """The models by name."""
 
 
 class BatchNormEstimation(RoundCallback):
@@ -106,14 +87,14 @@ class BatchNormEstimation(RoundCallback):
                 f"BatchNormEstimation acts after rounds, and {type(pl_module).__name__} trains on batches; wrap it: "
                 "FederatedModule(module, clients_per_round=...)."
             )
-        members: Mapping[str, Trained] = pl_module.members  # type: ignore[attr-defined]
+        members = pl_module.members
         check_estimated([member.module for member in members.values()])
         for member in members.values():
             if isinstance(member.algorithm, ChecksAverageEstimation):
                 member.algorithm.check_average_estimation()
 
     def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Estimated, summary: RoundSummary
+        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
         """Estimate, if it is time."""
         round_idx = summary.round_idx
@@ -163,9 +144,7 @@ def _buffers(layers: Collection[str]) -> list[str]:
     return [f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in BUFFERS]
 
 
-def estimated(
-    trainer: pl.Trainer, model: Estimated, round_idx: int, max_batches: int | None = None
-) -> dict[str, Tensor]:
+def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: int | None = None) -> dict[str, Tensor]:
     """The averages of a model's BatchNorm layers over its training data, by name; the model is only read.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -16,7 +16,6 @@ from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTa
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.callbacks.validated_copy import ValidatedCopy
 from lightning_spectral.plugin.client_parallel import processes_of
-from lightning_spectral.plugin.data import FederatedDataModule
 from lightning_spectral.plugin.host import Host, Trained, is_host
 from lightning_spectral.plugin.round_counting import num_rounds
 from lightning_spectral.plugin.round_log import log_values
@@ -26,25 +25,6 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed, iso
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.round import client_error
 from lightning_spectral.server.scheduling import deal
-
-
-class Evaluated(Trained, Protocol):
-    """The interface of a model for an evaluation."""
-
-    @property
-    def data(self) -> FederatedDataModule:
-        """The data of its clients."""
-
-
-class EvaluatedHost(Host, Protocol):
-    """The interface of the fitted module for an evaluation."""
-
-    @property
-    def members(self) -> Mapping[str, Trained]:
-        """The models by name."""
-
-    def data_of(self, name: str) -> FederatedDataModule:
-        """The data of one model's clients."""
 
 
 class ClientEvaluation(RoundCallback):
@@ -93,10 +73,10 @@ class ClientEvaluation(RoundCallback):
                 f"ClientEvaluation needs federated clients, but {type(pl_module).__name__} trains on batches; wrap it: "
                 "FederatedModule(module, clients_per_round=...)."
             )
-        check_evaluated(pl_module)  # type: ignore[arg-type]
+        check_evaluated(pl_module)
 
     def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Evaluated, summary: RoundSummary
+        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
         """Evaluate, if it is time, and log."""
         round_idx = summary.round_idx
@@ -123,7 +103,7 @@ class ClientEvaluation(RoundCallback):
             return {}
         return {name: table.column(name) for name in table.metrics}
 
-    def _chosen(self, pl_module: Evaluated, summary: RoundSummary) -> list[int]:
+    def _chosen(self, pl_module: Trained, summary: RoundSummary) -> list[int]:
         """Ids of the clients to evaluate, ascending; those without held-out examples cannot be evaluated."""
         held_out = pl_module.data.held_out.sizes > 0
         if self.clients == "participants":
@@ -145,7 +125,7 @@ class ClientEvaluation(RoundCallback):
         self.tables = {table.model: table for table in tables}
 
 
-def check_evaluated(federation: EvaluatedHost) -> None:
+def check_evaluated(federation: Host) -> None:
     """Check that some clients have held-out examples, and that their models can be validated."""
     members = federation.members
     evaluated = [name for name in members if federation.data_of(name).held_out.num_assigned]
@@ -162,7 +142,7 @@ def check_evaluated(federation: EvaluatedHost) -> None:
 
 
 def evaluate_clients(
-    trainer: pl.Trainer, model: Evaluated, round_idx: int, client_ids: Sequence[int]
+    trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
 ) -> tuple[ClientRow, ...]:
     """Evaluate the server's model on the held-out examples of some clients; several processes share them.
 
@@ -201,9 +181,7 @@ def validating(trainer: pl.Trainer) -> Iterator[None]:
         trainer.training = True
 
 
-def _evaluated(
-    trainer: pl.Trainer, model: Evaluated, copied: ValidatedCopy, round_idx: int, client_id: int
-) -> ClientRow:
+def _evaluated(trainer: pl.Trainer, model: Trained, copied: ValidatedCopy, round_idx: int, client_id: int) -> ClientRow:
     device = trainer.strategy.root_device
     seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
     copied.start()

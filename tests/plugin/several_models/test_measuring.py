@@ -16,7 +16,7 @@ def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
     before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
     _, history, ledger = run(model, data)
 
-    assert model._sampled is not None
+    assert model.federation.cohorts.sampled is not None
     for index, (name, module) in enumerate(before.items()):
         tensors: Any = data.modules[name].train
         able = [client for client, size in enumerate(SIZES[name]) if size]
@@ -28,17 +28,17 @@ def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
         trained = {unit.client_id for unit in model.cohort(0) if unit.model == name}
         for client in set(able) - trained:  # clients that trained have reported a later loss
             loss = float(module.training_step(examples[client], 0).detach())
-            assert float(model._sampled.figures[client, index]) == pytest.approx(loss, rel=1e-6)
+            assert float(model.federation.cohorts.sampled.figures[client, index]) == pytest.approx(loss, rel=1e-6)
 
 
 def test_norms_are_those_of_the_updates(run: Any) -> None:
     model, data = two_lines(ls.UpdateVarianceReduced(active=3))
     before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
     run(model, data)
-    assert model._sampled is not None
+    assert model.federation.cohorts.sampled is not None
     for index, (name, module) in enumerate(before.items()):
         for client, size in enumerate(SIZES[name]):
-            known = float(model._sampled.figures[client, index])
+            known = float(model.federation.cohorts.sampled.figures[client, index])
             if size:
                 assert known == pytest.approx(float(update(module, data.modules[name], client).norm()), rel=1e-5)
             else:

@@ -1,0 +1,318 @@
+"""Lightning's hooks of a federation, of one model or several: each is passed on to the users' modules or the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.participation import Population, Sampler, UniformParticipation
+from lightning_spectral.plugin.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.checkpoint_files import handle_whole_files
+from lightning_spectral.plugin.checkpoints import TRAINER_SETTINGS
+from lightning_spectral.plugin.checks import check_member, check_same_everywhere, check_stage, check_trainer
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy, log_options, processes_of
+from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.federation.federation import Federation
+from lightning_spectral.plugin.federation.interfaces import is_absolute
+from lightning_spectral.plugin.federation.member import Member
+from lightning_spectral.plugin.fixed_arguments import FixedArguments
+from lightning_spectral.plugin.forwarded_hooks import ForwardedHooks
+from lightning_spectral.plugin.host import Host, Share
+from lightning_spectral.plugin.precision import convert_now, full_precision
+from lightning_spectral.plugin.round_boundaries import with_boundaries
+from lightning_spectral.plugin.run_config import data_config
+from lightning_spectral.plugin.sampler_checks import check_limit, check_over_selection
+from lightning_spectral.plugin.saved_run import SavedRun
+from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
+from lightning_spectral.plugin.trainer_runtime import TrainerRuntime
+from lightning_spectral.plugin.unfinished_rounds import BeforeValidation
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.processes import Processes
+
+Checkpoint = dict[str, Any]
+
+
+class FederatedHooks(FixedArguments, ForwardedHooks, Host):
+    """What Lightning calls of a federation; `FederatedModule` and `MultiModelModule` say who is in it."""
+
+    seed: int
+    participation: UniformParticipation | Sampler | None
+    federation: Federation
+    _runtime: TrainerRuntime
+    _saved: SavedRun
+    _default_dtype: torch.dtype
+
+    def _federate(self, members: Mapping[str, Member]) -> None:
+        """Found the federation, at the end of the constructor."""
+        self.automatic_optimization = False
+        self._runtime = TrainerRuntime(self)
+        self.federation = Federation(self, members, self._runtime)
+        self._saved = SavedRun(self.federation)
+        self._default_dtype = torch.get_default_dtype()
+
+    def data_of(self, name: str) -> FederatedDataModule:
+        """The data of one model's clients."""
+        raise NotImplementedError
+
+    def data_or_none(self, name: str) -> FederatedDataModule | None:
+        """One model's data; ``None`` when evaluating with the user's own loader."""
+        raise NotImplementedError
+
+    def population(self) -> Population:
+        """Which client can train which model."""
+        raise NotImplementedError
+
+    def available_for(self, name: str) -> torch.Tensor | None:
+        """Whether each client can train a model, if it has examples of it; ``None`` if all can."""
+        return None
+
+    def configuration(self) -> dict[str, str | int]:
+        """The settings that must match for a checkpoint to be resumed, apart from the data."""
+        raise NotImplementedError
+
+    def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
+        """What is known of one model's clients, with the capacities that an algorithm gives them."""
+        data = self.data_of(name)
+        capacities = algorithm.keep_ratios(data.num_clients, self.federation.members[name].owner.seed)
+        return data.client_directory(capacities, self.available_for(name))
+
+    # -- a run
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """The users' callbacks, then the round's boundaries that the Trainer does not have yet."""
+        check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
+        configured = [member.owner.module.configure_callbacks() for member in self.federation.members.values()]
+        own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
+        return with_boundaries(self.trainer, own)
+
+    def prepare_data(self) -> None:
+        """Call the users' hooks."""
+        for member in self.federation.members.values():
+            member.owner.module.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Call the users' hooks; for a fit, check everything that can be checked before training."""
+        self.federation.take_members()
+        for member in self.federation.members.values():
+            member.owner.module.setup(stage)
+            check_stage(stage, member.owner.module)
+        if stage == "fit":
+            self._saved.begin()
+            self._runtime.begin()
+            check_trainer(self.trainer)
+            check_own_optimizers(self)
+            for name, member in self.federation.members.items():
+                self._check_member(member, self.data_of(name))
+        handle_whole_files(self.trainer)
+        self.move_batches()
+
+    def _check_member(self, member: Member, data: FederatedDataModule) -> None:
+        owner = member.owner
+        check_member(owner.module, data, self.participation, owner.faults, owner.local_hooks)
+        check_over_selection(owner.conditions, absolute=is_absolute(self.participation))
+        owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
+
+    def move_batches(self) -> None:
+        """Let the users' batch hooks act on evaluation batches."""
+        raise NotImplementedError
+
+    def teardown(self, stage: str) -> None:
+        """Drop the engines, and call the users' hooks."""
+        for member in self.federation.members.values():
+            member.end_fit()
+            member.owner.module.teardown(stage)
+
+    def configure_optimizers(self) -> Any:
+        """Return each model's server optimizer and the user's own, which clients' are modelled on."""
+        optimizers: list[Any] = []
+        schedulers: list[dict[str, Any]] = []
+        for name, member in self.federation.members.items():
+            made = member.make_optimizers()
+            optimizers += member.optimizers
+            names = (f"{name}/{s.name or 'lr'}" if name else s.name for s in made)
+            schedulers += [{"scheduler": s.scheduler, "name": own} for s, own in zip(made, names, strict=True)]
+        return optimizers, schedulers
+
+    def cut_cohort(self, limit: int | float) -> None:
+        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
+        if isinstance(self.participation, Sampler):
+            check_limit(limit, self.trainer)
+        self.federation.cohorts.begin(limit)
+
+    def on_fit_start(self) -> None:
+        """Check that all processes are set up for the same run, and begin it for every model."""
+        self._default_dtype = torch.get_default_dtype()
+        check_same_everywhere(self.processes, self.full_configuration())
+        self.federation.begin_fit(self._saved.progress.resumed is not None)
+
+    def on_train_start(self) -> None:
+        """Call the users' hooks, and go on with a resumed run."""
+        self.call_users("on_train_start")
+        self._saved.go_on(self)
+
+    def on_train_end(self) -> None:
+        """Report what the first rounds have shown, and call the users' hooks."""
+        for member in self.federation.members.values():
+            member.first_rounds.finish()
+        self.call_users("on_train_end")
+
+    # -- a round
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
+        return processes_of(self.trainer)
+
+    def cohort(self, round_idx: int) -> list[WorkUnit]:
+        """The units of a round, as a pure function of the seed, the round and what the sampler has seen."""
+        return self.federation.cohorts.units(round_idx)
+
+    def share(self, round_idx: int) -> Share:
+        """The clients that this process trains in a round, and those of the others."""
+        return self.federation.cohorts.share(round_idx)
+
+    def start_round(self, round_idx: int) -> None:
+        """Open the round of every model that some client trains, and call the round callbacks."""
+        self._runtime.note_shares(round_idx)
+        self._saved.progress.before_validation = None
+        self._saved.progress.logged.mark(self.trainer)
+        self.federation.start_round(round_idx)
+
+    def training_step(self, batch: Share, batch_idx: int) -> None:
+        """Train this process's clients, one model after another; then `Aggregation` ends the round."""
+        self._runtime.note_shares(batch.round_idx, batch)
+        with full_precision(self.device, self._default_dtype):
+            self.federation.play(batch)
+            self._runtime.end_if_told()
+            for callback in self._runtime.round_callbacks():
+                callback.on_cohort_end(self.trainer, self, batch.round_idx)
+
+    def finish_round(self) -> None:
+        """Close the round, step the server on its pseudo-gradients, step the schedules and log the round."""
+        self.federation.finish_round()
+
+    def abandon_round(self) -> None:
+        """End a round that failed; it has changed nothing at the server and can be repeated."""
+        self.federation.abandon_round()
+
+    def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:
+        """Stop all processes together, as soon as any of them is asked to, or received SIGTERM."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ClientParallelStrategy):
+            strategy.end_if_told()
+            strategy.note_shares(batch.round_idx)
+        self.trainer.should_stop = strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
+        progress = self._saved.progress
+        progress.before_validation = BeforeValidation.of(self.trainer, progress.logged)
+
+    def on_train_epoch_end(self) -> None:
+        """Step the schedules that wait for a metric, which is available now."""
+        if self.federation.last_stepped == self.current_epoch:
+            for member in self.federation.members.values():
+                member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
+        self._saved.progress.ended = self.current_epoch
+
+    def on_validation_epoch_end(self) -> None:
+        """Call the users' hooks, and log the round, so that loggers can plot evaluation against it."""
+        self.call_users("on_validation_epoch_end")
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self.log("fl/round", float(self.current_epoch), batch_size=1)
+            self._saved.progress.validated = self.current_epoch
+
+    # -- checkpoints and loggers
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the federation and load its weights, as for any LightningModule.
+
+        The checkpoint of a LightningCLI run contains all that is needed. For any other checkpoint, pass the modules and
+        the federation's arguments that differ from the defaults. `load_user_module` loads only your own module.
+
+        Args:
+            checkpoint_path: The checkpoint.
+            *args: As for any LightningModule.
+            **kwargs: As for any LightningModule, including arguments of the federation.
+
+        Raises:
+            TypeError: If an argument is missing.
+            ValueError: If the file is empty, incomplete or damaged.
+            RuntimeError: If the weights do not fit, or belong to another algorithm.
+        """
+        check_loadable(checkpoint_path)
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except RuntimeError as error:
+            if ' key(s) in state_dict: "state.' not in str(error):
+                raise
+            raise RuntimeError(
+                "The checkpoint has state of another algorithm, or lacks that of this one: pass the one of the run, "
+                f"{cls.__name__}.load_from_checkpoint(path, algorithm=...), or load your own module alone: "
+                f"load_user_module(path, YourModule). {error}"
+            ) from error
+        except TypeError as error:
+            missing = str(error).partition(f"{cls.__name__}.__init__() missing ")[2]
+            if not missing:
+                raise
+            raise TypeError(
+                f"Only the checkpoint of a LightningCLI run says how to build a {cls.__name__}; this one lacks "
+                f"{missing}: pass it, {cls.__name__}.load_from_checkpoint(path, ...=...), or load your own module "
+                "alone: load_user_module(path, YourModule)."
+            ) from error
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
+        super().log(name, value, *args, **{**options, **log_options(self)})
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """The settings that Lightning sends to loggers when a run starts; they include the data, once it is dealt."""
+        found = super().hparams_initial
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            return found
+        data = {name: self.data_or_none(name) for name in self.federation.members}
+        configs = {name: data_config(one) for name, one in data.items() if one is not None}
+        return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
+
+    def full_configuration(self) -> dict[str, str | int]:
+        """The settings that must match for a checkpoint to be resumed, and across all processes."""
+        found = self.configuration()
+        for name in self.federation.members:
+            prefix = f"{name}: " if name else ""
+            if (data := self.data_or_none(name)) is not None:
+                found[f"{prefix}batch_size"] = data.batch_size
+                found[f"{prefix}drop_last"] = data.drop_last
+                found[f"{prefix}partition"] = data.partition.fingerprint()
+        return found | self._trainer_settings()
+
+    def _trainer_settings(self) -> dict[str, str | int]:
+        """Settings of the Trainer that change a run's result; none for a quick try, which can continue any run."""
+        trainer, limit = self.trainer, self.federation.cohorts.limit
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return {}
+        settings = limit, trainer.overfit_batches or 0.0, trainer.precision  # type: ignore[attr-defined]
+        return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # as text, because a limit of 1 is not 1.0
+
+    def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
+        self._saved.write(checkpoint, self.full_configuration())
+
+    def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Check that the configuration is unchanged, restore clients' state, and call the users' hooks.
+
+        Lightning restores weights before it converts the module to the Trainer's precision, which would round those of
+        ``"64-true"``.
+
+        Raises:
+            ValueError: If a fit is resumed from a checkpoint of another configuration.
+        """
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            self._saved.read(checkpoint, self.full_configuration())
+        self._saved.call_user_hooks(checkpoint)
+        if self._trainer is not None:
+            convert_now(self, self.trainer.precision_plugin)

@@ -1,0 +1,182 @@
+"""A Trainer as what runs a federation's rounds: its callbacks, processes, precision, profiler and loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_loop import LocalLoop
+from lightning_spectral.client.local_optimizer import recipe_of
+from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
+from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, SubmodelSampling
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.client_parallel import ClientParallelStrategy, processes_of
+from lightning_spectral.plugin.client_trainer import ClientTrainer
+from lightning_spectral.plugin.host import Share
+from lightning_spectral.plugin.precision import scaled_by
+from lightning_spectral.plugin.round_log import log_round
+from lightning_spectral.plugin.schedules import RoundScheduler
+from lightning_spectral.plugin.stages import stage_profile
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, is_overridden
+from lightning_spectral.plugin.user_logging import redirect_logging
+from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.executor import SequentialExecutor
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.run import Run
+
+
+class TrainerRuntime:
+    """Runs a federation's rounds with the Trainer that fits a module.
+
+    Args:
+        host: The module that the Trainer fits.
+    """
+
+    def __init__(self, host: pl.LightningModule) -> None:
+        self._host = host
+        self._told_to_end = False
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer."""
+        return self._host.trainer
+
+    @property
+    def round_idx(self) -> int:
+        """The current round, from 0."""
+        return self._host.current_epoch
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
+        return processes_of(self.trainer)
+
+    @property
+    def averages_are_set(self) -> bool:
+        """Whether a callback sets the averages of BatchNorm."""
+        return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
+
+    def profile(self, stage: str) -> AbstractContextManager[Any]:
+        """Record the block as one stage in the Trainer's profiler."""
+        return stage_profile(self.trainer, stage)
+
+    def round_callbacks(self) -> list[RoundCallback]:
+        """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=_place)
+
+    def begin(self) -> None:
+        """Begin a fit."""
+        self._told_to_end = False
+
+    def note_shares(self, round_idx: int, share: Share | None = None) -> None:
+        """Let the other processes know what this one does until they meet, for the error if one does not arrive."""
+        if isinstance(self.trainer.strategy, ClientParallelStrategy):
+            self.trainer.strategy.note_shares(round_idx, () if share is None else share.everywhere)
+
+    def until_told(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
+        """Yield the units whose turns may begin: none once a process was told to end, by SIGTERM."""
+        strategy = self.trainer.strategy
+        for unit in units:
+            if isinstance(strategy, ClientParallelStrategy):
+                strategy.note_turn(self.round_idx, unit)
+                self._told_to_end |= strategy.is_told_to_end()
+            else:
+                self._told_to_end |= self.trainer.received_sigterm
+            if self._told_to_end:
+                return
+            yield unit
+
+    def end_if_told(self) -> None:
+        """End all processes, as Lightning does for SIGTERM, if any of them was told to before its clients were done."""
+        if self.trainer.strategy.reduce_boolean_decision(self._told_to_end, all=False):
+            self.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+
+    def step(self, servers: Sequence[Optimizer]) -> None:
+        """Step server optimizers; Lightning counts only the first optimizer's step, for the round.
+
+        That optimizer steps in every round; without a gradient, the step changes nothing.
+        """
+        first: Any = self._host.optimizers()[0]  # type: ignore[index]
+        with self.profile("apply"), scaled_by(None, self.trainer.precision_plugin):
+            first.step()
+            for server in servers:
+                if server is not first.optimizer:
+                    self.trainer.strategy.optimizer_step(server, _nothing)
+
+    def log(self, summaries: Sequence[RoundSummary]) -> None:
+        """Log a finished round of all models to callbacks, progress bar and loggers."""
+        log_round(self.trainer, summaries)
+
+
+def sequential_executor(
+    owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer | None = None
+) -> SequentialExecutor:
+    """An executor that trains clients one after another, on a device in this process.
+
+    Args:
+        owner: The `FederatedModule` of the model that they train.
+        run: Settings and state shared by its rounds.
+        schedules: The user's learning-rate schedules.
+        local_trainer: Runs a client's local epochs; ``None`` for the client engine that the owner asks for.
+    """
+    device = Device(
+        run.server,
+        run.half.device_half,
+        # looked up in the user's module: a copy of it has parameters with the same names
+        [recipe_of(template, owner.module) for template in owner.templates()],
+        owner.data.client_data,
+        LocalSettings(_placement(owner), owner.local_hooks, defines),
+        local_trainer or _local_trainer(owner, schedules),
+        attach=partial(_attach, owner),
+        profile=run.profile,
+    )
+    return SequentialExecutor(device)
+
+
+def _attach(owner: Any, recorder: Recorder, client: Any) -> None:
+    client.trainer = owner.trainer
+    redirect_logging(client, recorder.log, recorder.log_dict)
+    adopt_batch_hooks(client, owner.data)
+
+
+def _placement(owner: Any) -> Placement:
+    precision = owner.trainer.precision_plugin
+    own = any(is_overridden(module, "transfer_batch_to_device") for module in (owner.module, owner.data))
+    moves = own or owner.device.type != "cpu"
+    scaler = getattr(precision, "scaler", None)
+    return Placement(owner.device, precision.convert_input, _forward_context(precision), moves, scaler)
+
+
+def _forward_context(precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
+    """The context of a client's forward pass; none in full precision, since entering one takes time in every step."""
+    names = ("train_step_context", "forward_context")
+    is_plain = all(getattr(type(precision), name) is getattr(Precision, name) for name in names)
+    return nullcontext if is_plain else precision.train_step_context
+
+
+def _local_trainer(owner: Any, schedules: Sequence[RoundScheduler]) -> LocalTrainer:
+    if owner.client_engine == "loop":
+        return LocalLoop
+    schedulers: Sequence[Any] = [schedule.scheduler for schedule in schedules]
+    return ClientTrainer(owner.trainer, schedulers).prepare
+
+
+def _place(callback: RoundCallback) -> int:
+    """Whether a callback comes first, in the middle or last among the round callbacks."""
+    return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation | SubmodelSampling)
+
+
+def _nothing() -> None:
+    """The closure for an optimizer whose gradients already exist."""

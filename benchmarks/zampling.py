@@ -25,7 +25,7 @@ import lightning_spectral as ls
 from lightning_spectral.nn.zampling.sampled_weights import SampledWeights
 
 BATCHES = (32, 128, 512)
-HOW = ls.Zampling(32).how()
+HOW = ls.Zampling(32).scheme()
 
 
 def contenders() -> dict[str, Callable[[], object]]:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.algorithms import TruncatedProducts as TruncatedProducts
     from lightning_spectral.algorithms import WidthSharding as WidthSharding
     from lightning_spectral.algorithms import Zampling as Zampling
+    from lightning_spectral.algorithms import cost_table as cost_table
+    from lightning_spectral.algorithms import largest_that_fits as largest_that_fits
     from lightning_spectral.designs import Brewer as Brewer
     from lightning_spectral.designs import ConditionalPoisson as ConditionalPoisson
     from lightning_spectral.designs import MinimumSupport as MinimumSupport
@@ -58,7 +60,6 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.nn import SpectralShardedConv2d as SpectralShardedConv2d
     from lightning_spectral.nn import SpectralShardedConv3d as SpectralShardedConv3d
     from lightning_spectral.nn import SpectralShardedLinear as SpectralShardedLinear
-    from lightning_spectral.nn import cost_table as cost_table
     from lightning_spectral.nn import replace_layers as replace_layers
     from lightning_spectral.nn import validate as validate
     from lightning_spectral.participation import FullParticipation as FullParticipation
@@ -103,13 +104,13 @@ __version__ = "0.1.0"
 _NAMES = {
     "algorithms": """
         Algorithm AlternatingFactors FIARSE FedAvg FrozenA LoRA PaddedFactors SampledTerms Scaffold SpectralSharding
-        StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling
+        StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table largest_that_fits
     """,
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",
     "nn": """
         EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d
-        SpectralShardedLinear cost_table replace_layers validate
+        SpectralShardedLinear replace_layers validate
     """,
     "participation": """
         FullParticipation LossVarianceReduced RoundRobin StaleUpdateVarianceReduced Uniform UpdateVarianceReduced

@@ -5,8 +5,7 @@ from types import FrameType
 
 MOVED = {
     "algorithms": """
-        AdapterAggregation LoRACostTable MatrixMeans SpectralStart TermAggregation TermMeans lora_cost_table
-        rank_for spectral_start sub_model_cost_table sub_model_keep_ratio_for
+        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans spectral_start
     """,
     "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
     "designs": "Coordinated Design JointDesign RandomSystematic",
@@ -14,8 +13,7 @@ MOVED = {
     "functional": "standardize_images",
     "functional.zampling": "Clip Link Sigmoid",
     "nn": """
-        CostTable FrobeniusDecay WidthPlan ZamplingCostTable compression_for keep_ratio_for unzample width_plan
-        zample zampling_cost_table
+        CostTable FrobeniusDecay WidthPlan unzample width_plan zample
     """,
     "participation": "Sampler",
     "partition": "Partitioner",
@@ -30,17 +28,24 @@ MOVED = {
     "sharding": "ChannelChoice Scaled Schatten ShardingStrategy",
     "simulation": "DeviceProfile",
 }
+REPLACED = """
+    LoRACostTable ZamplingCostTable compression_for keep_ratio_for lora_cost_table rank_for sub_model_cost_table
+    sub_model_keep_ratio_for zampling_cost_table
+"""  # by others, which they name when they are called
 PLACES = {name: f"lightning_spectral.{place}" for place, names in MOVED.items() for name in names.split()}
+OLD_COSTS = dict.fromkeys(REPLACED.split(), "lightning_spectral.algorithms.old_costs")
 NEW_PATHS = {f"lightning_spectral.{name}": f"{place}.{name}" for name, place in PLACES.items()}
 
 
 def is_old_name(name: str, caller: FrameType) -> bool:
     """Whether a name was at the top level, unless jsonargparse looks for the path that it will write into configs."""
-    return name in PLACES and caller.f_code.co_name != "get_import_path"
+    return (name in PLACES or name in OLD_COSTS) and caller.f_code.co_name != "get_import_path"
 
 
 def new_place(name: str) -> str:
     """Where an old name is found now; whoever reads it at the top level of the package is told."""
+    if name in OLD_COSTS:
+        return OLD_COSTS[name]
     old = f"lightning_spectral.{name}"
     message = f"`{old}` is now `{NEW_PATHS[old]}`; the old name works until version 0.2."
     warnings.warn(message, FutureWarning, stacklevel=3)

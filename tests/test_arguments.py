@@ -73,28 +73,25 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "Uniform": lambda: {"active": 2},
     "UpdateVarianceReduced": lambda: {"active": 2},
     "VirtualClock": lambda: {"profiles": DEVICE},
-    "compression_for": lambda: {"module": net(), "budget_bytes": 1e6},
-    "cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
-    "keep_ratio_for": lambda: {"module": net(), "example_input": EXAMPLE},
-    "lora_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
+    "cost_table": lambda: {
+        "module": net(),
+        "algorithm": ls.SpectralSharding(),
+        "capacities": [0.5],
+        "example_input": EXAMPLE,
+    },
+    "largest_that_fits": lambda: {"module": net(), "algorithm": ls.FIARSE(), "example_input": EXAMPLE},
     "narrow_model": lambda: {"model": by_width()},
-    "rank_for": lambda: {"module": net(), "example_input": EXAMPLE},
     "replace_layers": lambda: {"module": net(), "keep_ratio": 0.5},
-    "sub_model_cost_table": lambda: {"module": net(), "algorithm": ls.FIARSE(), "example_input": EXAMPLE},
-    "sub_model_keep_ratio_for": lambda: {"module": net(), "algorithm": ls.FIARSE(), "example_input": EXAMPLE},
     "spectral_start": lambda: {"module": net(), "keep_ratio": 0.5},
     "standardize_images": lambda: {"images": torch.zeros(2, 3, 4, 4)},
     "zample": lambda: {"module": net()},
-    "zampling_cost_table": lambda: {"module": net(), "example_input": EXAMPLE},
 }
 # Only the package creates the first ones; the last passes its arguments on to torch.
 LEFT_OUT = {
     "ClientRow",
     "ClientTable",
     "CostTable",
-    "LoRACostTable",
     "RunEstimate",
-    "ZamplingCostTable",
     "load_user_module",
 }
 MAY_BE_NEGATIVE = {"absent", "seed"}
@@ -151,7 +148,7 @@ def test_a_wrong_number_or_flag_is_refused_by_name(name: str, argument: str, hin
 def test_the_walk_finds_arguments_of_each_kind() -> None:
     found = {f"{name}.{argument}" for name, argument, _ in CHECKED}
     assert found >= {"FederatedModule.seed", "FedAdam.betas", "SpectralSharding.keep_ratio", "LayerChoices.split"}
-    assert found >= {"Clip.absorbing", "LossVarianceReduced.measure", "keep_ratio_for.budget_macs"}
+    assert found >= {"Clip.absorbing", "LossVarianceReduced.measure", "largest_that_fits.budget_macs"}
 
 
 NUMPY: list[Any] = [

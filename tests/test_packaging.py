@@ -44,7 +44,7 @@ def test_an_extra_that_errors_name_exists(monkeypatch: pytest.MonkeyPatch, tmp_p
         history.plot("fl/loss", tmp_path / "loss.png")
     net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
     with pytest.raises(ModuleNotFoundError, match=needs):
-        ls.cost_table(net, example_input=torch.zeros(1, 4)).plot()
+        ls.cost_table(net, ls.FedAvg(), [1], torch.zeros(1, 4)).plot()
     with pytest.raises(ModuleNotFoundError, match=needs):
         report(Partition.from_lists([[0]])).plot(tmp_path / "partition.png")
 

@@ -56,8 +56,8 @@ def test_a_fit_is_refused_before_its_first_round(data: Any, fit: Fit) -> None:
 
 def test_tables_of_costs_refuse_them_too() -> None:
     for table in (
-        lambda: ls.nn.zampling_cost_table(seeded(LitSmall), [2], degree=2, keep_buffers=["nope"]),
-        lambda: ls.algorithms.lora_cost_table(seeded(LitSmall), [2], keep_buffers=["nope"]),
+        lambda: ls.cost_table(seeded(LitSmall), ls.Zampling(degree=2, keep_buffers=["nope"]), [2]),
+        lambda: ls.cost_table(seeded(LitSmall), ls.LoRA(keep_buffers=["nope"]), [2]),
     ):
         with pytest.raises(ValueError, match=BUFFER):
             table()

@@ -127,14 +127,14 @@ def test_a_narrow_pair_beside_a_frozen_layer_of_its_ends_is_one_of_factors(adapt
 
 def test_a_module_that_shards_nothing_has_costs_and_budgets() -> None:
     net = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 3))
-    table = ls.cost_table(net, [0.5], torch.zeros(1, 8))
+    table = ls.cost_table(net, ls.SpectralSharding(), [0.5], torch.zeros(1, 8))
     assert table.at[0.5] == table.full
     assert table.full.frozen_bytes == 2 * 4 * 72
     assert table.full.downlink_bytes == table.full.uplink_bytes == 4 * 27
     assert "down once" in str(table)
-    assert ls.nn.keep_ratio_for(net, torch.zeros(1, 8), budget_bytes=8 * 27) == 1.0
-    with pytest.raises(ValueError, match="the smallest takes 216"):
-        ls.nn.keep_ratio_for(net, torch.zeros(1, 8), budget_bytes=8 * 27 - 1)
+    assert ls.largest_that_fits(net, ls.SpectralSharding(), torch.zeros(1, 8), budget_bytes=8 * 27) == 1.0
+    with pytest.raises(ValueError, match="the smallest sub-model takes 216"):
+        ls.largest_that_fits(net, ls.SpectralSharding(), torch.zeros(1, 8), budget_bytes=8 * 27 - 1)
 
 
 def test_a_plan_made_before_a_layer_was_frozen_is_refused() -> None:
@@ -142,4 +142,4 @@ def test_a_plan_made_before_a_layer_was_frozen_is_refused() -> None:
     plan = ls.nn.plan_layers(net)
     net[1].requires_grad_(False)
     with pytest.raises(ValueError, match=r"1\.weight would be sharded but is frozen"):
-        ls.cost_table(net, [0.5], torch.zeros(1, 8), plan)
+        ls.cost_table(net, ls.SpectralSharding(layers=plan), [0.5], torch.zeros(1, 8))

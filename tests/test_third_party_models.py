@@ -123,5 +123,7 @@ def test_a_model_with_autograd_functions_of_its_own_has_a_cost_table() -> None:
         feed_forward_size=64,
         local_attn_chunk_length=8,
     )
-    table = ls.cost_table(transformers.ReformerModel(config), [0.5], {"input_ids": torch.randint(50, (2, 32))})
+    table = ls.cost_table(
+        transformers.ReformerModel(config), ls.SpectralSharding(), [0.5], {"input_ids": torch.randint(50, (2, 32))}
+    )
     assert "0.5" in str(table)

@@ -70,26 +70,29 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (conv, {"padding": 1}, r"`padding` must be 2 numbers, .*; write \(1, 1\)"),
     (conv, {"padding": "SAME"}, r"`padding` must be 'valid' or 'same', got 'SAME'"),
     (conv, {"padding_mode": "zero"}, r"`padding_mode` must be 'zeros', .*, got 'zero'"),
-    (ls.cost_table, {"module": net(), "keep_ratios": 0.5}, r"`keep_ratios` must be a .*; write keep_ratios=\[0\.5\]"),
-    (ls.cost_table, {"module": net(), "keep_ratios": []}, r"`keep_ratios` must name at least one number"),
     (
-        ls.algorithms.lora_cost_table,
-        {"module": net(), "ranks": 4},
-        r"`ranks` .* a sequence of numbers, got 4; write ranks=\[4\]",
+        ls.cost_table,
+        {"module": net(), "algorithm": ls.FIARSE(), "capacities": 0.5},
+        r"`capacities` must be a .*; write capacities=\[0\.5\]",
     ),
     (
-        ls.algorithms.lora_cost_table,
-        {"module": net(), "aggregation": ""},
-        r"`aggregation` must be an instance of Adapter",
+        ls.cost_table,
+        {"module": net(), "algorithm": ls.FIARSE(), "capacities": []},
+        r"`capacities` must name at least one number",
     ),
     (
-        ls.algorithms.rank_for,
-        {"module": net(), "budget_bytes": 1e6, "aggregation": []},
-        r"`aggregation` must be an instance",
+        ls.cost_table,
+        {"module": net(), "algorithm": ls.FIARSE, "capacities": [0.5]},
+        r"`algorithm` must be .* got the class FIARSE; write",
     ),
     (
-        ls.algorithms.rank_for,
-        {"module": nn.Linear, "budget_bytes": 1e6},
+        ls.largest_that_fits,
+        {"module": net(), "algorithm": 0.5, "budget_bytes": 1e6},
+        r"`algorithm` must be an instance of Algorithm",
+    ),
+    (
+        ls.largest_that_fits,
+        {"module": nn.Linear, "algorithm": ls.LoRA(), "budget_bytes": 1e6},
         r"`module` must be .* got the class Linear; write",
     ),
     (ls.nn.width_plan, {"module": net(), "example_input": EXAMPLE, "exclude": "2"}, r"write exclude=\('2',\)"),
@@ -101,14 +104,6 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
         r"`link` must be .* got the class Sigmoid; write Sigmoid",
     ),
     (ls.nn.zample, {"module": nn.Linear}, r"`module` must be .* got the class Linear"),
-    (ls.nn.compression_for, {"module": net(), "budget_bytes": 1e6, "exclude": "0"}, r"write exclude=\('0',\)"),
-    (ls.nn.compression_for, {"module": net(), "budget_bytes": 1e6, "keep_buffers": ""}, r"write keep_buffers=\('',\)"),
-    (ls.nn.zampling_cost_table, {"module": net(), "compressions": 8}, r"write compressions=\[8\]"),
-    (
-        ls.algorithms.sub_model_cost_table,
-        {"module": net(), "algorithm": ls.FIARSE(), "keep_ratios": 0.5},
-        r"keep_ratios=\[0\.5\]",
-    ),
     (ls.plugin.estimate, {"trainer": None, "model": None, "data": None}, r"`trainer` must be an instance of Trainer"),
     (
         testing.check_algorithm,
@@ -160,9 +155,12 @@ def test_a_server_optimizer_that_is_none_is_refused_before_training(wrong: Any, 
 
 def test_harmless_forms_are_accepted() -> None:
     assert conv(kernel_size=[3, 3], padding="same", stride=(1, 1), padding_mode="reflect").kernel_size == (3, 3)
-    assert list(ls.cost_table(net(), torch.linspace(0.5, 1, 2).tolist(), EXAMPLE).at) == [0.5, 1.0]
+    assert list(ls.cost_table(net(), ls.SpectralSharding(), torch.linspace(0.5, 1, 2).tolist(), EXAMPLE).at) == [
+        0.5,
+        1.0,
+    ]
     assert ls.VirtualClock(DEVICE, macs={0.5: 1e6}).macs == {0.5: 1e6}
-    table, of_shares = (ls.cost_table(net(), ratios, torch.zeros(2, 8)) for ratios in ([0.5], {0.5: 1.0}))
+    table, of_shares = (ls.cost_table(net(), ls.FIARSE(), ratios, EXAMPLE) for ratios in ([0.5], {0.5: 1.0}))
     assert str(table) == str(of_shares)
     assert ls.VirtualClock(DEVICE, macs=lambda keep_ratio: 1e6 * keep_ratio).macs is not None
     assert ls.NaturalPartitioner(range(3), names={0: 5, 1: 5, 2: 5}.keys()).num_clients == 3

@@ -13,7 +13,7 @@ from setups import SHORTCUTS
 from tables import row_of
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.rows import show_count
+from lightning_spectral.nn.cost.table import show_count
 
 COUNTED = {"parameters": "parameters", "macs": "MACs", "kept_values": "memory, values"}
 
@@ -56,9 +56,9 @@ class Costs:
         """Return the table in Markdown: our rows, then the paper's."""
         batch = torch.zeros(*self.inputs)
         model = MODELS[self.model](self.classes, batch.shape[1:])
-        costs = [ls.cost_table(model, [ratio], batch) for ratio in self.keep_ratios]
+        costs = [ls.cost_table(model, ls.SpectralSharding(), [ratio], batch) for ratio in self.keep_ratios]
         cut = [
-            ls.cost_table(model, [ratio], batch, ls.LayerChoices(exclude=SHORTCUTS, output_ratio=ratio))
+            ls.cost_table(model, ls.SpectralSharding(exclude=SHORTCUTS, output_ratio=ratio), [ratio], batch)
             for ratio in self.keep_ratios
         ]
         head = [row_of("", "whole", *map(str, self.keep_ratios)), row_of(*["---"] * (2 + len(self.keep_ratios)))]

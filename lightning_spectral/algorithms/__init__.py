@@ -1,7 +1,8 @@
 """What clients hold, what travels, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.costs import CapacityTable, cost_table
+from lightning_spectral.algorithms.costs import cost_table as _cost_table
+from lightning_spectral.algorithms.costs import largest_that_fits
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.lora import (
@@ -14,9 +15,8 @@ from lightning_spectral.algorithms.lora import (
     StackedProducts,
     TruncatedProducts,
 )
-from lightning_spectral.algorithms.lora.budgets import rank_for
-from lightning_spectral.algorithms.lora.costs import LoRACostTable, lora_cost_table
 from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
+from lightning_spectral.algorithms.old_costs import accepting_old_arguments
 from lightning_spectral.algorithms.spectral import (
     MatrixMeans,
     SpectralSharding,
@@ -26,23 +26,22 @@ from lightning_spectral.algorithms.spectral import (
     TermMeans,
     spectral_start,
 )
-from lightning_spectral.algorithms.sub_model_costs import sub_model_cost_table, sub_model_keep_ratio_for
 from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
+
+cost_table = accepting_old_arguments(_cost_table)
 
 __all__ = [
     "FIARSE",
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
-    "CapacityTable",
     "DenseHalf",
     "DenseRound",
     "DenseSide",
     "FedAvg",
     "FrozenA",
     "LoRA",
-    "LoRACostTable",
     "MatrixMeans",
     "PaddedFactors",
     "SampledTerms",
@@ -58,9 +57,6 @@ __all__ = [
     "WidthSharding",
     "Zampling",
     "cost_table",
-    "lora_cost_table",
-    "rank_for",
+    "largest_that_fits",
     "spectral_start",
-    "sub_model_cost_table",
-    "sub_model_keep_ratio_for",
 ]

@@ -61,11 +61,14 @@ class ServerHalf(ABC):
     Attributes:
         server: The server's module.
         state: What `Algorithm.new_state` made, as it is now.
+        rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _check_no_device_methods(cls)
+
+    rounds_are_alike: ClassVar[bool] = False
 
     def __init__(self, server: nn.Module, state: nn.Module | None = None) -> None:
         self.server = server

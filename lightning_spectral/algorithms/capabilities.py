@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.term_draws import TermDraws
+from lightning_spectral.nn.cost.cost import Cost
 from lightning_spectral.protocol.cohort import SharesWork
 from lightning_spectral.protocol.records import Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -71,10 +72,37 @@ class DrawsNetworks(Protocol):
 
 @runtime_checkable
 class HasCapacities(Protocol):
-    """An algorithm whose clients differ by something else than keep ratios, e.g. by ranks."""
+    """An algorithm whose clients differ by something else than keep ratios, e.g. by ranks.
+
+    Attributes:
+        capacity_name: What they differ by.
+        capacity_is_shared: Whether all clients of a federation have the same.
+    """
+
+    capacity_name: ClassVar[str]
+    capacity_is_shared: ClassVar[bool]
 
     def with_capacities(self, capacities: Sequence[float]) -> Mapping[float, tuple[Algorithm, float]]:
         """For each capacity, the same choice with clients of that capacity, and their keep ratio in it."""
+
+    def all_capacities(self, server: nn.Module) -> Sequence[float]:
+        """All capacities that may differ in cost, from the smallest sub-model to the largest."""
+
+
+@runtime_checkable
+class CutsInto(Protocol):
+    """An algorithm whose clients hold ceil(r N) of N parts, for one N or several."""
+
+    def cut_sizes(self, server: nn.Module) -> Collection[int]:
+        """These numbers N."""
+
+
+@runtime_checkable
+class PlansAhead(Protocol):
+    """An algorithm that plans with an example input."""
+
+    def planned(self, server: nn.Module) -> Algorithm:
+        """The same choice with the plan of ``server``, so that no example is needed any more."""
 
 
 # Of a state
@@ -89,6 +117,15 @@ class HasHistograms(Protocol):
 
 
 # Of a server half
+
+
+@runtime_checkable
+class CostsBesides(Protocol):
+    """A half whose clients work, or hold something in memory, besides their model."""
+
+    @property
+    def cost_besides(self) -> Cost:
+        """What that costs each of them."""
 
 
 @runtime_checkable

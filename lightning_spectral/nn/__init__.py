@@ -1,14 +1,10 @@
 """Layers that hold sampled singular terms, and their substitution for a user's own layers."""
 
 from lightning_spectral.nn.batch_norm import use_batch_statistics
-from lightning_spectral.nn.cost.block_costs import Cost
-from lightning_spectral.nn.cost.budgets import keep_ratio_for
-from lightning_spectral.nn.cost.table import CostTable, cost_table
-from lightning_spectral.nn.cost.zampling_budgets import compression_for
-from lightning_spectral.nn.cost.zampling_costs import ZamplingCost
-from lightning_spectral.nn.cost.zampling_table import ZamplingCostTable, zampling_cost_table
+from lightning_spectral.nn.cost.cost import Cost
+from lightning_spectral.nn.cost.table import CostTable
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
+from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
 from lightning_spectral.nn.layers.grouped_conv import (
     SpectralShardedGroupedConv1d,
@@ -38,7 +34,6 @@ from lightning_spectral.nn.zampling.zample import unzample, zample
 
 __all__ = [
     "SHARDED_LAYERS",
-    "BlockCall",
     "BufferPlan",
     "Cost",
     "CostTable",
@@ -66,11 +61,6 @@ __all__ = [
     "SpectralShardedTransposedLinear",
     "WeightBlock",
     "WidthPlan",
-    "ZamplingCost",
-    "ZamplingCostTable",
-    "compression_for",
-    "cost_table",
-    "keep_ratio_for",
     "plan_layers",
     "plan_of",
     "replace_layers",
@@ -80,5 +70,4 @@ __all__ = [
     "validate",
     "width_plan",
     "zample",
-    "zampling_cost_table",
 ]

@@ -100,8 +100,10 @@ def at_equal(budget: str, need: str) -> Callable[[Ratios, nn.Module], ls.Algorit
         algorithm = ls.WidthSharding(plan=ls.nn.width_plan(module, EXAMPLES))
 
         def width_of(ratio: float) -> float:
-            limit: Any = {budget: getattr(ls.cost_table(module, [ratio], EXAMPLES).at[ratio], need)}
-            width = ls.algorithms.sub_model_keep_ratio_for(module, algorithm, EXAMPLES, **limit)
+            limit: Any = {
+                budget: getattr(ls.cost_table(module, ls.SpectralSharding(), [ratio], EXAMPLES).at[ratio], need)
+            }
+            width = ls.largest_that_fits(module, algorithm, EXAMPLES, **limit)
             assert isinstance(width, float), "one budget, one answer"
             return width
 

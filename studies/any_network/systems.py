@@ -47,13 +47,7 @@ def share_of_macs(net: str, setup: str) -> float:
     """Return the multiplications of one forward pass of a client's model, as a share of the whole model's."""
     module = NETWORKS[net]()
     algorithm: Any = SETUPS[setup].algorithm(KEEP_RATIO, module)
-    if isinstance(algorithm, ls.LoRA):
-        options = {name: getattr(algorithm, name) for name in ("aggregation", "layers", "train")}
-        ranks = ls.algorithms.lora_cost_table(module, [algorithm.max_rank], EXAMPLES, **options)
-        return ranks.share("macs", ranks.at[algorithm.max_rank])
-    if isinstance(algorithm, ls.SpectralSharding):
-        table = ls.cost_table(module, [KEEP_RATIO], EXAMPLES, algorithm.layers)
-    else:
-        table = ls.algorithms.sub_model_cost_table(module, algorithm, [algorithm.keep_ratio], EXAMPLES)
+    capacity = algorithm.max_rank if isinstance(algorithm, ls.LoRA) else algorithm.keep_ratio
+    table = ls.cost_table(module, algorithm, [capacity], EXAMPLES)
     (cost,) = table.at.values()
     return table.share("macs", cost)

@@ -239,7 +239,7 @@ def test_weights_are_those_of_shared_averages(data: Any, fit: Fit) -> None:
 def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
     """By hand: the averages of each narrower width, and eight bytes for each count of steps."""
     table, without = (
-        ls.algorithms.sub_model_cost_table(seeded(LitNorms), ours(averages_per_width=flag), MIXED, torch.zeros(2, 6))
+        ls.cost_table(seeded(LitNorms), ours(averages_per_width=flag), MIXED, torch.zeros(2, 6))
         for flag in (True, False)
     )
     rows = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=12, max_epochs=2).ledger.rows
@@ -256,9 +256,7 @@ def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
 
 
 def test_a_cost_table_goes_beyond_the_widest_client() -> None:
-    table = ls.algorithms.sub_model_cost_table(
-        seeded(LitNorms), ours(0.5, [0.25, 0.5]), [0.4, 0.5, 0.8], torch.zeros(2, 6)
-    )
+    table = ls.cost_table(seeded(LitNorms), ours(0.5, [0.25, 0.5]), [0.4, 0.5, 0.8], torch.zeros(2, 6))
     assert table.at[0.4].uplink_bytes < table.at[0.5].uplink_bytes < table.at[0.8].uplink_bytes
 
 

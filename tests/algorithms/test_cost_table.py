@@ -10,7 +10,7 @@ from federation import HARDLY_MOVED, Fit
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.costs import cost_table
+from lightning_spectral import cost_table
 
 EXAMPLE = torch.zeros(5, 6)
 KEPT: list[Any] = [ls.SpectralSharding(), ls.WidthSharding(), ls.FIARSE()]

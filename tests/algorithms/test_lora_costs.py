@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.budgets import NEEDS
+from lightning_spectral.algorithms.costs import NEEDS
 
 EXAMPLE = torch.zeros(5, 6)
 OPTIONS: dict[str, Any] = {"layers": ["net.0", "net.2"], "train": ["net.5"]}
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"layers": ["net.0", "net.2"], "train": ["net.5"]}
 def test_bytes_are_those_of_rounds(aggregation: Any, data: Any, fit: Fit) -> None:
     """The costlier of two rounds, down and up, and what the first round sends in addition."""
     for ranks in ([2, 4], [3]):
-        table = ls.algorithms.lora_cost_table(LitMLP(), ranks, EXAMPLE, aggregation=aggregation, **OPTIONS)
+        table = ls.cost_table(LitMLP(), ls.LoRA(aggregation=aggregation, **OPTIONS), ranks, EXAMPLE)
         algorithm = ls.LoRA({rank: 1 / len(ranks) for rank in ranks}, aggregation=aggregation, **OPTIONS)
         rows = fit(LitMLP(), data, algorithm=algorithm, clients_per_round=12, max_epochs=3).ledger.rows
         for rank, cost in table.at.items():
@@ -34,12 +34,12 @@ def test_bytes_are_those_of_rounds(aggregation: Any, data: Any, fit: Fit) -> Non
 @pytest.mark.parametrize("sizes", [(6, 48), (48, 6)])
 def test_of_factors_that_take_turns_the_larger_one_counts(sizes: tuple[int, int]) -> None:
     example, alternating = torch.zeros(1, sizes[0]), ls.AlternatingFactors()
-    table = ls.algorithms.lora_cost_table(nn.Sequential(nn.Linear(*sizes)), [2], example, aggregation=alternating)
+    table = ls.cost_table(nn.Sequential(nn.Linear(*sizes)), ls.LoRA(aggregation=alternating), [2], example)
     assert table.at[2].uplink_bytes == 4 * 2 * 48
 
 
 def test_parameters_and_work_are_those_of_a_clients_model() -> None:
-    cost = ls.algorithms.lora_cost_table(LitMLP(), [2, 4], EXAMPLE, **OPTIONS).at[2]
+    cost = ls.cost_table(LitMLP(), ls.LoRA(**OPTIONS), [2, 4], EXAMPLE).at[2]
     algorithm, lit = ls.LoRA([2, 4], **OPTIONS), LitMLP()
     client = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half.build(lit, 0.5)
     assert cost.parameters == sum(p.numel() for p in client.parameters())
@@ -51,7 +51,7 @@ def test_parameters_and_work_are_those_of_a_clients_model() -> None:
 
 def test_counting_changes_nothing() -> None:
     module, state = seeded(LitMLP), torch.get_rng_state()
-    table = ls.algorithms.lora_cost_table(module, [2, 4], EXAMPLE, **OPTIONS)
+    table = ls.cost_table(module, ls.LoRA(**OPTIONS), [2, 4], EXAMPLE)
     assert same_state(module.state_dict(), seeded(LitMLP).state_dict())
     assert torch.equal(state, torch.get_rng_state())
     header, full, *_, last = str(table).splitlines()
@@ -59,7 +59,7 @@ def test_counting_changes_nothing() -> None:
     assert header.endswith("down once")
     assert full.endswith("0 B")
     assert last.startswith("4 ")
-    theirs = ls.cost_table(module, [0.5], EXAMPLE).full
+    theirs = ls.cost_table(module, ls.SpectralSharding(), [0.5], EXAMPLE).full
     assert table.full == theirs
 
 
@@ -67,29 +67,27 @@ def test_counting_changes_nothing() -> None:
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.FrozenA()], ids=repr)
 @pytest.mark.parametrize("budgeted", NEEDS)
 def test_the_answer_fits_and_no_larger_rank_does(budgeted: str, aggregation: Any, several: bool) -> None:
-    options = {"aggregation": aggregation, **OPTIONS}
+    algorithm = ls.LoRA(aggregation=aggregation, **OPTIONS)
     ranks = range(1, 7)  # 6 is the smallest side
-    tables = [
-        ls.algorithms.lora_cost_table(LitMLP(), [*ranks] if several else [rank], EXAMPLE, **options) for rank in ranks
-    ]
+    tables = [ls.cost_table(LitMLP(), algorithm, [*ranks] if several else [rank], EXAMPLE) for rank in ranks]
     needed = {rank: NEEDS[budgeted](table.at[rank]) for rank, table in zip(ranks, tables, strict=True)}
     budgets = [need + change for need in needed.values() for change in (-1, 0, 1)][1:9]
     expected = [max(rank for rank in ranks if needed[rank] <= budget) for budget in budgets]
     if several:
-        assert ls.algorithms.rank_for(LitMLP(), EXAMPLE, **{budgeted: budgets}, **options) == expected
+        assert ls.largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: budgets}) == expected
     else:
         assert [
-            ls.algorithms.rank_for(LitMLP(), EXAMPLE, **{budgeted: budget}, **options) for budget in budgets
+            ls.largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: budget}) for budget in budgets
         ] == expected
 
 
 def test_what_lora_refuses_has_no_cost() -> None:
     with pytest.raises(ValueError, match=r"`rank` must be at most 6 for the layer 'net.0'.* got 8"):
-        ls.algorithms.lora_cost_table(LitMLP(), [8], EXAMPLE, **OPTIONS)
+        ls.cost_table(LitMLP(), ls.LoRA(**OPTIONS), [8], EXAMPLE)
     with pytest.raises(ValueError, match="give `example_input`"):
-        ls.algorithms.rank_for(LitMLP(), budget_macs=1e9)
-    with pytest.raises(ValueError, match=r"Give exactly one of budget_bytes, budget_macs, budget_params; got none\."):
-        ls.algorithms.rank_for(LitMLP())
+        ls.largest_that_fits(LitMLP(), ls.LoRA(), budget_macs=1e9)
+    with pytest.raises(ValueError, match=r"Give exactly one of budget_bytes, .*; got none\."):
+        ls.largest_that_fits(LitMLP(), ls.LoRA())
     smallest = 2 * 4 * (6 + 12 + 12 + 12 + 12 * 3 + 3)
-    with pytest.raises(ValueError, match=rf"No rank fits `budget_bytes=100`: rank 1 takes {smallest}\. Raise the"):
-        ls.algorithms.rank_for(LitMLP(), budget_bytes=100, **OPTIONS)
+    with pytest.raises(ValueError, match=rf"No rank fits `budget_bytes=100`: .* takes {smallest}\. Raise the"):
+        ls.largest_that_fits(LitMLP(), ls.LoRA(**OPTIONS), budget_bytes=100)

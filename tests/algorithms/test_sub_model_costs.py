@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.budgets import NEEDS
+from lightning_spectral.algorithms.costs import NEEDS
 
 EXAMPLE, RATIOS = torch.zeros(5, 6), (0.1, 0.3, 0.75, 1.0)
 
@@ -36,7 +36,7 @@ def algorithms(keep_ratio: Any = 0.25) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("place", range(4))
 def test_bytes_are_those_of_a_round(place: int, data: Any, fit: Fit) -> None:
-    table = ls.algorithms.sub_model_cost_table(LitFrozen(), algorithms()[place], RATIOS, EXAMPLE)
+    table = ls.cost_table(LitFrozen(), algorithms()[place], RATIOS, EXAMPLE)
     algorithm = algorithms({keep_ratio: 0.25 for keep_ratio in RATIOS})[place]
     rows = fit(LitFrozen(), data, algorithm=algorithm, clients_per_round=12, max_epochs=2).ledger.rows
     assert {row.keep_ratio for row in rows} == set(RATIOS)
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_a_round(place: int, data: Any, fit: Fit) -> None:
 
 @pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
 def test_parameters_and_work_are_those_of_a_clients_model(algorithm: Any) -> None:
-    table, server = ls.algorithms.sub_model_cost_table(LitFrozen(), algorithm, RATIOS, EXAMPLE), LitFrozen()
+    table, server = ls.cost_table(LitFrozen(), algorithm, RATIOS, EXAMPLE), LitFrozen()
     for keep_ratio, cost in table.at.items():
         client: Any = algorithm.bind(server).device_half.build(server, keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())
@@ -60,10 +60,10 @@ def test_parameters_and_work_are_those_of_a_clients_model(algorithm: Any) -> Non
 def test_width_saves_all_and_large_weights_save_traffic_alone() -> None:
     """Numbers by hand, for an MLP of widths 6, 12, 12, 3."""
     width, largest = (
-        ls.algorithms.sub_model_cost_table(LitMLP(dropout=0.0), algorithm, [0.25], EXAMPLE)
+        ls.cost_table(LitMLP(dropout=0.0), algorithm, [0.25], EXAMPLE)
         for algorithm in (ls.WidthSharding(), ls.FIARSE())
     )
-    assert width.full == largest.full == ls.cost_table(LitMLP(dropout=0.0), [0.5], EXAMPLE).full
+    assert width.full == largest.full == ls.cost_table(LitMLP(dropout=0.0), ls.SpectralSharding(), [0.5], EXAMPLE).full
     small, n = width.at[0.25], 3
     assert small.parameters == (6 + 1) * n + (n + 1) * n + (n + 1) * 3
     assert (small.macs, small.kept_values) == (5 * (6 * n + n * n + n * 3), 5 * 2 * n)
@@ -76,7 +76,7 @@ def test_width_saves_all_and_large_weights_save_traffic_alone() -> None:
 def test_counting_changes_nothing() -> None:
     module, state = seeded(LitFrozen), torch.get_rng_state()
     for algorithm in algorithms():
-        table = ls.algorithms.sub_model_cost_table(module, algorithm, [0.5], EXAMPLE)
+        table = ls.cost_table(module, algorithm, [0.5], EXAMPLE)
         assert str(table).splitlines()[0].endswith("down once")
     assert same_state(module.state_dict(), seeded(LitFrozen).state_dict())
     assert torch.equal(state, torch.get_rng_state())
@@ -98,26 +98,24 @@ def net() -> nn.Module:
 def test_the_answer_fits_and_no_larger_ratio_does(algorithm: Any, ratios: list[float], budgeted: str) -> None:
     """Every keep ratio is tried, and budgets just below, at and above what each takes."""
     example = torch.zeros(5, 3)
-    table = ls.algorithms.sub_model_cost_table(net(), algorithm, ratios, example)
+    table = ls.cost_table(net(), algorithm, ratios, example)
     needed = {keep_ratio: NEEDS[budgeted](cost) for keep_ratio, cost in table.at.items()}
     budgets = sorted({need + change for need in needed.values() for change in (-1, 0, 1)})[1:]
     expected = [max(keep_ratio for keep_ratio in ratios if needed[keep_ratio] <= budget) for budget in budgets]
-    found = ls.algorithms.sub_model_keep_ratio_for(net(), algorithm, example, **{budgeted: budgets})
+    found = ls.largest_that_fits(net(), algorithm, example, **{budgeted: budgets})
     assert found == expected
-    assert ls.algorithms.sub_model_keep_ratio_for(net(), algorithm, example, **{budgeted: budgets[0]}) == expected[0]
-    with pytest.raises(ValueError, match=rf"No sub-model fits `{budgeted}={budgets[0] - 1}`: .* {budgets[0]}\. Raise"):
-        ls.algorithms.sub_model_keep_ratio_for(net(), algorithm, example, **{budgeted: budgets[0] - 1})
+    assert ls.largest_that_fits(net(), algorithm, example, **{budgeted: budgets[0]}) == expected[0]
+    with pytest.raises(ValueError, match=rf"No keep ratio fits `{budgeted}={budgets[0] - 1}`: .* {budgets[0]}\. Raise"):
+        ls.largest_that_fits(net(), algorithm, example, **{budgeted: budgets[0] - 1})
 
 
 def test_what_has_no_cost_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"must be a WidthSharding or a FIARSE, got FedAvg\(.*`lora_cost_table`"):
-        ls.algorithms.sub_model_cost_table(net(), ls.FedAvg(), [0.5], EXAMPLE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"`keep_ratios` must be in \(0, 1\], got 1\.5"):
-        ls.algorithms.sub_model_cost_table(net(), ls.FIARSE(), [1.5], EXAMPLE)
+    with pytest.raises(ValueError, match=r"`capacities` must be in \(0, 1\], got 1\.5"):
+        ls.cost_table(net(), ls.FIARSE(), [1.5], EXAMPLE)
     with pytest.raises(ValueError, match="give `example_input`"):
-        ls.algorithms.sub_model_cost_table(net(), ls.FIARSE(), [0.5])
+        ls.cost_table(net(), ls.FIARSE(), [0.5])
     with pytest.raises(ValueError, match="set its `example_input_array`"):
-        ls.algorithms.sub_model_keep_ratio_for(net(), ls.WidthSharding(), budget_bytes=100)
-    with pytest.raises(ValueError, match="Give exactly one of budget_bytes, budget_macs, budget_params; got none"):
-        ls.algorithms.sub_model_keep_ratio_for(net(), ls.FIARSE())
-    assert ls.algorithms.sub_model_keep_ratio_for(net(), ls.FIARSE(), budget_bytes=1e6) == 1.0
+        ls.largest_that_fits(net(), ls.WidthSharding(), budget_bytes=100)
+    with pytest.raises(ValueError, match=r"Give exactly one of budget_bytes, .*; got none"):
+        ls.largest_that_fits(net(), ls.FIARSE())
+    assert ls.largest_that_fits(net(), ls.FIARSE(), budget_bytes=1e6) == 1.0

@@ -31,12 +31,12 @@ def on_cpu() -> LitSmall:
 
 REPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "validate": lambda net, x: ls.validate(net, x),
-    "cost_table": lambda net, x: ls.cost_table(net, [0.5, 1.0], x),
-    "keep_ratio_for": lambda net, x: ls.nn.keep_ratio_for(net, x, budget_macs=300),
+    "cost_table": lambda net, x: ls.cost_table(net, ls.SpectralSharding(), [0.5, 1.0], x),
+    "largest_that_fits": lambda net, x: ls.largest_that_fits(net, ls.SpectralSharding(), x, budget_macs=300),
     "width_plan": lambda net, x: ls.nn.width_plan(net, x),
-    "sub_model_cost_table": lambda net, x: ls.algorithms.sub_model_cost_table(net, ls.WidthSharding(), [0.5, 1.0], x),
-    "lora_cost_table": lambda net, x: ls.algorithms.lora_cost_table(net, [1, 2], x),
-    "zampling_cost_table": lambda net, x: ls.nn.zampling_cost_table(net, [2, 8]),
+    "cost_table by width": lambda net, x: ls.cost_table(net, ls.WidthSharding(), [0.5, 1.0], x),
+    "cost_table of LoRA": lambda net, x: ls.cost_table(net, ls.LoRA(), [1, 2], x),
+    "cost_table of Zampling": lambda net, x: ls.cost_table(net, ls.Zampling(degree=2), [2, 8], x),
 }
 """Functions that report on a module with an example input."""
 

@@ -93,7 +93,7 @@ def test_which_of_equal_devices_comes_first_is_drawn_evenly() -> None:
 
 
 def test_the_cost_table_tells_the_clock_the_work(lit: Any, toy: Any, fit: Fit) -> None:
-    costs = ls.cost_table(lit, [0.5], torch.zeros(1, 6))
+    costs = ls.cost_table(lit, ls.SpectralSharding(), [0.5], torch.zeros(1, 6))
     macs = {ratio: cost.macs for ratio, cost in costs.at.items()}
     work_alone = ls.simulation.DeviceProfile(downlink=math.inf, uplink=math.inf, macs_per_second=1.0)
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), batch_size=4)

@@ -95,6 +95,9 @@ class LoRA(Algorithm):
 
     updates_have_norms: ClassVar[bool] = True
 
+    capacity_name: ClassVar[str] = "rank"
+    capacity_is_shared: ClassVar[bool] = False
+
     rank: PerClient[int] = 8
     alpha: float | None = None
     aggregation: AdapterAggregation = field(default_factory=SampledTerms)
@@ -146,6 +149,17 @@ class LoRA(Algorithm):
         ranks = each("capacities", capacities, Whole(at_least=1))
         choice = replace(self, rank=ranks)
         return {rank: (choice, rank / choice.max_rank) for rank in ranks}
+
+    def all_capacities(self, server: nn.Module) -> range:
+        """The ranks up to the smallest side of an adapted layer.
+
+        Raises:
+            ValueError: If the module has adapters of PEFT.
+        """
+        layers = self.adapted(server)
+        if any(layer.brings_factors for layer in layers):
+            raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give the plain module.")
+        return range(1, min(min(layer.in_features, layer.out_features) for layer in layers) + 1)
 
     def adapted(self, server: nn.Module) -> tuple[AdaptedLayer, ...]:
         """The layers of ``server`` that get an adapter."""

@@ -158,6 +158,15 @@ class SpectralSharding(ByKeepRatio):
         """
         return plan_of(server, self.layers)
 
+    def cut_sizes(self, server: nn.Module) -> set[int]:
+        """The numbers N of singular terms of sharded matrices; of each, a client of keep ratio r holds ceil(r N)."""
+        return {block.num_singular for block in self.plan(server).blocks.values()}
+
+    @property
+    def keep_buffers(self) -> Sequence[str]:
+        """Patterns or names of buffers that keep the server's value."""
+        return self.layers.kept_buffers if isinstance(self.layers, ModulePlan) else self.layers.keep_buffers
+
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module.
 

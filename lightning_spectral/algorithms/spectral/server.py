@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class SpectralHalf(ServerHalf):
         sampling: How terms are drawn and averaged.
         start: How initial weights are changed, with its keep ratio; ``None`` to leave them as they are.
     """
+
+    rounds_are_alike: ClassVar[bool] = True
 
     def __init__(
         self, planned: PlannedModule, device_half: SpectralSide, sampling: Sampling, start: SpectralStart | None

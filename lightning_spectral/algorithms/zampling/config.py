@@ -19,7 +19,14 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields, each
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
-from lightning_spectral.nn.zampling.compressed import COMPRESSION, DOWNLINK_BITS, CompressedWeight, Compression, Init
+from lightning_spectral.nn.zampling.compressed import (
+    COMPRESSION,
+    DOWNLINK_BITS,
+    CompressedWeight,
+    Compression,
+    Compressions,
+    Init,
+)
 from lightning_spectral.protocol.exchange import averaged_tensors, kept_buffers
 
 
@@ -77,6 +84,9 @@ class Zampling(Algorithm):
 
     updates_have_norms: ClassVar[bool] = False
 
+    capacity_name: ClassVar[str] = "compression"
+    capacity_is_shared: ClassVar[bool] = True
+
     compression: float = 32
     degree: int | None = 10
     init: Init = "he"
@@ -112,7 +122,7 @@ class Zampling(Algorithm):
             raise ValueError(
                 f"`skip_settled` needs scores that stay at 0 and 1, as with `Clip()`; got link={self.link!r}."
             )
-        self.how()
+        self.scheme()
 
     @classmethod
     def supermask(cls) -> Zampling:
@@ -134,7 +144,12 @@ class Zampling(Algorithm):
         factors = each("capacities", capacities, COMPRESSION["compression"])
         return {factor: (replace(self, compression=factor), 1.0) for factor in factors}
 
-    def how(self) -> Compression:
+    def all_capacities(self, server: nn.Module) -> Compressions:
+        """The compressions at which there is another probability, from as many as the degree to one for each weight."""
+        weights = replace(self, compression=1.0).scheme().weights_of(server)
+        return Compressions(sum(weight.num_values for weight in weights), self.degree or 1)
+
+    def scheme(self) -> Compression:
         """How weights are compressed."""
         return Compression(
             self.compression,
@@ -150,7 +165,7 @@ class Zampling(Algorithm):
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if nothing can be compressed, or there are fewer probabilities than the degree."""
-        how = self.how()
+        how = self.scheme()
         how.matrix(how.weights_of(server), seed=0)
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
@@ -163,11 +178,11 @@ class Zampling(Algorithm):
 
     def weights_of(self, server: nn.Module) -> tuple[CompressedWeight, ...]:
         """The weights that are compressed."""
-        return self.how().weights_of(server)
+        return self.scheme().weights_of(server)
 
     def new_state(self, server: nn.Module, seed: int) -> ZamplingState:
         """Draw the first probabilities, uniform in [0, 1]."""
-        weights, how = self.weights_of(server), self.how()
+        weights, how = self.weights_of(server), self.scheme()
         return ZamplingState(how.first_probs(weights, seed), weights, how.matrix(weights, seed))
 
     def bind(

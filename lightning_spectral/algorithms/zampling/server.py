@@ -13,6 +13,8 @@ from lightning_spectral.algorithms.zampling.checks import hardly_moved
 from lightning_spectral.algorithms.zampling.device import BITS, MOVED, PLACE, PROBS, ZamplingSide, is_settled
 from lightning_spectral.algorithms.zampling.state import ZamplingState, on_grid
 from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
+from lightning_spectral.functional.zampling.matrix import BYTES_PER_ENTRY
+from lightning_spectral.nn.cost.cost import Cost
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
@@ -61,6 +63,12 @@ class ZamplingHalf(ServerHalf):
     def device_half(self) -> ZamplingSide:
         """The device half, which draws the same Q."""
         return self.side
+
+    @property
+    def cost_besides(self) -> Cost:
+        """The products Qz and Q^T g of a local step, and all of Q; an accelerator keeps its transpose as well."""
+        entries = self.state.matrix.num_rows * (self.state.matrix.degree or 1)
+        return Cost(step_macs=2 * entries, held_bytes=BYTES_PER_ENTRY * entries)
 
     def initialize(self, workers: SharesWork) -> str:
         """Say what becomes of the module's own weights, which `settle` overwrites."""

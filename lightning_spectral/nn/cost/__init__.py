@@ -1,1 +1,1 @@
-"""The cost of a sub-model to a client, before any training."""
+"""The cost of a model to a client: one forward pass that is counted, and tables of costs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,31 +15,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_spectral.nn.layers.blocks import BlockCall
 from lightning_spectral.nn.layers.recurrent import sequence_values
-from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.plan.trace import Example, as_input, run_example
 
 Storages = dict[int, torch.UntypedStorage]
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of a sharded layer.
-
-    Attributes:
-        layer: Its dotted name.
-        inputs: How its matrices are applied: one entry for all blocks, or one for each, such as an attention's query,
-            key and value.
-    """
-
-    layer: str
-    inputs: tuple[BlockCall, ...]
-
-    def of_block(self, index: int) -> BlockCall:
-        """How the block of this index is applied."""
-        return self.inputs[index if len(self.inputs) > 1 else 0]
 
 
 @dataclass(frozen=True)
@@ -50,16 +30,14 @@ class CountedPass:
         macs: Multiply-accumulate operations of matrix products, convolutions, attention and recurrent layers.
         kept_values: Values that autograd keeps for backward, except parameters, buffers and the inputs of the pass.
         kept_bytes: The same in bytes.
-        calls: The calls of the watched layers, in the order in which they ended.
     """
 
     macs: int
     kept_values: int
     kept_bytes: int
-    calls: tuple[LayerCall, ...]
 
 
-def count_pass(module: nn.Module, example_input: Example, watched: Collection[str] = ()) -> CountedPass:
+def count_pass(module: nn.Module, example_input: Example) -> CountedPass:
     """Run one forward pass with gradients, in the modes that the layers are in, and count.
 
     Memory that several saved tensors share counts once, and in full even if only a view of it was saved. Values of any
@@ -68,7 +46,6 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
     Args:
         module: It is run as it is; pass a copy if a forward pass changes its buffers.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments.
-        watched: Names of the sharded layers whose calls are recorded.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -80,17 +57,16 @@ def count_pass(module: nn.Module, example_input: Example, watched: Collection[st
     kept = _Kept([*module.parameters(), *module.buffers(), *_inputs(example_input)])
     counter = FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH))
     counter.mod_tracker = _WholePass()  # type: ignore[assignment]
-    record = _Record(kept, counter)
+    record = _Record(counter)
     with ExitStack() as stack:
-        for name, layer in module.named_modules():
-            if name in watched or isinstance(layer, nn.RNNBase):
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
                 stack.enter_context(layer.register_forward_pre_hook(record.enter))
-                leave = record.leaver(name, name in watched)
-                stack.enter_context(layer.register_forward_hook(leave, with_kwargs=True))
+                stack.enter_context(layer.register_forward_hook(record.leave, with_kwargs=True))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor))
         stack.enter_context(record.counter)
         run_example(module, example_input)
-    return CountedPass(record.macs, kept.num_values, kept.num_bytes, tuple(record.calls))
+    return CountedPass(record.macs, kept.num_values, kept.num_bytes)
 
 
 def _inputs(example_input: Example) -> Iterator[Any]:
@@ -115,11 +91,10 @@ class _Kept:
     def __init__(self, others: Iterable[Any]) -> None:
         self._others = _storages(others)
         self._saved: Storages = {}
-        self.num_values = self.num_bytes = self.num_packs = 0
+        self.num_values = self.num_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a saved tensor, as autograd's hook."""
-        self.num_packs += 1
         for address, storage in _storages([tensor]).items():
             if address not in self._others and address not in self._saved:
                 self._saved[address] = storage
@@ -129,44 +104,26 @@ class _Kept:
 
 
 class _Record:
-    """Hooks around sharded layers, and around recurrent ones, whose kernels torch's counter only partly knows."""
+    """Multiplications so far, with hooks around recurrent layers, whose kernels torch's counter only partly knows."""
 
-    def __init__(self, kept: _Kept, counter: FlopCounterMode) -> None:
-        self.kept, self.counter = kept, counter
-        self.calls: list[LayerCall] = []
-        self._entered: list[tuple[int, int]] = []
-        self._unknown_macs = 0
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self.counter = counter
+        self._entered: list[int] = []
+        self._unknown = 0
 
     @property
     def macs(self) -> int:
         """Multiply-accumulate operations so far."""
-        return int(self.counter.get_total_flops()) // 2 + self._unknown_macs
+        return int(self.counter.get_total_flops()) // 2 + self._unknown
 
     def enter(self, *_: Any) -> None:
-        """Record the counts before a layer runs, as its forward pre-hook."""
-        self._entered.append((self.kept.num_packs, self.macs))
+        """Record the count before a layer runs, as its forward pre-hook."""
+        self._entered.append(self.macs)
 
-    def leaver(self, name: str, is_watched: bool) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """A forward hook that records the call of a watched layer, or counts a dense recurrent one."""
-
-        def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            num_packs, macs = self._entered.pop()
-            if isinstance(layer, nn.RNNBase):
-                num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
-                self._unknown_macs += macs + recurrent_macs(layer, num_positions) - self.macs
-            if is_watched:
-                assert isinstance(layer, ShardedLayer)
-                keeps = self.kept.num_packs > num_packs
-                inputs = layer.matrix_inputs(*args, **kwargs)
-                calls = [_call_of(layer, x, output, keeps) for x in inputs]
-                self.calls.append(LayerCall(name, tuple(calls)))
-
-        return leave
-
-
-def _call_of(layer: ShardedLayer, input: Tensor, output: Any, keeps: bool) -> BlockCall:
-    positions, inner = layer.num_positions(input, output), layer.inner_positions(input, output)
-    return BlockCall(positions, input.requires_grad, keeps, layer.input_share(input), inner)
+    def leave(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Count what a recurrent layer did, as its forward hook."""
+        num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
+        self._unknown += self._entered.pop() + recurrent_macs(layer, num_positions) - self.macs
 
 
 def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:

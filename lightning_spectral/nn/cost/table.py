@@ -1,38 +1,54 @@
-"""The cost of each keep ratio, as a table to print, plot and log."""
+"""Costs beside that of the whole model: to print, plot and log, or as numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from lightning_spectral.arguments import each
 from lightning_spectral.extras import from_extra
-from lightning_spectral.functional.factors import KEEP_RATIO
-from lightning_spectral.nn.cost.block_costs import Cost
-from lightning_spectral.nn.cost.costs import costs_of
-from lightning_spectral.nn.cost.rows import Columns, CostRows, show_bytes, show_count
-from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.nn.plan.trace import Example
+from lightning_spectral.nn.cost.cost import Cost
+from lightning_spectral.nn.plan.text_table import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-COLUMNS: Columns = MappingProxyType(
+def show_count(number: float) -> str:
+    """A number with a decimal unit.
+
+    Example:
+        >>> show_count(11_173_962)
+        '11.2 M'
+    """
+    return _with_unit(number, 1000, ("", " k", " M", " G", " T", " P"))
+
+
+def show_bytes(number: float) -> str:
+    """A number of bytes with a binary unit.
+
+    Example:
+        >>> show_bytes(5 * 2**20)
+        '5.00 MiB'
+    """
+    return _with_unit(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = MappingProxyType(
     {
         "parameters": ("parameters", show_count),
         "macs": ("MACs", show_count),
+        "step_macs": ("MACs per step", show_count),
         "kept_values": ("kept values", show_count),
         "kept_bytes": ("kept bytes", show_bytes),
+        "held_bytes": ("held besides", show_bytes),
         "downlink_bytes": ("down", show_bytes),
         "uplink_bytes": ("up", show_bytes),
         "frozen_bytes": ("down once", show_bytes),
     }
 )
+RARE = ("step_macs", "held_bytes", "frozen_bytes")  # columns that are shown only where something is in them
 # Titles, and line styles that remain distinguishable where lines overlap.
 LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -44,16 +60,52 @@ LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
-class CostTable(CostRows[Cost]):
-    """The cost of a client's model, whole and at each keep ratio; ``print`` shows it as a table.
+@dataclass(frozen=True)
+class CostTable:
+    """The cost of an algorithm to a client, for the whole model and at each capacity; ``print`` shows it as a table.
 
     Attributes:
         full: The whole model, as `FedAvg` trains it.
-        at: Maps keep ratios to the costs of sub-models, in the order given.
+        at: Maps capacities to costs, in the order given.
+        capacity: What clients differ by: a keep ratio, a rank, a compression.
     """
 
-    title = "keep ratio"
-    columns = COLUMNS
+    full: Cost
+    at: Mapping[float, Cost]
+    capacity: str = "keep ratio"
+
+    def __str__(self) -> str:
+        rows = [("full", *(show(getattr(self.full, name)) for name, (_, show) in self._shown.items()))]
+        rows += [(f"{capacity:g}", *self._cells(cost)) for capacity, cost in self.at.items()]
+        return "\n".join(aligned([(self.capacity, *(title for title, _ in self._shown.values())), *rows]))
+
+    @property
+    def _shown(self) -> Mapping[str, tuple[str, Callable[[float], str]]]:
+        costs = (self.full, *self.at.values())
+        hidden = {name for name in RARE if not any(getattr(cost, name) for cost in costs)}
+        return {name: column for name, column in COLUMNS.items() if name not in hidden}
+
+    def _cells(self, cost: Cost) -> list[str]:
+        """Numbers with their shares of the whole model's, where that is not zero."""
+        shown = {name: show(getattr(cost, name)) for name, (_, show) in self._shown.items()}
+        return [f"{s} ({_percent(self.share(n, cost))})" if getattr(self.full, n) else s for n, s in shown.items()]
+
+    def share(self, name: str, cost: Cost) -> float:
+        """One field of a cost as a share of the whole model's."""
+        return float(getattr(cost, name) / max(1, getattr(self.full, name)))
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Map ``"full"`` and the capacities to the fields of their costs."""
+        named = {"full": self.full, **{f"{capacity:g}": cost for capacity, cost in self.at.items()}}
+        return {name: asdict(cost) for name, cost in named.items()}
+
+    def log(self, logger: Any) -> None:
+        """Log every number as a metric such as ``cost/0.2/macs``; a `WandbLogger` gets the table too."""
+        rows = self.as_dict()
+        logger.log_metrics({f"cost/{row}/{name}": n for row, costs in rows.items() for name, n in costs.items()})
+        if hasattr(logger, "log_table"):  # of Lightning's own loggers, only wandb's
+            data = [[row, *costs.values()] for row, costs in rows.items()]
+            logger.log_table("cost", columns=[self.capacity, *rows["full"]], data=data)
 
     def plot(self) -> Figure:
         """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
@@ -61,54 +113,25 @@ class CostTable(CostRows[Cost]):
             from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.0, 3.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="keep ratio", ylabel="share of the whole model's")
+        axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")
         axes.axhline(1.0, color="grey", linewidth=0.8)
-        ratios = sorted(self.at)
+        capacities = sorted(self.at)
         for name, (title, look) in LINES.items():
-            axes.plot(ratios, [self.share(name, self.at[ratio]) for ratio in ratios], look, label=title)
+            axes.plot(capacities, [self.share(name, self.at[each]) for each in capacities], look, label=title)
         axes.set_ylim(bottom=0.0)
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right upper")
         return figure
 
 
-def cost_table(
-    module: nn.Module,
-    keep_ratios: Sequence[float] = (0.2, 0.4, 0.6, 0.8),
-    example_input: Example = None,
-    layers: LayerChoices | ModulePlan = LayerChoices(),
-) -> CostTable:
-    """The cost of each keep ratio to a client, before any training.
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 or share == 0.0 else f"{100 * share:.1g}%"
 
-    Two forward passes are counted on a copy, of the whole model and of its smallest sub-model; formulas give the rest.
-    Activations and multiplications are those of one pass of ``example_input``, so give a batch like those that clients
-    train on, and a module whose layers are in the mode in which they train. Kept values are those that autograd saves.
-    What a kernel saves differs between devices, so count on the device used for training.
 
-    Args:
-        module: Any module; it is not changed.
-        keep_ratios: Shares of the singular terms, each in ``(0, 1]``.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments, on the module's device;
-            ``None`` for the module's ``example_input_array``, as in Lightning.
-        layers: Choices, or the plan that `validate` returned. Buffers that keep the server's value are sent down but
-            not up.
-
-    Note:
-        The multiplications of normalisations, activations and other elementwise operations are not counted, as in
-        `torch.utils.flop_counter`. Backward takes about twice as many as forward, whole or sharded.
-
-    Example:
-        >>> import torch
-        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-        >>> table = cost_table(mlp, [0.1, 0.5], torch.zeros(32, 64))
-        >>> print(table)
-        keep ratio  parameters     MACs           kept values    kept bytes       down            up
-        full        85.0 k         2.70 M         16.4 k         64.0 KiB         332 KiB         332 KiB
-        0.1         32.8 k (39%)   1.03 M (38%)   23.9 k (146%)  93.2 KiB (146%)  128 KiB (39%)   128 KiB (39%)
-        0.5         85.0 k (100%)  2.70 M (100%)  53.2 k (325%)  208 KiB (325%)   333 KiB (100%)  332 KiB (100%)
-        >>> table.at[0.1].parameters
-        32778
-    """
-    ratios = each("keep_ratios", keep_ratios, KEEP_RATIO)
-    costs = costs_of(module, example_input, layers)
-    return CostTable(costs.full, {keep_ratio: costs.at(keep_ratio) for keep_ratio in ratios})
+def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
+    """A number with three digits and the largest unit that fits."""
+    power = 0
+    while number >= base and power < len(units) - 1:
+        number, power = number / base, power + 1
+    digits = 0 if power == 0 or number >= 100 else 1 if number >= 10 else 2
+    return f"{number:.{digits}f}{units[power]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,9 +63,6 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, num_terms: NumTerms) -> SpectralShardedMultiheadAttention:
         return cls(dense, counts(num_terms))
-
-    def matrix_inputs(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Sequence[Tensor]:
-        return query, key, value
 
     @property
     def in_proj_weight(self) -> Tensor | None:

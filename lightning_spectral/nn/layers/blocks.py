@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +35,6 @@ class WeightBlock:
     held_rows: int | None = None
 
     @property
-    def held_shape(self) -> tuple[int, int]:
-        """Rows that clients hold, and columns."""
-        rows, columns = self.shape
-        return rows if self.held_rows is None else self.held_rows, columns
-
-    @property
     def num_singular(self) -> int:
         """Number N of singular terms."""
         return min(self.shape)
@@ -61,25 +53,6 @@ class WeightBlock:
             torch.Size([3, 18])
         """
         return as_rows(weight, self.transposed, self.spatial)[slice(*self.rows)]
-
-
-class BlockCall(NamedTuple):
-    """One application of a block in a forward pass.
-
-    Attributes:
-        num_positions: Number of vectors that the matrix is applied to: entries of the batch times positions in the
-            sequence or the image.
-        input_needs_grad: Whether these vectors have a gradient.
-        keeps: Whether autograd keeps anything; it does not under ``no_grad`` and in a checkpointed section.
-        input_share: Share of the columns that are multiplied; the remaining entries of a vector are known to be zero.
-        inner_positions: Number of vectors between the two thin products, if the layer specifies it.
-    """
-
-    num_positions: int
-    input_needs_grad: bool
-    keeps: bool
-    input_share: Fraction = Fraction(1)
-    inner_positions: int = 0
 
 
 def row_blocks(

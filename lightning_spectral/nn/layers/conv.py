@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spectral.arguments import OneOf, Rule, Whole
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock
 from lightning_spectral.nn.layers.leading_channels import leading_channels
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, SpectralShardedLayer, counts
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
@@ -107,14 +106,6 @@ class SpectralShardedConv(SpectralShardedLayer):
             hidden = self._convolve(input, v, None, padding)
             out = pointwise(hidden, self.scaled_u(), bias, (1,) * len(self.kernel_size), type(self).conv)
         return leading_channels(out, self.out_channels, channel_dim)
-
-    def num_positions(self, input: Tensor, output: Tensor) -> int:
-        return output.numel() // self.out_channels
-
-    @classmethod
-    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """As by default, but torch keeps a rebuilt weight whether the input has a gradient or not."""
-        return super().kept_by_terms(block, call._replace(input_needs_grad=True), num_terms)
 
     def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
         """The same as `num_positions`, but before there is an output."""

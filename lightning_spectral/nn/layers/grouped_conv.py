@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, row_blocks
+from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
 from lightning_spectral.nn.layers.conv import explicit_padding
 from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
 from lightning_spectral.nn.layers.terms import SingularTerms
@@ -57,19 +57,6 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         hidden = conv(input, kernel, None, self.stride, padding, self.dilation, self.groups)
         mix = torch.cat([group.scaled_u() for group in groups])
         return conv(hidden, mix.view(*mix.shape, *(1,) * len(self.kernel_size)), self.bias, groups=self.groups)
-
-    def num_positions(self, input: Tensor, output: Tensor) -> int:
-        return output.numel() // int(self.weight_shape[0])
-
-    @classmethod
-    def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Two thin products: a group's weight is never rebuilt."""
-        return call.num_positions * num_terms * sum(block.shape)
-
-    @classmethod
-    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Both factors, joined over the groups into new tensors, and the values between the two products."""
-        return num_terms * (sum(block.shape) + call.num_positions)
 
     @property
     def weight(self) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, row_blocks
+from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
 from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
 from lightning_spectral.nn.layers.terms import SingularTerms
 
@@ -50,21 +49,6 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         if name.startswith("weight_hr"):  # the projection of an LSTM: after the gates
             return [f"blocks.{name}"]
         return [f"blocks.{name}_{gate}" for gate in cls.gates]
-
-    def matrix_inputs(self, input: Tensor | PackedSequence, hx: Any = None) -> Sequence[Tensor]:
-        """The vectors of the sequence: every weight, including those of the hidden state, is used once per position."""
-        return (sequence_values(input),)
-
-    @classmethod
-    def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Those of rebuilding the matrix once per pass; those of using it do not depend on the number of terms."""
-        rows, columns = block.shape
-        return num_terms * rows * columns
-
-    @classmethod
-    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """``U diag(omega)``; the rebuilt weight is kept whatever the number of terms."""
-        return num_terms * block.shape[0]
 
     @classmethod
     def like(cls: type[RecurrentT], dense: Any, num_terms: NumTerms) -> RecurrentT:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_spectral.arguments import Whole, flag
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, assemble, by_parameter, join, row_blocks
+from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter, join, row_blocks
 from lightning_spectral.nn.layers.computed_weight import computed_weight, refuse_write
-from lightning_spectral.nn.layers.leading_channels import LeadingChannels
-from lightning_spectral.nn.layers.terms import SingularTerms, rebuilding_is_cheaper
+from lightning_spectral.nn.layers.terms import SingularTerms
 
 if TYPE_CHECKING:  # a mix-in for modules
     _Base = nn.Module
@@ -80,54 +78,9 @@ class ShardedLayer(_Base):
         """The terms of every block, in order."""
         return [module for module in self.modules() if isinstance(module, SingularTerms)]
 
-    def matrix_inputs(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """The tensors that a call applies the matrices to, one for all blocks or one for each.
-
-        Override it if that is not the first argument.
-        """
-        return [*args, *kwargs.values()][:1]
-
-    def num_positions(self, input: Tensor, output: Any) -> int:
-        """Number of vectors in one of the `matrix_inputs`; override it if they do not lie along the last dimension."""
-        return input.numel() // input.shape[-1]
-
-    def inner_positions(self, input: Tensor, output: Any) -> int:
-        """Number of vectors between the two thin products; override it if they are not those of the output."""
-        return self.num_positions(input, output)
-
-    def input_share(self, input: Tensor) -> Fraction:
-        """Share of the channels of one of the `matrix_inputs` that is multiplied."""
-        if not isinstance(input, LeadingChannels) or input.channel_dim != self.channel_dim:
-            return Fraction(1)
-        return Fraction(input.held.shape[input.channel_dim], input.num_channels)
-
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
         """Hold only the leading output channels, and the same part of the bias; the others are zero."""
         raise NotImplementedError(f"{type(self).__name__} has all of its outputs.")
-
-    @classmethod
-    def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Multiply-accumulate operations that n terms of a block take in one call of the layer.
-
-        By default, those of two thin products, or of rebuilding the matrix and one product where that is less work, as
-        in `SingularTerms.linear`. Override it, and `kept_by_terms`, in a layer that applies its terms differently.
-        """
-        rows, columns = block.shape
-        if rebuilding_is_cheaper(call.num_positions, num_terms, rows, columns):
-            return (num_terms + call.num_positions) * rows * columns
-        return call.num_positions * num_terms * (rows + columns)
-
-    @classmethod
-    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Values that autograd keeps of n terms of a block in one call, beyond parameters, buffers and inputs.
-
-        By default, ``U diag(omega)`` and the result of the first product or, if the input has a gradient, the rebuilt
-        matrix. Values that do not grow with the number of terms may be left out, as they are counted in a pass.
-        """
-        rows, columns = block.shape
-        if rebuilding_is_cheaper(call.num_positions, num_terms, rows, columns):
-            return num_terms * rows + rows * columns * call.input_needs_grad
-        return num_terms * (rows + call.num_positions)
 
     def computed(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """A dense weight for modules that read it; differentiable, and writing to it is an error."""

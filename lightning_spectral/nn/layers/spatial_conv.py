@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.blocks import BlockCall, WeightBlock, as_rows, from_rows
+from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, from_rows
 from lightning_spectral.nn.layers.conv import explicit_padding
 from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
 from lightning_spectral.nn.layers.terms import SingularTerms
@@ -64,24 +64,6 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     def _sides(self) -> list[int]:
         return explicit_padding(self.padding, self.kernel_size, self.dilation)
-
-    def num_positions(self, input: Tensor, output: Tensor) -> int:
-        return output.numel() // self.weight_shape[0]
-
-    def inner_positions(self, input: Tensor, output: Tensor) -> int:
-        padded = 0 if self.padding_mode == "zeros" else sum(self._sides()[2:])
-        return self.num_positions(input, output) // output.shape[-2] * (input.shape[-2] + padded)
-
-    @classmethod
-    def macs_of_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """Those of both convolutions: the weight is never rebuilt."""
-        rows, columns = block.shape
-        return num_terms * (call.inner_positions * columns + call.num_positions * rows)
-
-    @classmethod
-    def kept_by_terms(cls, block: WeightBlock, call: BlockCall, num_terms: int) -> int:
-        """``U diag(omega)``, and the values between the two convolutions."""
-        return num_terms * (block.shape[0] + call.inner_positions)
 
     @property
     def weight(self) -> Tensor:

@@ -219,3 +219,31 @@ def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
         taps = math.prod(max(1.0, k / s) for k, s in zip(owner.kernel_size, owner.stride, strict=True))
         return math.ceil(weight.shape[0] / owner.groups * taps)
     return math.prod(weight.shape[1:])
+
+
+@dataclass(frozen=True)
+class Compressions(Sequence[float]):
+    """The compressions that differ in their number of probabilities n, from the fewest to one for each weight.
+
+    Attributes:
+        num_weights: Number m of compressed weights.
+        fewest: Smallest n.
+
+    Example:
+        >>> list(Compressions(num_weights=6, fewest=4))
+        [1.5, 1.2, 1.0]
+    """
+
+    num_weights: int
+    fewest: int
+
+    def __len__(self) -> int:
+        return max(0, self.num_weights - self.fewest + 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The smallest factor for which m / factor, rounded up, is n."""
+        num_probs = range(self.fewest, self.num_weights + 1)[index]
+        factor = self.num_weights / num_probs
+        while math.ceil(self.num_weights / factor) > num_probs:  # rounded down
+            factor = math.nextafter(factor, math.inf)
+        return factor

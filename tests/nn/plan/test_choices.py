@@ -11,7 +11,6 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.nn import ModulePlan, plan_layers, plan_of, sharded_layers
-from lightning_spectral.nn.cost.costs import costs_of
 
 CHOICES = ls.LayerChoices(
     exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, keep_buffers=["*_var"], term_granularity=4
@@ -82,10 +81,11 @@ def numbers_of_terms(module: nn.Module) -> dict[str, int]:
 
 EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
     "validate": lambda layers: ls.validate(net(), EXAMPLE, layers),
-    "cost_table": lambda layers: ls.cost_table(net(), [0.1, 0.6], EXAMPLE, layers),
-    "keep_ratio_for": lambda layers: ls.nn.keep_ratio_for(net(), EXAMPLE, layers=layers, budget_params=[500, 600]),
+    "cost_table": lambda layers: ls.cost_table(net(), ls.SpectralSharding(layers=layers), [0.1, 0.6], EXAMPLE),
+    "largest_that_fits": lambda layers: ls.largest_that_fits(
+        net(), ls.SpectralSharding(layers=layers), EXAMPLE, budget_params=[500, 600]
+    ),
     "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
-    "costs_of": lambda layers: costs_of(net(), EXAMPLE, layers),
     "SpectralSharding": lambda layers: numbers_of_terms(
         ls.SpectralSharding(layers=layers).bind(net()).device_half.build(net(), 0.3)
     ),

@@ -47,8 +47,8 @@ class LitWithoutForward(pl.LightningModule):
     "show",
     [
         ls.validate,
-        lambda net, x: ls.cost_table(net, [0.5], x),
-        lambda net, x: ls.nn.keep_ratio_for(net, x, budget_macs=1e6),
+        lambda net, x: ls.cost_table(net, ls.SpectralSharding(), [0.5], x),
+        lambda net, x: ls.largest_that_fits(net, ls.SpectralSharding(), x, budget_macs=1e6),
     ],
 )
 def test_a_module_without_forward_is_named(show: Callable[..., Any]) -> None:
@@ -64,7 +64,7 @@ def test_a_part_without_forward_keeps_its_own_error() -> None:
 def test_a_named_tuple_is_one_input() -> None:
     batch = Batch(torch.zeros(5, 6), torch.zeros(5))
     assert ls.validate(OfBatches(), batch).layers[0].in_forward
-    assert ls.cost_table(OfBatches(), [0.5], batch).full.macs == 5 * (6 * 12 + 12 * 12 + 12 * 3)
+    assert ls.cost_table(OfBatches(), ls.SpectralSharding(), [0.5], batch).full.macs == 5 * (6 * 12 + 12 * 12 + 12 * 3)
 
 
 def test_packed_sequences_are_one_input() -> None:

@@ -82,10 +82,10 @@ def test_weights_that_are_not_finite_are_left_to_the_checks_of_broken_weights() 
 
 def test_validate_names_them_and_costs_count_them_whole(capsys: pytest.CaptureFixture[str]) -> None:
     module = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]))
-    sharded = ls.cost_table(module, [0.25], torch.zeros(1, 16)).at[0.25].parameters
+    sharded = ls.cost_table(module, ls.SpectralSharding(), [0.25], torch.zeros(1, 16)).at[0.25].parameters
     nn.init.zeros_(module[1].weight)
     plan = ls.validate(module)
     assert f"dense    its weight is {ZERO}" in capsys.readouterr().out
     assert plan.problems == ()
-    whole = ls.cost_table(module, [0.25], torch.zeros(1, 16)).at[0.25].parameters
+    whole = ls.cost_table(module, ls.SpectralSharding(), [0.25], torch.zeros(1, 16)).at[0.25].parameters
     assert whole - sharded == 16 * 16 - 4 * (16 + 16)

@@ -42,22 +42,14 @@ def test_nothing_is_noted_where_a_run_makes_the_same_plan(capsys: pytest.Capture
     assert notes(capsys) == []
 
 
-@pytest.mark.parametrize(
-    "count",
-    [
-        lambda module, **layers: ls.cost_table(module, [0.5], X, **layers),
-        lambda module, **layers: ls.nn.keep_ratio_for(module, X, budget_params=10_000, **layers),
-    ],
-)
-def test_costs_of_another_plan_than_the_runs_are_warned_of(count: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    module = Detour()
-    with pytest.warns(ls.SpectralWarning, match=r"would shard unused\. To count what a run does") as caught:
-        count(module)
-    assert caught[0].filename == __file__
-    count(module, layers=ls.validate(module, X))
-    count(module, layers=DENSE_ENDS)
-    module.example_input_array = X  # type: ignore[assignment]
-    count(module)
+def test_costs_are_those_of_the_plan_of_a_run() -> None:
+    """Which knows no example but the module's own."""
+
+    def parameters(**options: Any) -> int:
+        return ls.cost_table(Detour(), ls.SpectralSharding(**options), [0.25], X).at[0.25].parameters
+
+    assert parameters() == parameters(layers=ls.nn.plan_layers(Detour()))
+    assert parameters() < parameters(layers=ls.validate(Detour(), X))  # in which the unused layer is dense
 
 
 class TestInAFit:

@@ -48,7 +48,7 @@ def networks(fitted: Fitted, num_samples: int) -> list[Any]:
     """Copies of the trained module, each with weights Qz computed from all entries of Q."""
     model, found = fitted.model, []
     weights = ZAMPLING.weights_of(model.module)
-    columns, values = ZAMPLING.how().matrix(weights, model.seed).entries()
+    columns, values = ZAMPLING.scheme().matrix(weights, model.seed).entries()
     for k in range(num_samples):
         generator = derived_generator(model.seed, "sampled networks", fitted.trainer.current_epoch - 1, k)
         bits = (torch.rand(len(model.state.probs), generator=generator) < model.state.probs).float()

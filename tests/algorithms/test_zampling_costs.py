@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.zampling_budgets import NEEDS, _factor
-from lightning_spectral.nn.zampling.compressed import Compression
+from lightning_spectral.algorithms.costs import NEEDS
+from lightning_spectral.nn.zampling.compressed import Compression, Compressions
 
 EXAMPLE = torch.zeros(5, 6)
 pytestmark = pytest.mark.filterwarnings(HARDLY_MOVED)
@@ -65,14 +65,14 @@ def algorithm_of(compression: float, options: dict[str, Any]) -> ls.Zampling:
 @pytest.mark.parametrize("compression", [1, 3.7, 20])
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_bytes_are_those_of_a_round(compression: float, options: Any, toy: TensorDataset, fit: Fit) -> None:
-    cost = ls.nn.zampling_cost_table(Federated(), [compression], EXAMPLE, **options).at[compression]
+    cost = ls.cost_table(Federated(), algorithm_of(1, options), [compression], EXAMPLE).at[compression]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
     sent = fit(Federated(), data, algorithm=algorithm_of(compression, options)).ledger.rows
     assert {bytes_of(row) for row in sent} == {(cost.downlink_bytes, cost.uplink_bytes, cost.frozen_bytes)}
 
 
 def test_bytes_of_a_mask_for_each_weight_are_those_of_a_round(toy: TensorDataset, fit: Fit) -> None:
-    cost = ls.nn.zampling_cost_table(Federated(), [1], EXAMPLE, degree=None).at[1]
+    cost = ls.cost_table(Federated(), ls.Zampling.supermask(), [1], EXAMPLE).at[1]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
     row = fit(Federated(), data, algorithm=ls.Zampling.supermask()).ledger.rows[0]
     assert bytes_of(row) == (cost.downlink_bytes, cost.uplink_bytes, cost.frozen_bytes)
@@ -80,7 +80,7 @@ def test_bytes_of_a_mask_for_each_weight_are_those_of_a_round(toy: TensorDataset
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
-    cost = ls.nn.zampling_cost_table(Federated(), [4], EXAMPLE, **options).at[4]
+    cost = ls.cost_table(Federated(), algorithm_of(1, options), [4], EXAMPLE).at[4]
     algorithm, server = algorithm_of(4, options), Federated()
     half = algorithm.bind(server, algorithm.new_state(server, 0))
     client: Any = half.device_half.build(server, 1.0)
@@ -90,54 +90,54 @@ def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
         client(EXAMPLE)
     assert 2 * cost.macs == counter.get_total_flops()
     matrix = client._zampling.matrix
-    assert cost.matrix_macs == 2 * matrix.entries()[1].numel()
-    assert cost.matrix_bytes == matrix._kept.data.nbytes + matrix._kept.indices.nbytes
+    assert cost.step_macs == 2 * matrix.entries()[1].numel()
+    assert cost.held_bytes == matrix._kept.data.nbytes + matrix._kept.indices.nbytes
 
 
 def test_the_whole_model_costs_what_it_costs_in_the_other_table() -> None:
-    ours = ls.nn.zampling_cost_table(Federated(), [4], EXAMPLE).full
-    theirs = ls.cost_table(Federated(), [0.5], EXAMPLE).full
+    ours = ls.cost_table(Federated(), ls.Zampling(), [4], EXAMPLE).full
+    theirs = ls.cost_table(Federated(), ls.SpectralSharding(), [0.5], EXAMPLE).full
     for name in ("parameters", "macs", "downlink_bytes", "uplink_bytes", "frozen_bytes", "round_bytes"):
         assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.matrix_macs == ours.matrix_bytes == 0
+    assert ours.step_macs == ours.held_bytes == 0
 
 
 def test_counting_changes_nothing() -> None:
     module, state = seeded(Federated), torch.get_rng_state()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    ls.nn.zampling_cost_table(module, [4], EXAMPLE)
+    ls.cost_table(module, ls.Zampling(), [4], EXAMPLE)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_the_table_reads_as_rows_of_compressions(tmp_path: Any) -> None:
-    table = ls.nn.zampling_cost_table(Federated(), [2, 30], EXAMPLE)
+    table = ls.cost_table(Federated(), ls.Zampling(), [2, 30], EXAMPLE)
     header, full, _, last = str(table).splitlines()
     assert header.split("  ")[0] == "compression"
     assert full.startswith("full ")
     assert f" {table.at[30].uplink_bytes} B ({table.at[30].uplink_bytes / table.full.uplink_bytes:.0%})" in last
     assert list(table.as_dict()) == ["full", "2", "30"]
     table.log(logger := CSVLogger(tmp_path))
-    assert logger.experiment.metrics[0]["cost/30/matrix_macs"] == table.at[30].matrix_macs
+    assert logger.experiment.metrics[0]["cost/30/step_macs"] == table.at[30].step_macs
 
 
 def test_a_share_below_one_percent_is_not_shown_as_none() -> None:
-    table = ls.nn.zampling_cost_table(nn.Linear(100, 100), [500], torch.zeros(1, 100))
+    table = ls.cost_table(nn.Linear(100, 100), ls.Zampling(), [500], torch.zeros(1, 100))
     assert "3 B (0.007%)" in str(table)
 
 
 def test_what_zampling_refuses_has_no_cost() -> None:
-    with pytest.raises(ValueError, match=r"`compressions` must be at least 1 and finite, got 0\.5"):
-        ls.nn.zampling_cost_table(Federated(), [0.5], EXAMPLE)
+    with pytest.raises(ValueError, match=r"`capacities` must be at least 1 and finite, got 0\.5"):
+        ls.cost_table(Federated(), ls.Zampling(), [0.5], EXAMPLE)
     with pytest.raises(ValueError, match="`degree` must be between 1 and the number of columns, 5, got 10"):
-        ls.nn.zampling_cost_table(Federated(), [100], EXAMPLE)
+        ls.cost_table(Federated(), ls.Zampling(), [100], EXAMPLE)
     with pytest.raises(ValueError, match="has no trainable weight"):
-        ls.nn.zampling_cost_table(nn.BatchNorm1d(3), [8], torch.zeros(2, 3))
+        ls.cost_table(nn.BatchNorm1d(3), ls.Zampling(), [8], torch.zeros(2, 3))
     with pytest.raises(ValueError, match="give `example_input`"):
-        ls.nn.zampling_cost_table(nn.Linear(3, 3), [1])
+        ls.cost_table(nn.Linear(3, 3), ls.Zampling(), [1])
 
 
-@pytest.mark.parametrize("budgeted", NEEDS)
+@pytest.mark.parametrize("budgeted", [name for name in NEEDS if name != "budget_macs"])  # the same at any compression
 @pytest.mark.parametrize("downlink_bits", [None, 3])
 def test_the_answer_fits_and_no_smaller_compression_does(budgeted: str, downlink_bits: int | None) -> None:
     """Every number of probabilities is tried, and budgets just below, at and above what each takes."""
@@ -145,38 +145,32 @@ def test_the_answer_fits_and_no_smaller_compression_does(budgeted: str, downlink
     how = Compression(1, degree)
     weights = how.weights_of(module)
     num_weights = sum(weight.num_values for weight in weights)
-    options = {"degree": degree, "downlink_bits": downlink_bits}
-    factors = {n: _factor(num_weights, n) for n in range(degree, num_weights + 1)}
-    table = ls.nn.zampling_cost_table(module, list(factors.values()), torch.zeros(2, 6), **options)
+    algorithm = ls.Zampling(degree=degree, downlink_bits=downlink_bits)
+    factors = dict(zip(range(degree, num_weights + 1), Compressions(num_weights, degree), strict=True))
+    table = ls.cost_table(module, algorithm, list(factors.values()), torch.zeros(2, 6))
     needed = {n: NEEDS[budgeted](table.at[factor]) for n, factor in factors.items()}
     assert [cost.parameters - 14 for cost in table.at.values()] == list(factors)
     for budget in sorted({value + change for value in needed.values() for change in (-1, 0, 1)})[1:]:
-        compression = ls.nn.compression_for(module, **{budgeted: budget}, **options)
+        compression: Any = ls.largest_that_fits(module, algorithm, torch.zeros(2, 6), **{budgeted: budget})
         assert Compression(compression, degree).num_probs(weights) == max(n for n in needed if needed[n] <= budget)
 
 
 def test_a_compression_gives_the_number_of_probabilities_that_it_is_made_for() -> None:
     for num_weights in (7, 267_082, 11_173_962):
         for num_probs in {min(num_weights, n) for n in (1, 3, 7, 1001, 33_333, 266_610)}:
-            assert math.ceil(num_weights / _factor(num_weights, num_probs)) == num_probs
-            below = math.nextafter(_factor(num_weights, num_probs), 0.0)
+            assert math.ceil(num_weights / Compressions(num_weights, 1)[num_probs - 1]) == num_probs
+            below = math.nextafter(Compressions(num_weights, 1)[num_probs - 1], 0.0)
             assert below < 1.0 or math.ceil(num_weights / below) > num_probs
 
 
 def test_if_nothing_fits_the_smallest_cost_is_named() -> None:
     module = nn.Sequential(nn.Linear(6, 28), nn.BatchNorm1d(28, affine=False))
     smallest = 2 + 4 * 2 * 28  # ten bits, and two vectors of statistics
-    with pytest.raises(ValueError, match=rf"`budget_uplink_bytes=20`: with .* the degree, 10, it takes {smallest}"):
-        ls.nn.compression_for(module, budget_uplink_bytes=20)
-    assert ls.nn.compression_for(module, budget_uplink_bytes=smallest) == (6 * 28 + 28) / 16
-
-
-@pytest.mark.parametrize("budgets", [{}, {"budget_bytes": 1, "budget_params": 2}])
-def test_exactly_one_budget_is_given(budgets: Any) -> None:
-    with pytest.raises(ValueError, match="Give exactly one of budget_bytes, budget_uplink_bytes"):
-        ls.nn.compression_for(nn.Linear(6, 6), **budgets)
+    with pytest.raises(ValueError, match=rf"No compression fits `budget_uplink_bytes=20`: .* takes {smallest}"):
+        ls.largest_that_fits(module, ls.Zampling(), budget_uplink_bytes=20)
+    assert ls.largest_that_fits(module, ls.Zampling(), budget_uplink_bytes=smallest) == (6 * 28 + 28) / 16
 
 
 def test_a_budget_for_each_client_is_refused() -> None:
     with pytest.raises(TypeError, match="`budget_bytes` must be one number, since all clients share one compression"):
-        ls.nn.compression_for(nn.Linear(6, 6), budget_bytes=[100, 200])  # type: ignore[arg-type]
+        ls.largest_that_fits(nn.Linear(6, 6), ls.Zampling(), budget_bytes=[100, 200])

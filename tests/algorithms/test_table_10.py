@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_spectral import SpectralSharding, cost_table
 from lightning_spectral.models import ResNet18
-from lightning_spectral.nn import CostTable, LayerChoices, cost_table, plan_layers
+from lightning_spectral.nn import CostTable, LayerChoices, plan_layers
 from lightning_spectral.nn.layers.terms import rebuilding_is_cheaper
 
 # keep ratio: parameters in millions, "MACs" in billions, values of activations in millions
@@ -32,7 +33,7 @@ def table() -> CostTable:
     with torch.random.fork_rng():
         net = ResNet18()
     plan = plan_layers(net, torch.zeros(1, 3, 32, 32), LayerChoices(exclude=["*.shortcut.*"]))
-    return cost_table(net, [*PRINTED], torch.zeros(BATCH, 3, 32, 32), layers=plan)
+    return cost_table(net, SpectralSharding(layers=plan), [*PRINTED], torch.zeros(BATCH, 3, 32, 32))
 
 
 def test_the_whole_model_is_that_of_the_table_and_its_macs_are_floating_point_operations(table: CostTable) -> None:
@@ -98,7 +99,7 @@ def test_outputs_that_are_cut_save_what_lies_between_the_shortcuts(ratio: float,
     with torch.random.fork_rng():
         net = ResNet18()
     choices = LayerChoices(exclude=["*.shortcut.*"], output_ratio=ratio)
-    cost = cost_table(net, [ratio], torch.zeros(BATCH, 3, 32, 32), layers=choices).at[ratio]
+    cost = cost_table(net, SpectralSharding(layers=choices), [ratio], torch.zeros(BATCH, 3, 32, 32)).at[ratio]
     convolved, macs, kept = [], 0, 0
     for i, (rows, columns, positions) in enumerate(convolutions()):
         n = held = math.ceil(ratio * rows)

@@ -8,8 +8,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.nn import Cost, cost_table, keep_ratio_for
-from lightning_spectral.nn.cost.rows import show_bytes, show_count
+from lightning_spectral import cost_table, largest_that_fits
+from lightning_spectral.nn import Cost
+from lightning_spectral.nn.cost.table import show_bytes, show_count
 
 
 def mlp() -> nn.Sequential:
@@ -45,7 +46,7 @@ def test_bytes_have_binary_units() -> None:
 
 
 def test_the_table_reads_as_rows_of_keep_ratios_with_shares_of_the_whole_model() -> None:
-    table = cost_table(mlp(), [0.5, 0.25], EXAMPLE)
+    table = cost_table(mlp(), ls.SpectralSharding(), [0.5, 0.25], EXAMPLE)
     header, full, half, quarter = str(table).splitlines()
     assert header.split("  ")[0] == "keep ratio"
     assert full.startswith("full ")
@@ -56,14 +57,14 @@ def test_the_table_reads_as_rows_of_keep_ratios_with_shares_of_the_whole_model()
 
 
 def test_as_dict_has_every_number() -> None:
-    table = cost_table(mlp(), [0.5], EXAMPLE)
+    table = cost_table(mlp(), ls.SpectralSharding(), [0.5], EXAMPLE)
     assert list(table.as_dict()) == ["full", "0.5"]
     assert table.as_dict()["0.5"]["macs"] == table.at[0.5].macs
 
 
 def test_any_logger_takes_the_numbers(tmp_path: Any) -> None:
     logger = CSVLogger(tmp_path)
-    table = cost_table(mlp(), [0.5], EXAMPLE)
+    table = cost_table(mlp(), ls.SpectralSharding(), [0.5], EXAMPLE)
     table.log(logger)
     assert logger.experiment.metrics[0]["cost/0.5/parameters"] == table.at[0.5].parameters
 
@@ -75,16 +76,16 @@ def test_wandb_takes_the_table_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(project="test", offline=True, save_dir=tmp_path)
-    cost_table(mlp(), [0.5], EXAMPLE).log(logger)
+    cost_table(mlp(), ls.SpectralSharding(), [0.5], EXAMPLE).log(logger)
     summary = dict(logger.experiment.summary)
     wandb.finish()
     assert summary["cost"]["nrows"] == 2
-    assert summary["cost/0.5/parameters"] == cost_table(mlp(), [0.5], EXAMPLE).at[0.5].parameters
+    assert summary["cost/0.5/parameters"] == cost_table(mlp(), ls.SpectralSharding(), [0.5], EXAMPLE).at[0.5].parameters
 
 
 def test_the_picture_has_one_line_for_each_cost() -> None:
     pytest.importorskip("matplotlib", reason="comes with the `examples` extra")
-    table = cost_table(mlp(), [0.5, 0.25], EXAMPLE)
+    table = cost_table(mlp(), ls.SpectralSharding(), [0.5, 0.25], EXAMPLE)
     (axes,) = table.plot().axes
     lines = {line.get_label(): line for line in axes.lines}
     assert [*lines["parameters"].get_xdata()] == [0.25, 0.5]
@@ -93,17 +94,17 @@ def test_the_picture_has_one_line_for_each_cost() -> None:
 
 def test_a_cost_needs_an_example() -> None:
     with pytest.raises(ValueError, match="give `example_input`"):
-        cost_table(mlp(), [0.5])
+        cost_table(mlp(), ls.SpectralSharding(), [0.5])
 
 
 def test_every_problem_of_the_module_is_shown() -> None:
     with pytest.raises(ValueError, match="pattern 'nothing' matches no layer"):
-        cost_table(mlp(), [0.5], EXAMPLE, ls.LayerChoices(exclude=["nothing"]))
+        cost_table(mlp(), ls.SpectralSharding(exclude=["nothing"]), [0.5], EXAMPLE)
 
 
 def test_a_keep_ratio_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="must be in \\(0, 1\\]"):
-        cost_table(mlp(), [1.5], EXAMPLE)
+        cost_table(mlp(), ls.SpectralSharding(), [1.5], EXAMPLE)
 
 
 def needs(cost: Cost) -> dict[str, int]:
@@ -115,30 +116,30 @@ def needs(cost: Cost) -> dict[str, int]:
 @pytest.mark.parametrize("term_granularity", [1, 4])
 def test_the_answer_fits_and_no_larger_ratio_does(budgeted: str, term_granularity: int) -> None:
     """Every ratio of a fine grid is tried, and budgets just below, at and above what each takes."""
-    choices = ls.LayerChoices(term_granularity=term_granularity)
+    algorithm = ls.SpectralSharding(layers=ls.LayerChoices(term_granularity=term_granularity))
     grid = [i / 240 for i in range(1, 241)]  # every multiple of 1/20 and 1/16, and others
-    cost = {r: needs(c)[budgeted] for r, c in cost_table(mlp(), grid, EXAMPLE, choices).at.items()}
+    cost = {r: needs(c)[budgeted] for r, c in cost_table(mlp(), algorithm, grid, EXAMPLE).at.items()}
     budgets = sorted({value + change for value in cost.values() for change in (-1, 0, 1)})[1:]
-    answers = keep_ratio_for(mlp(), EXAMPLE, **{budgeted: budgets}, layers=choices)
+    answers = largest_that_fits(mlp(), algorithm, EXAMPLE, **{budgeted: budgets})
     assert answers == [max(r for r in grid if cost[r] <= budget) for budget in budgets]
 
 
 def test_one_budget_gives_one_ratio_that_an_algorithm_takes() -> None:
-    ratio = keep_ratio_for(mlp(), EXAMPLE, budget_params=10**9)
+    ratio = largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, budget_params=10**9)
     assert ratio == 1.0
-    per_client = keep_ratio_for(mlp(), EXAMPLE, budget_params=(700, 900))
+    per_client = largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, budget_params=(700, 900))
     # 255 + 44 * 6 + 36 * 5 = 699 and 255 + 44 * 8 + 36 * 7 = 859; one more term of the first layer takes 44 more
     assert ls.SpectralSharding(keep_ratio=per_client).keep_ratio == per_client == [6 / 20, 8 / 20]
 
 
 def test_if_nothing_fits_the_smallest_cost_is_named() -> None:
     smallest = 255 + 44 + 36
-    with pytest.raises(ValueError, match=rf"No sub-model fits `budget_params={smallest - 1}`: .* takes {smallest}"):
-        keep_ratio_for(mlp(), EXAMPLE, budget_params=[10**6, smallest - 1])
-    assert keep_ratio_for(mlp(), EXAMPLE, budget_params=smallest) == 1 / 20
+    with pytest.raises(ValueError, match=rf"No keep ratio fits `budget_params={smallest - 1}`: .* takes {smallest}"):
+        largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, budget_params=[10**6, smallest - 1])
+    assert largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, budget_params=smallest) == 1 / 20
 
 
 @pytest.mark.parametrize("budgets", [{}, {"budget_macs": 1, "budget_params": 2}])
 def test_exactly_one_budget_is_given(budgets: Any) -> None:
-    with pytest.raises(ValueError, match="exactly one of budget_bytes, budget_macs, budget_params"):
-        keep_ratio_for(mlp(), EXAMPLE, **budgets)
+    with pytest.raises(ValueError, match=r"exactly one of budget_bytes, .*budget_macs, budget_params"):
+        largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, **budgets)

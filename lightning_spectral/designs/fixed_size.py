@@ -49,18 +49,7 @@ class ConditionalPoisson(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson":
-        """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`.
-
-        Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer
-                than 1e-13 to 0 or 1 count as 0 or 1.
-
-        Returns:
-            The fitted design.
-
-        Raises:
-            ValueError: If ``inclusion_probs`` is invalid.
-        """
+        """Fit the working probabilities; see :func:`~lightning_spectral.functional.fit_conditional_poisson`."""
         return _fitted(inclusion_probs, fit_conditional_poisson(inclusion_probs))
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
@@ -90,7 +79,6 @@ class FittedConditionalPoisson(FittedDesign):
     num_terms: int
 
     def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Draw independent samples; see :meth:`FittedDesign.draw`."""
         return draw_rejectively(self._parts, num_samples, generator)
 
     @cached_property
@@ -180,7 +168,6 @@ class FittedSuccessiveSampling(FittedDesign):
     num_terms: int
 
     def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Draw independent samples; see :meth:`FittedDesign.draw`."""
         return draw_successive(self.log_sizes, self.num_terms, num_samples, generator)
 
 
@@ -202,11 +189,9 @@ class Systematic(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        """Lay the probabilities end to end."""
         return _fit(inclusion_probs, shuffled=False)
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
-        """Exact joint probabilities: a sum over the samples; see :meth:`JointDesign.joint_inclusion_probs`."""
         return support_joint_probs(systematic_support(inclusion_probs), len(inclusion_probs))
 
 
@@ -228,7 +213,6 @@ class RandomSystematic(Design):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        """Prepare the probabilities; see :meth:`Systematic.fit`."""
         return _fit(inclusion_probs, shuffled=True)
 
 
@@ -264,7 +248,6 @@ class MinimumSupport(JointDesign):
         return Prepared(draw_from_support, minimum_support(inclusion_probs))
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
-        """Exact joint probabilities: a sum over the samples; see :meth:`JointDesign.joint_inclusion_probs`."""
         return support_joint_probs(minimum_support(inclusion_probs), len(inclusion_probs))
 
 

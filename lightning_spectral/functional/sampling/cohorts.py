@@ -203,12 +203,7 @@ def coordinated_multipliers(inclusion_probs: Tensor, cohort_size: int) -> Tensor
 
     :math:`\omega_i = C\mu_i / (\mu_i^2 + f_i(1 - f_i))` with :math:`\mu_i = C\pi_i` and f its fractional part.
 
-    Args:
-        inclusion_probs: Shape ``(N,)``.
-        cohort_size: Number of clients C.
-
-    Returns:
-        Shape ``(N,)``, float64, in ``(0, C]``; a term that is never drawn gets C.
+    Shape ``(N,)``, float64, in ``(0, C]``; a term that is never drawn gets C.
 
     Example:
         >>> coordinated_multipliers(torch.tensor([1.0, 0.5, 0.05, 0.0]), cohort_size=10)

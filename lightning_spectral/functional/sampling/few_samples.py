@@ -56,11 +56,6 @@ def whole_units(parts: OpenTerms) -> Tensor:
 def draw_from_support(support: Support, num_samples: int, generator: torch.Generator) -> Tensor:
     """Draw independent samples from a list of possible ones.
 
-    Args:
-        support: The list of samples.
-        num_samples: Number of draws.
-        generator: Source of randomness.
-
     Returns:
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
@@ -79,10 +74,6 @@ def draw_from_support(support: Support, num_samples: int, generator: torch.Gener
 
 def support_joint_probs(support: Support, num_total: int) -> Tensor:
     r"""Joint inclusion probabilities :math:`P(i, j \in I)`, a sum over the possible samples.
-
-    Args:
-        support: The list of samples.
-        num_total: Number N of terms.
 
     Returns:
         Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal.

@@ -33,7 +33,6 @@ class Prepared(FittedDesign):
         self._draw = partial(function, *prepared, **options)
 
     def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Call the function."""
         return self._draw(num_samples, generator)
 
 

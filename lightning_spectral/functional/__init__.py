@@ -22,12 +22,24 @@ from lightning_spectral.functional.figures.participation import (
 from lightning_spectral.functional.images import standardize_images
 from lightning_spectral.functional.sampling.assignment import assignment_probs, model_joint_probs
 from lightning_spectral.functional.sampling.brewer import draw_brewer
+from lightning_spectral.functional.sampling.cohorts import (
+    coordinated_multipliers,
+    draw_coordinated,
+    joint_discrepancy,
+    joint_multipliers,
+)
 from lightning_spectral.functional.sampling.conditional_poisson import (
     draw_conditional_poisson,
     fit_conditional_poisson,
     poisson_conditional_inclusion_probs,
 )
-from lightning_spectral.functional.sampling.coordinated import coordinated_multipliers, draw_coordinated
+from lightning_spectral.functional.sampling.few_samples import (
+    draw_from_support,
+    draw_systematic,
+    minimum_support,
+    support_joint_probs,
+    systematic_support,
+)
 from lightning_spectral.functional.sampling.inclusion import (
     collective_inclusion_probs,
     collective_multipliers,
@@ -35,16 +47,13 @@ from lightning_spectral.functional.sampling.inclusion import (
     top_inclusion_probs,
 )
 from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs, successive_joint_probs
-from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
-from lightning_spectral.functional.sampling.mixed_cohort import joint_discrepancy, joint_multipliers
 from lightning_spectral.functional.sampling.schatten import schatten_inclusion_probs
 from lightning_spectral.functional.sampling.successive_sampling import (
     draw_successive,
     fit_log_sizes,
+    manly_inclusion_probs,
     successive_inclusion_probs,
 )
-from lightning_spectral.functional.sampling.support import draw_from_support, minimum_support, support_joint_probs
-from lightning_spectral.functional.sampling.systematic import draw_systematic, systematic_support
 
 __all__ = [
     "assignment_probs",

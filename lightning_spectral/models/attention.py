@@ -46,7 +46,6 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from each position to the sequence."""
         query, key, value = (
             layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )

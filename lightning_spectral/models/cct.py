@@ -56,7 +56,6 @@ class CCTBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The block's output."""
         tokens = self.norm2(tokens + self.drop_path(self.attention(self.norm1(tokens))))
         branch: Tensor = self.drop_path(self.contract(F.gelu(self.expand(tokens))))
         return tokens + branch
@@ -137,11 +136,9 @@ class CCT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def example_input(self) -> Tensor:
-        """A batch of one image."""
         return torch.zeros(1, *self.image_shape)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of each class."""
         if images.shape[1:] != self.image_shape:
             raise ValueError(
                 f"Images must be of shape {self.image_shape}, got {tuple(images.shape[1:])}; positions are learned, so "

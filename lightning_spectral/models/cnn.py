@@ -64,11 +64,9 @@ class FEMNISTCNN(nn.Module):
         self.pool = nn.MaxPool2d(2)
 
     def example_input(self) -> Tensor:
-        """A batch of one image."""
         return torch.zeros(1, *self.image_shape)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of each class."""
         x = self.pool(torch.relu(self.conv1(images)))
         x = self.pool(torch.relu(self.conv2(x))).flatten(1)
         if self.hidden is not None:

@@ -29,7 +29,6 @@ class GPT2Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         wide = self.gelu(self.expand(self.norm2(x)))
         branch: Tensor = self.dropout(self.contract(wide))

@@ -62,7 +62,6 @@ class LSTMClassifier(nn.Module):
         return torch.full((1, EXAMPLE_LENGTH), int(self.padding_idx == 0))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits of each class."""
         states, _ = self.lstm(self.words(words))
         # The LSTM reads forwards, so the state after the last word does not depend on the padding after it.
         last = (words != self.padding_idx).sum(1).sub(1).clamp(min=0)

@@ -41,11 +41,9 @@ class MLP(nn.Module):
         self.head = nn.Linear(widths[-1], num_classes)
 
     def example_input(self) -> Tensor:
-        """A batch of one example."""
         return torch.zeros(1, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of each class."""
         x = x.flatten(1)
         for layer in self.hidden:
             x = torch.relu(layer(x))

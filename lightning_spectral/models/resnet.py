@@ -31,7 +31,6 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
         residual = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
         return torch.relu(residual + self.shortcut(x))
 
@@ -98,11 +97,9 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def example_input(self) -> Tensor:
-        """A batch of one image."""
         return torch.zeros(1, *self.image_shape)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of each class."""
         features = self.blocks(torch.relu(self.norm(self.conv(images))))
         logits: Tensor = self.head(features.mean((2, 3)))
         return logits

@@ -6,20 +6,20 @@ from lightning_spectral.nn.cost.table import CostTable
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
-from lightning_spectral.nn.layers.grouped_conv import (
-    SpectralShardedGroupedConv1d,
-    SpectralShardedGroupedConv2d,
-    SpectralShardedGroupedConv3d,
-)
 from lightning_spectral.nn.layers.linear import (
     SpectralShardedLinear,
     SpectralShardedSplitLinear,
     SpectralShardedSplitTransposedLinear,
     SpectralShardedTransposedLinear,
 )
+from lightning_spectral.nn.layers.other_convs import (
+    SpectralShardedGroupedConv1d,
+    SpectralShardedGroupedConv2d,
+    SpectralShardedGroupedConv3d,
+    SpectralShardedSpatialConv2d,
+)
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
-from lightning_spectral.nn.layers.spatial_conv import SpectralShardedSpatialConv2d
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.nn.plan.choices import LayerChoices

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_spectral.arguments import OneOf, check_fields
 from lightning_spectral.functional.figures.discrepancy import cohort_discrepancy
-from lightning_spectral.functional.sampling.effective_cohort import SLACK, effective_cohort_size
+from lightning_spectral.functional.sampling.cohorts import SLACK, effective_cohort_size, joint_multipliers
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
-from lightning_spectral.functional.sampling.mixed_cohort import joint_multipliers
 from lightning_spectral.sharding.base import ShardingStrategy
 
 CohortPlan = Literal["group", "joint", "best"]

@@ -9,8 +9,7 @@ from torch import Tensor
 from lightning_spectral.arguments import Number, OneOf, check_fields
 from lightning_spectral.designs import SuccessiveSampling
 from lightning_spectral.functional.checks import as_magnitudes
-from lightning_spectral.functional.sampling.manly import manly_inclusion_probs
-from lightning_spectral.functional.sampling.successive_sampling import successive_inclusion_probs
+from lightning_spectral.functional.sampling.successive_sampling import manly_inclusion_probs, successive_inclusion_probs
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.sharding.one_client import inverse_probs
 

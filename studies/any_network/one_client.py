@@ -17,7 +17,7 @@ from tasks import BATCH_SIZE, IMAGES, MOMENTUM, NETS, NUM_TRAIN
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.nn.term_rates import TermRates
+from lightning_spectral.nn.optimizer_hooks import TermRates
 
 KEEP_RATIO, LEARNING_RATE, NUM_STEPS = 0.1, 0.1, 1_500
 BOUNDS = (math.inf, 10.0, 2.0, 1.0)

@@ -21,7 +21,7 @@ from lightning_spectral.client.local_optimizer import (
 )
 from lightning_spectral.functional.local_training import effective_lr_factors, weight_lr_factors
 from lightning_spectral.nn import sharded_layers
-from lightning_spectral.nn.term_rates import TermRates
+from lightning_spectral.nn.optimizer_hooks import TermRates
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -13,7 +13,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import absorb, factorize
 from lightning_spectral.nn.layers.leading_channels import LeadingChannels
-from lightning_spectral.nn.term_rates import TermRates
+from lightning_spectral.nn.optimizer_hooks import TermRates
 
 HALF = ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, output_ratio=0.5)
 HELD = {"1": 4, "4": 5}  # of the layers of `net`

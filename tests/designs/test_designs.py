@@ -18,8 +18,7 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
-from lightning_spectral.designs.conditional_poisson import FittedConditionalPoisson
-from lightning_spectral.designs.one_by_one import FittedSuccessiveSampling
+from lightning_spectral.designs.fixed_size import FittedConditionalPoisson, FittedSuccessiveSampling
 from lightning_spectral.functional import proportional_inclusion_probs, successive_inclusion_probs
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.testing import check_design

@@ -18,8 +18,7 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
-from lightning_spectral.designs.conditional_poisson import FittedConditionalPoisson
-from lightning_spectral.designs.one_by_one import FittedSuccessiveSampling
+from lightning_spectral.designs.fixed_size import FittedConditionalPoisson, FittedSuccessiveSampling
 from lightning_spectral.functional import (
     collective_inclusion_probs,
     proportional_inclusion_probs,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.functional.local_training import effective_lr_factors, weight_lr_factors
 from lightning_spectral.nn import SpectralShardedConv2d, SpectralShardedLinear
-from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip
-from lightning_spectral.nn.term_rates import TermRates
+from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, TermRates
 
 OMEGA = [1.0, 3.0, 20.0]
 TAU, BOUND = 5.0, 2.0

@@ -8,7 +8,7 @@ import torch
 from cohort_errors import plan_for, random_spectrum, slow_errors
 from torch import Tensor
 
-from lightning_spectral.functional.sampling.effective_cohort import client_error, effective_cohort_size
+from lightning_spectral.functional.sampling.cohorts import client_error, effective_cohort_size
 from lightning_spectral.sharding import Collective, EffectiveCohort, Scaled, TopN
 
 EPS = torch.finfo(torch.float64).eps

@@ -9,7 +9,7 @@ from cohort_errors import plan_for, random_spectrum, slow_errors
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from lightning_spectral.functional.sampling.effective_cohort import client_error, effective_cohort_size
+from lightning_spectral.functional.sampling.cohorts import client_error, effective_cohort_size
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs
 from lightning_spectral.sharding import EffectiveCohort, TopN, Unbiased
 

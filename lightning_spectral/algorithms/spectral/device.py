@@ -12,10 +12,9 @@ from torch.optim import AdamW
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.nn.layers.terms import sharded_layers
-from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay
+from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
-from lightning_spectral.nn.term_rates import TermRates
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Options, Upload
 

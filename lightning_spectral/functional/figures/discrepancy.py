@@ -43,16 +43,9 @@ def cohort_discrepancy(
 def group_discrepancy(
     singular_values: Tensor, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: float
 ) -> Tensor:
-    r"""Error of the plain average of C independent clients with the same probabilities.
+    r"""Error of the plain average of C independent clients with the same probabilities; a scalar, float64.
 
-    Args:
-        singular_values: Shape ``(N,)``.
-        inclusion_probs: Shape ``(N,)``.
-        multipliers: Shape ``(N,)``.
-        cohort_size: Number of clients C, any real number >= 1.
-
-    Returns:
-        A scalar, float64.
+    All three vectors have shape ``(N,)``; C may be any real number >= 1.
 
     Reference:
         Korzhenkov & Louizos (2024), Eq. (7).
@@ -74,16 +67,7 @@ def coordinated_discrepancy(
 
     The number of clients that hold term i is :math:`C\pi_i` rounded down, or up with probability
     :math:`f_i = C\pi_i - \lfloor C\pi_i\rfloor`, so its variance is :math:`f_i(1 - f_i)` instead of
-    :math:`C\pi_i(1 - \pi_i)`.
-
-    Args:
-        singular_values: Shape ``(N,)``.
-        inclusion_probs: Shape ``(N,)``.
-        multipliers: Shape ``(N,)``.
-        cohort_size: Number of clients C.
-
-    Returns:
-        A scalar, float64.
+    :math:`C\pi_i(1 - \pi_i)`. All three vectors have shape ``(N,)``; the result is a scalar, float64.
 
     Example:
         >>> import torch

@@ -34,10 +34,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         stride: Stride of the kernel; one number for each dimension, like padding and dilation.
         padding: Numbers, or ``"same"`` / ``"valid"``.
         dilation: Spacing of the kernel.
-        bias: Whether there is a bias.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        device: As in other ``torch.nn`` modules.
-        dtype: As in other ``torch.nn`` modules.
 
     Reference:
         Niu et al. (2022), section 3.2.1; Korzhenkov & Louizos (2024), section 4.1.

@@ -19,9 +19,6 @@ class SpectralShardedLinear(SpectralShardedLayer):
         in_features: Size of each input example.
         out_features: Size of each output example.
         num_terms: Number n of singular terms held, ``1 <= n <= min(in_features, out_features)``.
-        bias: Whether there is a bias.
-        device: As in other ``torch.nn`` modules.
-        dtype: As in other ``torch.nn`` modules.
 
     Shape:
         Input ``(..., in_features)``, output ``(..., out_features)``.
@@ -93,9 +90,6 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
         in_features: Size of each input example.
         out_features: Size of each output example, divisible by the number of parts.
         num_terms: Number of singular terms of each part.
-        bias: Whether there is a bias.
-        device: As in other ``torch.nn`` modules.
-        dtype: As in other ``torch.nn`` modules.
 
     Shape:
         Input ``(..., in_features)``, output ``(..., out_features)``.

@@ -116,9 +116,6 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
     Args:
         weight_shape: ``(c_out, c_in, ...)``.
         num_terms: Number n of singular terms held.
-        bias: Whether there is a bias.
-        device: As in other ``torch.nn`` modules.
-        dtype: As in other ``torch.nn`` modules.
     """
 
     cuts_outputs = True

@@ -27,8 +27,6 @@ class SingularTerms(nn.Module):
     Args:
         shape: Rows (outputs) and columns (inputs) of the matrix.
         num_terms: Number n of singular terms, ``1 <= n <= min(rows, columns)``.
-        device: As in other ``torch.nn`` modules.
-        dtype: As in other ``torch.nn`` modules.
 
     Example:
         >>> terms = SingularTerms((4, 3), num_terms=1)

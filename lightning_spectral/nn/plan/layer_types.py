@@ -12,20 +12,20 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention, check_attention
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
-from lightning_spectral.nn.layers.grouped_conv import (
-    SpectralShardedGroupedConv1d,
-    SpectralShardedGroupedConv2d,
-    SpectralShardedGroupedConv3d,
-)
 from lightning_spectral.nn.layers.linear import (
     SpectralShardedLinear,
     SpectralShardedSplitLinear,
     SpectralShardedSplitTransposedLinear,
     SpectralShardedTransposedLinear,
 )
+from lightning_spectral.nn.layers.other_convs import (
+    SpectralShardedGroupedConv1d,
+    SpectralShardedGroupedConv2d,
+    SpectralShardedGroupedConv3d,
+    SpectralShardedSpatialConv2d,
+)
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer
-from lightning_spectral.nn.layers.spatial_conv import SpectralShardedSpatialConv2d
 from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 
 ShardedType = type[ShardedLayer]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_spectral.nn.width.layer_rules import is_depthwise, loses_groups
 from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.width.rules import is_depthwise, loses_groups
 from lightning_spectral.protocol.exchange import copy_module
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.functional import collective_multipliers, group_discrepancy
-from lightning_spectral.functional.sampling.effective_cohort import effective_cohort_size
+from lightning_spectral.functional.sampling.cohorts import effective_cohort_size
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
 from lightning_spectral.protocol.cohort import Alone, Cohort
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -11,18 +11,16 @@ from typing import Any
 from torch import nn
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.discarded_changes import discarded_changes
+from lightning_spectral.client.between_clients import KeptAttributes, discarded_changes, isolate_metrics
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS, GradientWatch, check_untouched
-from lightning_spectral.client.kept_attributes import KeptAttributes
 from lightning_spectral.client.kept_tensors import KeptTensors
 from lightning_spectral.client.local_hooks import BeforeStep, start_hooks, untrained_rows, within_hooks
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings, LocalTask, LocalTrainer, Train
-from lightning_spectral.client.module_metrics import isolate_metrics
 from lightning_spectral.client.optimizer_checks import check_still_own
-from lightning_spectral.client.recorder import Recorder, log_to
 from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.client.user_step import Recorder, log_to
 from lightning_spectral.protocol.records import Download, Failure, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.protocol.stage_clock import Profile, StageClock

@@ -1,4 +1,4 @@
-"""One client's local epochs in a plain loop: one optimizer, automatic optimisation, no Trainer."""
+"""One client's local epochs in a plain loop, with one optimizer; or its losses alone, for samplers."""
 
 from __future__ import annotations
 
@@ -96,3 +96,38 @@ def mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
         return math.nan
     values: list[float] = torch.cat([loss.reshape(1) for loss in losses]).tolist()
     return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+
+
+class LossLoop:
+    """Runs a user's ``training_step`` once over the data of one client after another, without optimizer steps.
+
+    Dropout acts as in training, and buffers may change; the server never sees them.
+
+    Args:
+        module: A copy of the user's LightningModule.
+        optimizers: Its optimizers, which do not step.
+        settings: Settings shared by the local training of all clients.
+    """
+
+    def __init__(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> None:
+        self.module, self.placement = module, settings.placement
+        self.user = UserStep(module, settings.defines)
+
+    @torch.no_grad()
+    def __call__(self, task: LocalTask) -> LocalResult:
+        """Evaluate one client's data."""
+        losses: list[Tensor] = []
+        sizes: list[int] = []
+        for batch_idx, (batch, size) in enumerate(task.data.epoch(0)):
+            task.recorder.num_examples = size
+            batch = to_device(self.user, self.module, self.placement, batch)
+            if task.before_forward is not None:
+                task.before_forward()
+            with self.placement.forward_context():
+                loss = loss_of(self.user.training_step(batch, batch_idx))
+            if task.after_forward is not None:
+                task.after_forward()
+            if loss is not None:
+                losses.append(loss.detach())
+                sizes.append(size)
+        return LocalResult(0, mean_per_example(losses, sizes))

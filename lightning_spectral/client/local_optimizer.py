@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.client.optimizer_attributes import Attributes, attributes_of, reset_attributes
-from lightning_spectral.client.optimizer_checks import check_optimizer
+from lightning_spectral.client.optimizer_checks import Attributes, attributes_of, check_optimizer, reset_attributes
 from lightning_spectral.protocol.records import Options
 
 Origin = Callable[[str], str]

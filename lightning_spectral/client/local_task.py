@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.local_hooks import BeforeStep, LocalHook
-from lightning_spectral.client.recorder import Recorder
-from lightning_spectral.client.user_step import Defines, defines_all
+from lightning_spectral.client.user_step import Defines, Recorder, defines_all
 from lightning_spectral.protocol.records import Download
 
 

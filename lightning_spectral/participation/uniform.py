@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.participation.base import Participation
-from lightning_spectral.sums.weights import MOST_TERMS
+from lightning_spectral.sums.exact_sum import MOST_TERMS
 
 __all__ = ["CLIENTS_PER_ROUND", "UniformParticipation"]
 

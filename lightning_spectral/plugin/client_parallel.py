@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_spectral.client.module_metrics import isolate_metrics
+from lightning_spectral.client.between_clients import isolate_metrics
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.host import is_host
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.local_hooks import BeforeStep
 from lightning_spectral.client.local_task import LocalResult, LocalSettings, LocalTask, Placement, Train
-from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.precision import scaled_by
 from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
 from lightning_spectral.plugin.round_counting import num_rounds

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spectral.arguments import Number, flag
-from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader, examples_per_epoch
-from lightning_spectral.client.worker_batches import Collate
+from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
 from lightning_spectral.partition import (
     Labels,
     Partition,

@@ -16,7 +16,7 @@ from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
-from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, SubmodelSampling
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.client_parallel import ClientParallelStrategy, processes_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums.magnitudes import can_be_summed, largest_magnitudes
+from lightning_spectral.sums.exact_sum import can_be_summed, largest_magnitudes
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]

@@ -1,10 +1,10 @@
-"""Warnings in the first rounds of a fit that say why it will not learn, while the cause is still visible."""
+"""What the first rounds show of mistakes: large updates, and layers that no client's gradient reaches."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -19,9 +19,50 @@ from lightning_spectral.algorithms.capabilities import (
 from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.server.metrics import mean_loss
-from lightning_spectral.server.unreached_layers import UnreachedLayers
+
+
+class UnreachedLayers:
+    """The sharded layers that no client has given a gradient so far.
+
+    One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
+
+    Args:
+        names: The unreached layers of the rounds before a checkpoint; ``None`` if no client has trained yet.
+
+    Attributes:
+        names: Names of the layers, sorted; ``None`` if no client has trained yet.
+        remedy: How the algorithm can leave them out; empty if it cannot.
+
+    Example:
+        >>> layers = UnreachedLayers(["experts.0", "experts.1"])
+        >>> layers.warning()[:75]
+        'no client has given a gradient to these sharded layers: experts.0, experts.'
+    """
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self.names = None if names is None else sorted(names)
+        self.remedy = ""
+
+    def note(self, outcomes: Iterable[ClientOutcome]) -> None:
+        """Record a round: a layer counts as reached if it was reached in at least one turn."""
+        for outcome in outcomes:
+            if outcome.unreached is not None:
+                unreached = set(outcome.unreached)
+                self.names = sorted(unreached if self.names is None else unreached & set(self.names))
+
+    def warning(self) -> str:
+        """The text of the warning; empty if there is nothing to warn of."""
+        if not self.names:
+            return ""
+        remedy = f"{self.remedy}, or remove them" if self.remedy else "remove them"
+        return (
+            f"no client has given a gradient to these sharded layers: {', '.join(self.names)}. If `training_step` "
+            f"never uses them, {remedy} from the module. If it does for other clients or in later rounds, as with "
+            "experts or gradual unfreezing, nothing is wrong."
+        )
+
 
 ROUNDS_OF_UPDATES = 10
 LARGEST_UPDATE = 10.0  # in units of the tensor's own norm

@@ -8,8 +8,8 @@ from lightning_spectral.errors import ClientError
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.engine import Engine
-from lightning_spectral.server.resending import downloads_sent, uploads_of
 from lightning_spectral.server.round import OpenRound, client_error
+from lightning_spectral.server.turn import downloads_sent, uploads_of
 
 NUMBER = 4  # bytes of the one number that a client uploads
 

@@ -1,9 +1,11 @@
-"""One client's turn in a round: what it is sent, and what becomes of its upload."""
+"""Turns: what happens to one unit in a round, and how a process plays its share of them."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from lightning_spectral.algorithms.capabilities import BoundsSummands
 from lightning_spectral.errors import ClientError, SpectralWarning
@@ -11,9 +13,9 @@ from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights
-from lightning_spectral.server.resending import downloads_sent
+from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import OpenRound, address, client_error, named
-from lightning_spectral.sums.magnitudes import can_be_summed
+from lightning_spectral.sums.exact_sum import can_be_summed
 
 
 class Turn:
@@ -150,3 +152,124 @@ def _too_large(upload: Upload) -> str:
     """Why an upload of finite values cannot be summed; empty if its values are not finite."""
     magnitudes = upload.largest.values()
     return f"it holds values up to {max(magnitudes):.0e}" if all(map(math.isfinite, magnitudes)) else ""
+
+
+def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Upload]:
+    """Yield one upload for each download, as they arrive.
+
+    A device that lost frozen tensors is sent the same download once more, with all of them, after the others have
+    answered. Its upload then names what was missing.
+
+    Args:
+        executor: Runs the downloads.
+        downloads: Drawn as the executor takes them.
+    """
+    incomplete: dict[tuple[int, str], Download] = {}
+    missing: dict[tuple[int, str], tuple[str, ...]] = {}
+    again: list[Download] = []
+
+    def noted() -> Iterator[Download]:
+        for download in downloads:
+            if download.held:
+                incomplete[download.unit.key] = download
+            yield download
+
+    for upload in executor.run(noted()):
+        download = incomplete.pop(upload.unit.key, None)
+        if not upload.missing:
+            yield upload
+        elif download is None:
+            yield _contradiction(upload)
+        else:
+            missing[upload.unit.key] = upload.missing
+            again.append(download.with_everything())
+    if again:
+        for upload in uploads_of(executor, again):
+            yield replace(upload, missing=missing.get(upload.unit.key, ()))
+
+
+def downloads_sent(download: Download | None, upload: Upload) -> list[Download]:
+    """The downloads that an upload answers: two if the device had lost frozen tensors, none if it was not asked."""
+    if download is None:
+        return []
+    return [download, download.with_everything()] if upload.missing else [download]
+
+
+def _contradiction(upload: Upload) -> Upload:
+    what = f"the device says that it lacks {', '.join(upload.missing)}, which came with this download."
+    return Upload(upload.unit, {}, left_out="error", failure=Failure("loading", what))
+
+
+Act = Callable[[Turn], object]
+
+
+def play(opened: OpenRound, units: Iterable[WorkUnit], start: Act = Turn.send, end: Act = Turn.receive) -> None:
+    """Play the turns of some units.
+
+    Units are taken, and their downloads drawn, as the executor asks for them. So an executor that trains one client
+    after another needs the memory of one download, however many there are. Uploads are received as they arrive.
+
+    Args:
+        opened: The round.
+        units: Whose turns to play.
+        start: Called when a client's download is due; it must send it.
+        end: Called when a client's upload has arrived; it must receive it.
+
+    Raises:
+        ClientError: If a turn fails; with several processes, only when they meet.
+    """
+    _Share(opened, start, end).play(units)
+
+
+class _Share:
+    """The turns of one process in one round; after a failure that is held back, no more of them begin."""
+
+    def __init__(self, opened: OpenRound, start: Act, end: Act) -> None:
+        self.opened, self.start, self.end = opened, start, end
+        self.waiting: dict[tuple[int, str], Turn] = {}  # sent, and not back yet
+        self.latest: WorkUnit | None = None
+
+    def play(self, units: Iterable[WorkUnit]) -> None:
+        uploads = self._uploads(units)
+        while (upload := self._next(uploads)) is not None:
+            self._receive(upload)
+
+    def _uploads(self, units: Iterable[WorkUnit]) -> Iterator[Upload]:
+        yield from uploads_of(self.opened.executor, self._downloads(units))
+
+    def _downloads(self, units: Iterable[WorkUnit]) -> Iterator[Download]:
+        """Send each client its download; one that will not report back has its whole turn here."""
+        for self.latest in units:
+            with self.opened.containing_failures(self.latest):
+                turn = self._begin(self.latest)
+            if self.opened.failure is not None:
+                return
+            if turn.download is not None and turn.takes_part:
+                yield turn.download
+
+    def _begin(self, unit: WorkUnit) -> Turn:
+        turn = Turn(self.opened, unit)
+        self.start(turn)
+        if turn.takes_part:
+            self.waiting[unit.key] = turn
+        else:
+            turn.skip()
+            self.end(turn)
+        return turn
+
+    def _next(self, uploads: Iterator[Upload]) -> Upload | None:
+        """The next upload, if there is one and nothing has failed."""
+        try:
+            return None if self.opened.failure is not None else next(uploads, None)
+        except Exception as error:  # of the executor: most likely about the client that was sent to last
+            self.opened.contain(error, self.latest)
+            return None
+
+    def _receive(self, upload: Upload) -> None:
+        with self.opened.containing_failures(upload.unit):
+            turn = self.waiting.pop(upload.unit.key, None)
+            if turn is None:
+                message = "its executor returned an upload that nobody waits for, or returned it twice."
+                raise client_error(self.opened.round_idx, upload.unit, "", message)
+            turn.accept(upload)
+            self.end(turn)

@@ -1,8 +1,7 @@
 """Exact sums over clients, whose bits depend neither on the order of the clients nor on their processes."""
 
-from lightning_spectral.sums.mean_bits import MeanBits
+from lightning_spectral.sums.exact_sum import Weights
 from lightning_spectral.sums.mean_change import MeanChange
-from lightning_spectral.sums.running_mean import RunningMean, add_up
-from lightning_spectral.sums.weights import Weights
+from lightning_spectral.sums.running_mean import MeanBits, RunningMean, add_up
 
 __all__ = ["MeanBits", "MeanChange", "RunningMean", "Weights", "add_up"]

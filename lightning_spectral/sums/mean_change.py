@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.sums.change_blocks import Block, ChangeBlocks, put_differences, rows_in_a_block
-from lightning_spectral.sums.exact_sum import ExactSum, cut, unit_for
-from lightning_spectral.sums.magnitudes import largest_magnitudes
-from lightning_spectral.sums.weights import Weights
+from lightning_spectral.sums.exact_sum import ExactSum, Weights, cut, largest_magnitudes, unit_for
 
 Tensors = Mapping[str, Tensor]
 

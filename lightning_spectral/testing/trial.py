@@ -28,7 +28,7 @@ from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise
 from lightning_spectral.server.run import Run
-from lightning_spectral.server.share import play
+from lightning_spectral.server.turn import play
 from lightning_spectral.testing.trial_clients import SEED, Case, OverTheCodec
 
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients

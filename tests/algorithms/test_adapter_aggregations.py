@@ -15,7 +15,7 @@ from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums.magnitudes import largest_magnitudes
+from lightning_spectral.sums.exact_sum import largest_magnitudes
 
 C_OUT, C_IN, R, SCALE = 9, 7, 4, 1.5
 WEIGHTS = {0: 3.0, 1: 1.0, 2: 2.0, 3: 2.0}  # number of examples of each client

@@ -6,8 +6,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_spectral.client.module_metrics import isolate_metrics
-from lightning_spectral.client.recorder import Recorder
+from lightning_spectral.client.between_clients import isolate_metrics
+from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.protocol.records import LoggedValue
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_spectral.client.batches import BatchSource, ClientData
-from lightning_spectral.client.worker_batches import WorkerBatches
+from lightning_spectral.client.batches import BatchSource, ClientData, WorkerBatches
 
 
 class Noisy(Dataset[Any]):

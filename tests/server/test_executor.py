@@ -23,7 +23,7 @@ from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run
-from lightning_spectral.server.share import play
+from lightning_spectral.server.turn import play
 from lightning_spectral.simulation import Conditions
 
 SIZES = (40, 30, 20, 15, 10, 5)

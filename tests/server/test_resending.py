@@ -9,7 +9,7 @@ import torch
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.resending import downloads_sent, uploads_of
+from lightning_spectral.server.turn import downloads_sent, uploads_of
 
 
 @dataclass

@@ -5,9 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spectral.sums.exact_sum import COARSE, FINE, NARROW, ExactSum, cut, unit_for
-from lightning_spectral.sums.magnitudes import LARGEST, largest_magnitudes
-from lightning_spectral.sums.weights import MOST_TERMS
+from lightning_spectral.sums.exact_sum import (
+    COARSE,
+    FINE,
+    LARGEST,
+    MOST_TERMS,
+    NARROW,
+    ExactSum,
+    cut,
+    largest_magnitudes,
+    unit_for,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

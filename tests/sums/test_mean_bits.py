@@ -11,7 +11,7 @@ from peers import merge
 from torch import Tensor
 
 from lightning_spectral.sums import MeanBits
-from lightning_spectral.sums.weights import MOST_TERMS
+from lightning_spectral.sums.exact_sum import MOST_TERMS
 
 N = 37
 

@@ -25,7 +25,7 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums import RunningMean
-from lightning_spectral.sums.magnitudes import largest_magnitudes, largest_within
+from lightning_spectral.sums.exact_sum import largest_magnitudes, largest_within
 
 
 class ScaffoldRound(DenseRound):

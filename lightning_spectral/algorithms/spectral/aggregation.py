@@ -14,7 +14,7 @@ from lightning_spectral.algorithms.spectral.planned_module import with_absent_ro
 from lightning_spectral.functional.low_rank import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.sums import MeanChange, RunningMean
-from lightning_spectral.sums.magnitudes import largest_magnitudes, largest_within
+from lightning_spectral.sums.exact_sum import largest_magnitudes, largest_within
 
 
 class TrainedTerms(NamedTuple):

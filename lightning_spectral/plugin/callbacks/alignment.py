@@ -20,7 +20,7 @@ from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.records import Options, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.share import play
+from lightning_spectral.server.turn import play
 
 
 class UpdateAlignment(RoundCallback):

@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_spectral.algorithms.capabilities import ChecksAverageEstimation
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.module_metrics import isolate_metrics
-from lightning_spectral.client.recorder import Recorder
-from lightning_spectral.client.user_step import UserStep
+from lightning_spectral.client.between_clients import isolate_metrics
+from lightning_spectral.client.user_step import Recorder, UserStep
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback

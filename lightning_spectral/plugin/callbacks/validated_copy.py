@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_spectral.client.module_metrics import isolate_metrics
-from lightning_spectral.client.recorder import Recorder
-from lightning_spectral.client.user_step import call_with_accepted
+from lightning_spectral.client.between_clients import isolate_metrics
+from lightning_spectral.client.user_step import Recorder, call_with_accepted
 from lightning_spectral.plugin.user_logging import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors
 

@@ -17,7 +17,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import scheduling
 from lightning_spectral.server.measuring import measure_figures
 from lightning_spectral.server.sampled_cohorts import SampledCohorts
-from lightning_spectral.sums.weights import MOST_TERMS
+from lightning_spectral.sums.exact_sum import MOST_TERMS
 
 
 class Cohorts:

@@ -12,8 +12,7 @@ from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.unfinished_rounds import call_all, postponing_interrupts
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.share import play
-from lightning_spectral.server.turn import Turn
+from lightning_spectral.server.turn import Turn, play
 
 
 class Federation:

@@ -23,8 +23,8 @@ from lightning_spectral.algorithms.capabilities import (
     Initializes,
     MayRestAverages,
 )
+from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.client.loss_loop import LossLoop
 from lightning_spectral.client.optimizer_checks import (
     check_optimizer,
     check_own_parameters,

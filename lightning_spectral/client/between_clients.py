@@ -1,14 +1,24 @@
-"""Puts back what a sub-model keeps on itself besides parameters and buffers, so that clients pass nothing on."""
+"""What clients must not pass on to each other: attributes that a sub-model keeps, lost changes, metrics."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.protocol.attribute_paths import all_parts
+from lightning_spectral.protocol.exchange import Tensors
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
 
 # A download sets the first two; which parts a module has is fixed when it is built.
 LOADED = ("_parameters", "_buffers", "_modules")
@@ -97,3 +107,76 @@ def _is_writable(tensor: Tensor) -> bool:
     """Whether a local step can write a tensor in place, other than through an optimizer."""
     is_expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return not (tensor.requires_grad or tensor.is_inference() or is_expanded)
+
+
+@torch.no_grad()
+def discarded_changes(
+    client: nn.Module, optimizers: Iterable[Optimizer], sent: Tensors, returned: Tensors
+) -> tuple[str, ...]:
+    """Names of the parameters that changed although no optimizer steps them, and that the server does not average.
+
+    Args:
+        client: The sub-model after training.
+        optimizers: Its optimizers.
+        sent: What it was loaded with.
+        returned: What it sends back.
+
+    Example:
+        >>> teacher = nn.Linear(2, 1).requires_grad_(False)
+        >>> sent = {name: p.clone() for name, p in teacher.named_parameters()}
+        >>> _ = teacher.bias.add_(1.0)
+        >>> discarded_changes(teacher, [], sent, {})
+        ('bias',)
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    stepped = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    kept = {
+        name: p
+        for name, p in client.named_parameters()
+        if id(p) not in stepped and name in sent and (p.requires_grad or name not in returned)
+    }
+    if not kept:
+        return ()
+    changed = torch.stack([(p != sent[name].to(p)).any() for name, p in kept.items()]).tolist()  # read at once
+    return tuple(name for name, is_changed in zip(kept, changed, strict=True) if is_changed)
+
+
+def is_metric(value: object) -> TypeGuard[Metric]:
+    """Whether a value is a metric of ``torchmetrics``, which a device need not have: until it is imported, none is."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """The metrics that a module keeps: parts of it, and those in lists, dictionaries and attributes of plain objects.
+
+    Example:
+        >>> from torchmetrics import MeanMetric
+        >>> module = nn.Module()
+        >>> module.one, module.more = MeanMetric(), {"train": [MeanMetric()]}
+        >>> len(metrics_of(module))
+        2
+    """
+    return [part for _, part in all_parts({"": module}) if is_metric(part)]
+
+
+def isolate_metrics(module: nn.Module) -> Callable[[], None]:
+    """Keep a module's ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
+
+    Returns:
+        A function that restores the metrics' own synchronisation.
+    """
+    metrics = metrics_of(module)
+    own = [metric.distributed_available_fn for metric in metrics]
+
+    def restore() -> None:
+        for metric, is_available in zip(metrics, own, strict=True):
+            metric.distributed_available_fn = is_available
+
+    for metric in metrics:
+        metric.distributed_available_fn = _never
+    return restore
+
+
+def _never() -> bool:
+    return False

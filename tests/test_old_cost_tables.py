@@ -66,6 +66,10 @@ def test_an_old_name_works_and_says_the_new_one(name: str) -> None:
     assert found == new()
 
 
-def test_what_is_neither_an_algorithm_nor_keep_ratios_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"`algorithm` must be an instance of Algorithm, got 0\.5"):
-        ls.cost_table(lit(), 0.5, [1.0], X)
+@pytest.mark.parametrize("wrong", [0.5, "spectral", ls.LoRA], ids=repr)
+def test_what_is_neither_an_algorithm_nor_keep_ratios_is_refused(wrong: Any) -> None:
+    """Even before an example is asked for."""
+    with pytest.raises(
+        TypeError, match=r"`algorithm` must be an instance of Algorithm, got (0\.5|the string|the class)"
+    ):
+        ls.cost_table(lit(), wrong, [1.0])

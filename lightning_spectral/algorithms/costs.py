@@ -82,9 +82,10 @@ def cost_table(
         >>> table.at[0.1].parameters
         32778
     """
+    _check(module, algorithm)
+    capacities = each("capacities", capacities, CAPACITY)
     example = required_example(module, example_input)
     counted = _Counted(module, algorithm, example)
-    capacities = each("capacities", capacities, CAPACITY)
     costs = counted.at(capacities, example)  # first, because it says what is wrong with the algorithm
     kept = kept_buffers(module, getattr(algorithm, "keep_buffers", ()))
     return CostTable(whole_cost(module, example, kept), costs, counted.capacity)
@@ -137,6 +138,7 @@ def largest_that_fits(
         "budget_macs": budget_macs,
         "budget_params": budget_params,
     }
+    _check(module, algorithm)
     name, budget = _only_budget(given)
     example = required_example(module, example_input) if name == "budget_macs" else example_input
     counted = _Counted(module, algorithm, example)
@@ -169,8 +171,6 @@ class _Counted:
     """An algorithm on a copy of a module: what its clients cost, and the capacities that differ."""
 
     def __init__(self, module: nn.Module, algorithm: Algorithm, example: Example) -> None:
-        check_is("module", module, nn.Module)
-        check_is("algorithm", algorithm, Algorithm)
         self.module = copy_module(module)
         if isinstance(algorithm, PlansAhead):
             planning = copy_module(module)
@@ -235,6 +235,11 @@ class _Counted:
         if isinstance(algorithm, CutsInto):
             return list(map(float, fractions_of(algorithm.cut_sizes(self.module))))
         return list(map(float, fractions_of([PARTS]))) if _has_ratios(algorithm) else [1.0]
+
+
+def _check(module: nn.Module, algorithm: Algorithm) -> None:
+    check_is("module", module, nn.Module)
+    check_is("algorithm", algorithm, Algorithm)
 
 
 def _has_ratios(algorithm: Algorithm) -> bool:

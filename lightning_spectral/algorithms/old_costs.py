@@ -37,7 +37,7 @@ def accepting_old_arguments(new: Callable[..., CostTable]) -> Callable[..., Cost
     def cost_table(module: nn.Module, *arguments: Any, **named: Any) -> CostTable:
         if "algorithm" in named or (arguments and isinstance(arguments[0], Algorithm)):
             return new(module, *arguments, **named)
-        if arguments and not isinstance(arguments[0], Iterable):
+        if arguments and (isinstance(arguments[0], str) or not isinstance(arguments[0], Iterable)):
             return new(module, *arguments, **named)  # which says what is wrong
         _now("cost_table(module, keep_ratios)", "cost_table(module, SpectralSharding(), keep_ratios)")
         return _of_keep_ratios(module, *arguments, **named)

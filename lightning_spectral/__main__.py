@@ -30,8 +30,8 @@ def main() -> None:
     if find_spec("jsonargparse") is None:
         sys.exit('The command line needs jsonargparse: pip install "lightning-spectral[cli]"')
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls methods by their old names
-    from lightning_spectral.plugin.cli import FederatedCLI
-    from lightning_spectral.plugin.cli_errors import errors_in_one_line
+    from lightning_spectral.plugin.cli.command import FederatedCLI
+    from lightning_spectral.plugin.cli.errors import errors_in_one_line
 
     with errors_in_one_line():
         FederatedCLI(parser_kwargs={"epilog": EPILOG})

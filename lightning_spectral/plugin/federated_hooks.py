@@ -11,26 +11,26 @@ from lightning.fabric.utilities.data import AttributeDict
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checkpoint_archive import check_loadable
-from lightning_spectral.plugin.checkpoint_files import handle_whole_files
-from lightning_spectral.plugin.checkpoints import TRAINER_SETTINGS
-from lightning_spectral.plugin.checks import check_member, check_same_everywhere, check_stage, check_trainer
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy, log_options, processes_of
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.checks.run import check_member, check_same_everywhere, check_stage, check_trainer
+from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
+from lightning_spectral.plugin.checks.trainer import check_clipping, check_own_optimizers
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
 from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.fixed_arguments import FixedArguments
-from lightning_spectral.plugin.forwarded_hooks import ForwardedHooks
+from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation
 from lightning_spectral.plugin.host import Host, Share
-from lightning_spectral.plugin.precision import convert_now, full_precision
-from lightning_spectral.plugin.round_boundaries import with_boundaries
-from lightning_spectral.plugin.run_config import data_config
-from lightning_spectral.plugin.sampler_checks import check_limit, check_over_selection
-from lightning_spectral.plugin.saved_run import SavedRun
-from lightning_spectral.plugin.trainer_checks import check_clipping, check_own_optimizers
-from lightning_spectral.plugin.trainer_runtime import TrainerRuntime
-from lightning_spectral.plugin.unfinished_rounds import BeforeValidation
+from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.lightning.checkpoint_files import handle_whole_files
+from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
+from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, log_options, processes_of
+from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
+from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
+from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
+from lightning_spectral.plugin.trainer.round_boundaries import with_boundaries
+from lightning_spectral.plugin.trainer.run_config import data_config
+from lightning_spectral.plugin.trainer.runtime import TrainerRuntime
+from lightning_spectral.plugin.trainer.saved_run import SavedRun
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.processes import Processes

@@ -15,16 +15,7 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_task import LocalTrainer
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checkpoints import described
-from lightning_spectral.plugin.checks import check_datamodule
-from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.federated_hooks import FederatedHooks
-from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
-from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.fixed_arguments import arguments_of
-from lightning_spectral.plugin.forwarded_hooks import on_each, on_one
-from lightning_spectral.plugin.host import Trained
-from lightning_spectral.plugin.module_checks import (
+from lightning_spectral.plugin.checks.module import (
     check_algorithm,
     check_module,
     check_settings,
@@ -32,10 +23,19 @@ from lightning_spectral.plugin.module_checks import (
     plain_numbers,
     warn_of_compiled_in_place,
 )
-from lightning_spectral.plugin.run_config import as_config, config_of
-from lightning_spectral.plugin.trainer_runtime import sequential_executor
-from lightning_spectral.plugin.user_hooks import check_user_module, spare_shares
-from lightning_spectral.plugin.user_logging import forwarded_logging
+from lightning_spectral.plugin.checks.run import check_datamodule
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.federated_hooks import FederatedHooks
+from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
+from lightning_spectral.plugin.federation.member import Member
+from lightning_spectral.plugin.host import Trained
+from lightning_spectral.plugin.lightning.checkpoints import described
+from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
+from lightning_spectral.plugin.lightning.user_hooks import check_user_module, spare_shares
+from lightning_spectral.plugin.lightning.user_logging import forwarded_logging
+from lightning_spectral.plugin.trainer.forwarded_hooks import on_each, on_one
+from lightning_spectral.plugin.trainer.run_config import as_config, config_of
+from lightning_spectral.plugin.trainer.runtime import sequential_executor
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults

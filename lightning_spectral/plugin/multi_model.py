@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
-from lightning_spectral.plugin.checks import check_datamodule
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.checks.run import check_datamodule
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
-from lightning_spectral.plugin.fixed_arguments import arguments_of
 from lightning_spectral.plugin.host import Share
+from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
+from lightning_spectral.plugin.lightning.user_hooks import BATCH_HOOKS, is_overridden
+from lightning_spectral.plugin.lightning.user_logging import forwarded_logging
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
-from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
-from lightning_spectral.plugin.run_config import config_of
-from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, is_overridden
-from lightning_spectral.plugin.user_logging import forwarded_logging
+from lightning_spectral.plugin.trainer.run_config import config_of
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 

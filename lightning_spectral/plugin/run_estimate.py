@@ -15,13 +15,13 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.callbacks.round_lines import duration
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
+from lightning_spectral.plugin.lightning.quiet_trainer import quiet_trainer, silence
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.lightning.stages import PROFILED, action_name
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
-from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
-from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
-from lightning_spectral.plugin.round_counting import num_rounds
-from lightning_spectral.plugin.stages import PROFILED, action_name
 from lightning_spectral.protocol.rng import isolated_rng
 
 Federation: TypeAlias = FederatedModule | MultiModelModule

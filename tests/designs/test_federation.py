@@ -5,7 +5,7 @@ import math
 import pytest
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.checkpoints import check_checkpoint
+from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lightning_spectral.old_names import NEW_PATHS
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_spectral.plugin.cli import FederatedCLI
+from lightning_spectral.plugin.cli.command import FederatedCLI
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/cli.md"

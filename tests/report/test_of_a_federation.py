@@ -11,7 +11,7 @@ from federation import Fit, seeded
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.run_config import as_config
+from lightning_spectral.plugin.trainer.run_config import as_config
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import clients_at_end, curve, megabytes

@@ -18,11 +18,11 @@ from lightning_spectral.client.user_step import Recorder, UserStep
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.client_parallel import processes_of
 from lightning_spectral.plugin.host import Trained, is_host
-from lightning_spectral.plugin.round_counting import num_rounds
-from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, defines
-from lightning_spectral.plugin.user_logging import redirect_logging
+from lightning_spectral.plugin.lightning.client_parallel import processes_of
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, defines
+from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.round_counting import num_rounds
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 from lightning_spectral.server.turn import Turn

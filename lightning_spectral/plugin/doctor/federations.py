@@ -23,10 +23,10 @@ from lightning_spectral.algorithms import (
 )
 from lightning_spectral.participation import Uniform
 from lightning_spectral.partition import IIDPartitioner
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
-from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 from lightning_spectral.protocol.rng import derived_generator, isolated_rng
 
 NUM_CLIENTS, CLIENTS_PER_ROUND, NUM_CLASSES, SIZE = 6, 3, 4, 8

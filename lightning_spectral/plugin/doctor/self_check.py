@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.doctor.federations import ModuleAndData
-from lightning_spectral.plugin.quiet_trainer import silence, silent_trainer
+from lightning_spectral.plugin.lightning.quiet_trainer import silence, silent_trainer
 from lightning_spectral.protocol.rng import isolated_rng
 from lightning_spectral.protocol.stage_clock import STAGES
 

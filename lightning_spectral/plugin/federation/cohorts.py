@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import cast
 
 from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.plugin.checks.sampler import check_measurable, check_sampler
 from lightning_spectral.plugin.federation.interfaces import Plan, Runtime
 from lightning_spectral.plugin.federation.member import Member
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.plugin.sampler_checks import check_measurable, check_sampler
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit

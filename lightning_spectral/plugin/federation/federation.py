@@ -8,8 +8,8 @@ from functools import partial
 from lightning_spectral.plugin.federation.cohorts import Cohorts
 from lightning_spectral.plugin.federation.interfaces import Plan, Runtime
 from lightning_spectral.plugin.federation.member import Member
+from lightning_spectral.plugin.federation.unfinished_rounds import call_all, postponing_interrupts
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.plugin.unfinished_rounds import call_all, postponing_interrupts
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.turn import Turn, play

@@ -33,9 +33,9 @@ from lightning_spectral.client.optimizer_checks import (
     untrained_parameters,
 )
 from lightning_spectral.plugin.federation.interfaces import Owner, Plan, Runtime, figure_of, is_absolute
-from lightning_spectral.plugin.round_schedules import RoundSchedules
-from lightning_spectral.plugin.schedules import RoundScheduler, name_group, read_optimizers
-from lightning_spectral.plugin.user_hooks import check_configures
+from lightning_spectral.plugin.federation.round_schedules import RoundSchedules
+from lightning_spectral.plugin.lightning.schedules import RoundScheduler, name_group, read_optimizers
+from lightning_spectral.plugin.lightning.user_hooks import check_configures
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.gradient_hooks import check_functions

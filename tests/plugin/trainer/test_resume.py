@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from mixed_federation import federate
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.checkpoints import TRAINER_SETTINGS
+from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
 
 FitAndSave = Callable[..., Fitted]
 

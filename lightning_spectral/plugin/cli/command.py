@@ -9,14 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_spectral.plugin.checkpoint_archive import check_loadable
-from lightning_spectral.plugin.cli_checkpoint import check_path, report_differences, use_new_paths
-from lightning_spectral.plugin.cli_errors import OneLineParser
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.cli.checkpoint import check_path, report_differences, use_new_paths
+from lightning_spectral.plugin.cli.errors import OneLineParser
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
+from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
-from lightning_spectral.plugin.multi_model_data import MultiModelDataModule
 
 
 class FederatedCLI(LightningCLI):

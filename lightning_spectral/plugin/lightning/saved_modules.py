@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.mixins import hparams_mixin
 
-from lightning_spectral.plugin.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
 
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY

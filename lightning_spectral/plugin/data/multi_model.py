@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spectral.errors import check_is
-from lightning_spectral.plugin.data import FederatedDataModule
-from lightning_spectral.plugin.round_loader import round_loader
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.round_loader import round_loader
 
 
 class MultiModelDataModule(pl.LightningDataModule):

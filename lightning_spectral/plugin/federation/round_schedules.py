@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_spectral.plugin.schedules import RoundScheduler
+from lightning_spectral.plugin.lightning.schedules import RoundScheduler
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.plugin.lightning.user_hooks import is_overridden
 from lightning_spectral.server.metrics import ALWAYS
 
 Log = Callable[..., None]

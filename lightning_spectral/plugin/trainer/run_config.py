@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.plugin.data import FederatedDataModule
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
 
 MAX_ITEMS = 8  # of a sequence that is shown item by item
 MAX_TEXT = 200

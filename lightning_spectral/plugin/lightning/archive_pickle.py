@@ -16,7 +16,7 @@ from zipfile import ZipFile
 
 import torch
 
-from lightning_spectral.plugin.archive_layout import DamagedFile
+from lightning_spectral.plugin.lightning.archive_layout import DamagedFile
 
 # Newer data types are saved as untyped bytes.
 ITEM_BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1}

@@ -19,15 +19,15 @@ from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Pl
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, SubmodelSampling
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.client_trainer import ClientTrainer
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.plugin.precision import scaled_by
-from lightning_spectral.plugin.round_log import log_round
-from lightning_spectral.plugin.schedules import RoundScheduler
-from lightning_spectral.plugin.stages import stage_profile
-from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, is_overridden
-from lightning_spectral.plugin.user_logging import redirect_logging
+from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
+from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
+from lightning_spectral.plugin.lightning.precision import scaled_by
+from lightning_spectral.plugin.lightning.round_log import log_round
+from lightning_spectral.plugin.lightning.schedules import RoundScheduler
+from lightning_spectral.plugin.lightning.stages import stage_profile
+from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines, is_overridden
+from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor

@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
-from lightning_spectral.plugin.checkpoints import as_one_batch, check_checkpoint, settle_progress
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.saved import read_federation, write_federation
-from lightning_spectral.plugin.saved_modules import given_arguments, write_arguments
-from lightning_spectral.plugin.unfinished_rounds import BeforeValidation, begin_anew, finish_epoch
+from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation, begin_anew, finish_epoch
+from lightning_spectral.plugin.lightning.checkpoints import as_one_batch, check_checkpoint, settle_progress
+from lightning_spectral.plugin.lightning.saved_modules import given_arguments, write_arguments
 
 Checkpoint = dict[str, Any]
 RESTORED_LATER = ("federation_metrics", "federation_schedules", "federation_validated")

@@ -24,7 +24,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.plugin.data_checks import (
+from lightning_spectral.plugin.data.checks import (
     are_several,
     check_asked,
     check_collate,
@@ -32,8 +32,8 @@ from lightning_spectral.plugin.data_checks import (
     check_evaluation,
     plain_sizes,
 )
-from lightning_spectral.plugin.fixed_arguments import FixedArguments
-from lightning_spectral.plugin.round_loader import RoundLoader, round_loader
+from lightning_spectral.plugin.data.round_loader import RoundLoader, round_loader
+from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng

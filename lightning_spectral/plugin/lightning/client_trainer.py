@@ -17,10 +17,10 @@ from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.local_hooks import BeforeStep
 from lightning_spectral.client.local_task import LocalResult, LocalSettings, LocalTask, Placement, Train
 from lightning_spectral.client.user_step import Recorder
-from lightning_spectral.plugin.precision import scaled_by
-from lightning_spectral.plugin.quiet_trainer import quiet_trainer, silence
-from lightning_spectral.plugin.round_counting import num_rounds
-from lightning_spectral.plugin.user_hooks import RUN_HOOKS, is_overridden
+from lightning_spectral.plugin.lightning.precision import scaled_by
+from lightning_spectral.plugin.lightning.quiet_trainer import quiet_trainer, silence
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.lightning.user_hooks import RUN_HOOKS, is_overridden
 
 
 class ClientTrainer:

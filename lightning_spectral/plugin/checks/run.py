@@ -10,10 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.participation import Sampler, UniformParticipation
-from lightning_spectral.plugin.client_parallel import ClientParallelStrategy
-from lightning_spectral.plugin.data import FederatedDataModule, check_no_client_is_empty
-from lightning_spectral.plugin.trainer_checks import check_rounds
-from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.plugin.checks.trainer import check_rounds
+from lightning_spectral.plugin.data.data_module import FederatedDataModule, check_no_client_is_empty
+from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.lightning.user_hooks import is_overridden
 from lightning_spectral.protocol.averaged_parameters import check_averaged_parameters
 from lightning_spectral.protocol.copying import check_copyable
 from lightning_spectral.server.fault_policy import Faults

@@ -9,9 +9,9 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_spectral.plugin.callbacks import Aggregation, RoundLines, SubmodelSampling, SVDRefresh, WandbRounds
-from lightning_spectral.plugin.round_counting import RoundsAsSteps
-from lightning_spectral.plugin.stages import RoundStages
-from lightning_spectral.plugin.trainer_checks import check_callbacks
+from lightning_spectral.plugin.checks.trainer import check_callbacks
+from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
+from lightning_spectral.plugin.lightning.stages import RoundStages
 
 
 def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:

@@ -1,0 +1,1 @@
+"""Mistakes that can be named before a round is run."""

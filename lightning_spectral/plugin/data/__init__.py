@@ -1,0 +1,1 @@
+"""Clients' data as a LightningDataModule."""

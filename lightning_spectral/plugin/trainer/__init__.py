@@ -1,0 +1,1 @@
+"""A Trainer as what runs a federation."""

@@ -14,7 +14,7 @@ from lightning_spectral.participation import Population, Sampler, UniformPartici
 from lightning_spectral.plugin.checks.run import check_member, check_same_everywhere, check_stage, check_trainer
 from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
 from lightning_spectral.plugin.checks.trainer import check_clipping, check_own_optimizers
-from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
 from lightning_spectral.plugin.federation.member import Member
@@ -56,11 +56,11 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._saved = SavedRun(self.federation)
         self._default_dtype = torch.get_default_dtype()
 
-    def data_of(self, name: str) -> FederatedDataModule:
+    def data_of(self, name: str) -> ServerData:
         """The data of one model's clients."""
         raise NotImplementedError
 
-    def data_or_none(self, name: str) -> FederatedDataModule | None:
+    def data_or_none(self, name: str) -> ServerData | None:
         """One model's data; ``None`` when evaluating with the user's own loader."""
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         handle_whole_files(self.trainer)
         self.move_batches()
 
-    def _check_member(self, member: Member, data: FederatedDataModule) -> None:
+    def _check_member(self, member: Member, data: ServerData) -> None:
         owner = member.owner
         check_member(owner.module, data, self.participation, owner.faults, owner.local_hooks)
         check_over_selection(owner.conditions, absolute=is_absolute(self.participation))
@@ -285,9 +285,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         for name in self.federation.members:
             prefix = f"{name}: " if name else ""
             if (data := self.data_or_none(name)) is not None:
-                found[f"{prefix}batch_size"] = data.batch_size
-                found[f"{prefix}drop_last"] = data.drop_last
-                found[f"{prefix}partition"] = data.partition.fingerprint()
+                found |= {f"{prefix}{setting}": value for setting, value in data.configuration().items()}
         return found | self._trainer_settings()
 
     def _trainer_settings(self) -> dict[str, str | int]:

@@ -51,7 +51,7 @@ class Trained(Protocol):
 
     @property
     def data(self) -> Any:
-        """The `FederatedDataModule` of its clients."""
+        """The `ServerData` of its clients."""
 
     @property
     def engine(self) -> Engine:
@@ -82,7 +82,7 @@ class Host(Protocol):
         """The models by name."""
 
     def data_of(self, name: str) -> Any:
-        """The `FederatedDataModule` of one model's clients."""
+        """The `ServerData` of one model's clients."""
 
     def share(self, round_idx: int) -> Share:
         """The clients that this process trains in a round."""

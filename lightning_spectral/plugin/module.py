@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +24,7 @@ from lightning_spectral.plugin.checks.module import (
     warn_of_compiled_in_place,
 )
 from lightning_spectral.plugin.checks.run import check_datamodule
-from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
 from lightning_spectral.plugin.federation.member import Member
@@ -150,18 +150,18 @@ class FederatedModule(FederatedHooks, Trained):
         return self.member.engine
 
     @property
-    def data(self) -> FederatedDataModule:
-        """The data of its clients."""
-        return cast(FederatedDataModule, self.member.plan.data_of(self.name))
+    def data(self) -> Any:
+        """The data of its clients, a `FederatedDataModule` unless they are elsewhere."""
+        return self.member.plan.data_of(self.name)
 
-    def data_of(self, name: str) -> FederatedDataModule:
+    def data_of(self, name: str) -> ServerData:
         """The data module of the run."""
-        return check_datamodule(self.trainer, FederatedDataModule)
+        return check_datamodule(self.trainer, ServerData)
 
-    def data_or_none(self, name: str) -> FederatedDataModule | None:
+    def data_or_none(self, name: str) -> ServerData | None:
         """The data module of the run; ``None`` when evaluating with the user's own loader."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        return datamodule if isinstance(datamodule, FederatedDataModule) else None
+        return datamodule if isinstance(datamodule, ServerData) else None
 
     def population(self) -> Population:
         """The clients, each with one processor."""
@@ -180,8 +180,10 @@ class FederatedModule(FederatedHooks, Trained):
         return self.make_local_executor(run)
 
     def make_local_executor(self, run: Run, local_trainer: LocalTrainer | None = None) -> Executor:
-        """Create an executor that trains clients one by one, in this process."""
-        return sequential_executor(self, run, self.member.schedules.schedulers, local_trainer)
+        """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
+        schedules = self.member.schedules.schedulers
+        remote = self.data.make_executor(self, run, local_trainer)
+        return remote or sequential_executor(self, run, schedules, local_trainer)
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""

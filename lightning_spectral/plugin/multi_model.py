@@ -15,8 +15,8 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.plugin.checks.run import check_datamodule
-from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
+from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
@@ -107,7 +107,7 @@ class MultiModelModule(FederatedHooks):
         """The data module of the run."""
         return check_datamodule(self.trainer, MultiModelDataModule)
 
-    def data_of(self, name: str) -> FederatedDataModule:
+    def data_of(self, name: str) -> ServerData:
         """The data of one model's clients.
 
         Raises:
@@ -156,7 +156,7 @@ class MultiModelModule(FederatedHooks):
         parts = {name: member.configuration() for name, member in self.members.items()}
         return own | {f"{name}: {key}": value for name, part in parts.items() for key, value in part.items()}
 
-    def data_or_none(self, name: str) -> FederatedDataModule | None:
+    def data_or_none(self, name: str) -> ServerData | None:
         """One model's data; ``None`` when evaluating with the user's own loaders."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         return self.data_of(name) if isinstance(datamodule, MultiModelDataModule) else None

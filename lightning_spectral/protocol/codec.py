@@ -52,8 +52,18 @@ def encode(record: Download | Upload) -> bytes:
     """
     if isinstance(record, Download):
         record = replace(record, tensors=record.travelling)
-    name, tensors = type(record).__name__, list[Tensor]()
-    fields = pack(record, tensors, name)
+    return encode_plain(record, type(record).__name__)
+
+
+def encode_plain(value: Any, name: str) -> bytes:
+    """Write any value that `plain_data.pack` accepts as bytes, as a record of a name.
+
+    Example:
+        >>> decode_plain(encode_plain(("hello", 3), "Greeting"), "Greeting")
+        ('hello', 3)
+    """
+    tensors = list[Tensor]()
+    fields = pack(value, tensors, name)
     content = {"record": name, "byteorder": sys.byteorder, "tensors": [*map(describe, tensors)], "fields": fields}
     written = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     plain = written.encode("utf-8", "surrogatepass")  # every str of Python
@@ -76,15 +86,37 @@ def decode(data: bytes | bytearray | memoryview, kind: type[Record]) -> Record:
     Raises:
         RecordError: If the bytes are not a complete and undamaged record of this kind and version.
     """
+    record: Record = conform(decode_plain(data, kind.__name__), kind, kind.__name__)
+    return record
+
+
+def decode_plain(data: bytes | bytearray | memoryview, name: str) -> Any:
+    """Read a value that `encode_plain` wrote as a record of a name; whether it makes sense is for the caller to check.
+
+    Raises:
+        RecordError: If the bytes are not a complete and undamaged record of this name and version.
+    """
     plain, values = _split(memoryview(data).cast("B"))
     content = _parse(plain)
-    if content["record"] != kind.__name__:
-        raise RecordError(f"Expected a record of type {kind.__name__}, got another type.")
+    if content["record"] != name:
+        raise RecordError(f"Expected a record of type {name}, got another type.")
     if content["byteorder"] != sys.byteorder:
         raise RecordError(f"The record was written on a machine that is not {sys.byteorder}-endian, unlike this one.")
-    fields = unpack(content["fields"], read_tensors(content["tensors"], values), kind.__name__)
-    record: Record = conform(fields, kind, kind.__name__)
-    return record
+    return unpack(content["fields"], read_tensors(content["tensors"], values), name)
+
+
+def head_and_values(data: bytes) -> tuple[memoryview, memoryview]:
+    """Divide a whole record into what is its own and the values of its tensors, which other records may share.
+
+    Example:
+        >>> import torch
+        >>> record = encode_plain(torch.arange(3), "Numbers")
+        >>> [len(part) for part in head_and_values(record)], len(record)
+        ([147, 24], 171)
+    """
+    _, _, num_plain, _ = _PREFIX.unpack_from(data)
+    whole = memoryview(data)
+    return whole[: _HEADER_BYTES + num_plain], whole[_HEADER_BYTES + num_plain :]
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.checks.trainer import check_rounds
-from lightning_spectral.plugin.data.data_module import FederatedDataModule, check_no_client_is_empty
+from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.lightning.user_hooks import is_overridden
 from lightning_spectral.protocol.averaged_parameters import check_averaged_parameters
@@ -44,7 +44,7 @@ def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
     if isinstance(datamodule, kind):
         return datamodule
     calls = {
-        "FederatedDataModule": ("FederatedModule", "FederatedDataModule(train, partitioner)"),
+        "ServerData": ("FederatedModule", "FederatedDataModule(train, partitioner)"),
         "MultiModelDataModule": ("MultiModelModule", "MultiModelDataModule({name: FederatedDataModule(...), ...})"),
     }
     owner, call = calls[kind.__name__]
@@ -73,7 +73,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 def check_member(
     module: pl.LightningModule,
-    data: FederatedDataModule,
+    data: ServerData,
     participation: UniformParticipation | Sampler | None,
     faults: Faults,
     local_hooks: Sequence[LocalHook] = (),
@@ -101,7 +101,7 @@ def check_member(
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
         if faults.ends_run("no_data"):
-            check_no_client_is_empty(data.partition)
+            data.check_clients()
     for hook in local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
 

@@ -106,3 +106,13 @@ def plain_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: A
         Whole(at_least=0)("num_workers", num_workers),
         Whole()("seed", seed),
     )
+
+
+def dataset_length(dataset: Any) -> int:
+    """The number of examples of a data set; raise ``ValueError`` if it has no length."""
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
+            "pass a map-style data set, with `__len__` and `__getitem__`."
+        )
+    return len(dataset)

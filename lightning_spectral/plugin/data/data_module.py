@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_spectral.arguments import Number, flag
-from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
+from lightning_spectral.client.batches import BatchSource, ClientData, Collate, examples_per_epoch
 from lightning_spectral.partition import (
     Labels,
     Partition,
@@ -25,25 +24,20 @@ from lightning_spectral.partition import (
     report,
 )
 from lightning_spectral.plugin.data.checks import (
-    are_several,
-    check_asked,
     check_collate,
     check_dealt,
-    check_evaluation,
+    dataset_length,
     plain_sizes,
 )
-from lightning_spectral.plugin.data.round_loader import RoundLoader, round_loader
+from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.server.client_directory import ClientDirectory
 
-# `Dataset` without a type argument, because jsonargparse builds no subclasses of a class with one
-EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
 
-
-class FederatedDataModule(FixedArguments, pl.LightningDataModule):
+class FederatedDataModule(FixedArguments, ServerData):
     """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
 
     Args:
@@ -98,26 +92,22 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         seed: int = 0,
         client_val_fraction: float = 0.0,
     ) -> None:
-        super().__init__()
         check_dealt(train, partitioner)
-        check_evaluation(val=val, test=test)
         check_collate(collate_fn)
         batch_size, eval_batch_size, num_workers, seed = plain_sizes(batch_size, eval_batch_size, num_workers, seed)
+        super().__init__(val, test, eval_batch_size or max(batch_size, 256), collate_fn, num_workers)
         client_val_fraction = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self.train = train
         self.partitioner = partitioner
-        self.val = val
-        self.test = test
         self.batch_size = batch_size
         self.drop_last = flag("drop_last", drop_last)
-        self.eval_batch_size = eval_batch_size or max(batch_size, 256)
-        self.collate_fn = collate_fn
-        self.num_workers = num_workers
         self.seed = seed
         self.client_val_fraction = client_val_fraction
-        self._labels = None if labels is None else class_indices(labels, _length(train))
+        self._labels = None if labels is None else class_indices(labels, dataset_length(train))
         self._source = BatchSource(train, collate_fn, num_workers)
         self._fix(("train", "collate_fn", "num_workers"))
+
+    settings = ("batch_size", "num_clients", "partitioner", "seed", "num_examples")
 
     @cached_property
     def labels(self) -> Tensor:
@@ -135,7 +125,7 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
     @cached_property
     def _parts(self) -> tuple[Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
-        whole = self.partitioner(_length(self.train), labels, derived_generator(self.seed, "partition"))
+        whole = self.partitioner(dataset_length(self.train), labels, derived_generator(self.seed, "partition"))
         self._fix(("partitioner", "seed", "client_val_fraction", "labels"))
         return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
 
@@ -159,9 +149,9 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         return self.partition.num_clients
 
     @property
-    def has_val(self) -> bool:
-        """Whether there is validation data: given as ``val``, or by a subclass with loaders of its own."""
-        return self.val is not None or type(self).val_dataloader is not FederatedDataModule.val_dataloader
+    def num_examples(self) -> int:
+        """Number of training examples of all clients."""
+        return int(self.partition.sizes.sum())
 
     def setup(self, stage: str) -> None:
         """Draw the partition before training, so that an impossible one is refused here."""
@@ -191,6 +181,15 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         order = download.seed, download.ids, self.drop_last
         return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
 
+    def check_clients(self) -> None:
+        """Raise ``ValueError`` if a client has no examples."""
+        check_no_client_is_empty(self.partition)
+
+    def configuration(self) -> dict[str, str | int]:
+        """The settings that must match for a checkpoint to be resumed."""
+        own = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        return {**own, "partition": self.partition.fingerprint()}
+
     def examples_per_epoch(self, num_examples: int) -> int:
         """Number of a client's examples that it trains on in a local epoch."""
         return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
@@ -212,42 +211,6 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         order = dealt[torch.randperm(len(dealt), generator=derived_generator(seed, "data order", *ids))]
         index_batches = torch.tensor_split(order, -(-len(order) // self.eval_batch_size))
         return self._source.batches(index_batches[:max_batches], seed, ids)
-
-    def train_dataloader(self) -> RoundLoader:
-        """One item per client of the round that Lightning is about to run."""
-        return round_loader(self.trainer, type(self).__name__)
-
-    def val_dataloader(self) -> Any:
-        """The validation data in order, or nothing."""
-        check_asked(self.trainer, "validate", "val", self.val)
-        return self._evaluation_loader(self.val)
-
-    def test_dataloader(self) -> Any:
-        """The test data in order, or nothing."""
-        check_asked(self.trainer, "test", "test", self.test)
-        return self._evaluation_loader(self.test)
-
-    def _evaluation_loader(self, data: EvaluationData) -> Any:
-        if data is None:
-            return []
-        if are_several(data):
-            return [self._evaluation_loader(one) for one in data]
-        if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
-            return data  # a loader of the user's own
-        dataset = cast(Dataset[Any], data)
-        source = BatchSource(dataset, self.collate_fn)
-        if source.is_in_memory:
-            return EvaluationLoader(source, _length(dataset), self.eval_batch_size)
-        return DataLoader(dataset, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
-
-
-def _length(dataset: Dataset[Any]) -> int:
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
-            "pass a map-style data set, with `__len__` and `__getitem__`."
-        )
-    return len(dataset)
 
 
 def check_no_client_is_empty(partition: Partition) -> None:

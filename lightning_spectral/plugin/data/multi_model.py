@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.round_loader import round_loader
+from lightning_spectral.plugin.data.server_data import ServerData
 
 
 class MultiModelDataModule(pl.LightningDataModule):
@@ -45,8 +46,9 @@ class MultiModelDataModule(pl.LightningDataModule):
         if not modules:
             raise ValueError("`modules` is empty; give the data of each model: {'words': FederatedDataModule(...)}.")
         for name, module in modules.items():
-            check_is(f"modules[{name!r}]", module, FederatedDataModule)
-        self.modules = dict(modules)
+            if not isinstance(module, ServerData):
+                check_is(f"modules[{name!r}]", module, FederatedDataModule)
+        self.modules: dict[str, ServerData] = dict(modules)  # a command line builds only `FederatedDataModule`
         self._num_loaders: dict[str, dict[str, int]] = {}
 
     @property

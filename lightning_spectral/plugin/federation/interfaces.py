@@ -73,7 +73,7 @@ class Plan(Protocol):
         """Which client can train which model."""
 
     def data_of(self, name: str) -> Any:
-        """The `FederatedDataModule` of one model's clients."""
+        """The `ServerData` of one model's clients."""
 
     def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
         """What is known of one model's clients, with the capacities that an algorithm gives them."""

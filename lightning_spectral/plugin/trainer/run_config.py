@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.server_data import ServerData
 
 MAX_ITEMS = 8  # of a sequence that is shown item by item
 MAX_TEXT = 200
@@ -20,10 +20,9 @@ def config_of(owner: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: as_config(getattr(owner, name)) for name in names}
 
 
-def data_config(data: FederatedDataModule) -> dict[str, Any]:
+def data_config(data: ServerData) -> dict[str, Any]:
     """The data settings of a run: how the data was dealt, and to how many clients."""
-    own = config_of(data, ("batch_size", "num_clients", "partitioner", "seed"))
-    return {**own, "num_examples": int(data.partition.sizes.sum())}
+    return config_of(data, data.settings)
 
 
 def as_config(value: Any) -> Any:

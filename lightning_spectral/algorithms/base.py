@@ -112,11 +112,14 @@ class Algorithm(ABC):
         updates_are_expected: Whether its rounds satisfy `ExpectsUpdates`.
         steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
             stored of them.
+        counts_all_clients: Whether a client's weight is its share of all clients' examples, so that no client can join
+            during a run.
     """
 
     updates_have_norms: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = False
     steps_without_clients: ClassVar[bool] = False
+    counts_all_clients: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -102,7 +102,7 @@ class Device:
         self.local_trainer = local_trainer
         self._attach = attach
         self._profile = profile
-        self._kept = KeptTensors()
+        self.kept = KeptTensors()
         self._sub_models: dict[float, SubModel] = {}
         self._server_is_checked = False
 
@@ -112,12 +112,12 @@ class Device:
         Raises:
             ValueError: If gradients reach the original module's own weights.
         """
-        if missing := self._kept.missing(download):
+        if missing := self.kept.missing(download):
             return Upload(download.unit, {}, missing=missing)
         clock = StageClock(self._profile)
         try:
             with clock.measure("load"), _during("loading"):
-                download = self._kept.complete(download)
+                download = self.kept.complete(download)
                 sub_model = self.sub_model(download.capacity)
                 sub_model.attributes.restore()
                 self.side.load(sub_model.module, download)

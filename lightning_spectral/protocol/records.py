@@ -100,7 +100,8 @@ class Failure:
     """An exception on a device.
 
     Attributes:
-        stage: The stage that failed: ``"loading"``, ``"local training"`` or ``"collecting"``.
+        stage: The stage that failed: ``"loading"``, ``"local training"`` or ``"collecting"``; ``"network"`` if the
+            device's answer cannot be used.
         message: Type and text of the exception.
         cause: The exception itself, if it was raised in this process; it is not pickled.
     """

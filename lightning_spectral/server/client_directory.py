@@ -42,6 +42,10 @@ class ClientDirectory:
     available: Tensor | None = None
     examples_per_epoch: Callable[[int], int] = _all
 
+    def begin_round(self, round_idx: int) -> None:
+        """Look who is there, before a round's cohort is drawn; in a simulation, always everybody."""
+        return None
+
     @property
     def num_clients(self) -> int:
         """Number of clients, including those without examples."""

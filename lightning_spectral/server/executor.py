@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from lightning_spectral.client.device import Device
+from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.records import Download, Upload
 
 
 class Executor(ABC):
-    """Sends downloads to devices and returns their uploads, independently of the algorithm."""
+    """Sends downloads to devices and returns their uploads, independently of the algorithm.
+
+    Attributes:
+        exclusion_reasons: Why it may leave clients out of a round by itself; ``Faults`` says what becomes of them.
+    """
+
+    exclusion_reasons: ClassVar[tuple[ExclusionReason, ...]] = ()
 
     @abstractmethod
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:

@@ -98,10 +98,13 @@ class Faults:
         """Whether one client with this fault ends the run."""
         return isinstance(self.answer(reason), Raise)
 
-    def exclusion_reasons(self, conditions: Conditions) -> tuple[ExclusionReason, ...]:
+    def exclusion_reasons(
+        self, conditions: Conditions, of_executor: Sequence[ExclusionReason] = ()
+    ) -> tuple[ExclusionReason, ...]:
         """The reasons for which a run may leave clients out of its rounds."""
         own: tuple[ExclusionReason, ...] = ("error", "not_finite", "no_update", "no_data")
-        return tuple(reason for reason in own + conditions.exclusion_reasons if not self.ends_run(reason))
+        found = dict.fromkeys([*own, *conditions.exclusion_reasons, *of_executor])
+        return tuple(reason for reason in found if not self.ends_run(reason))
 
     def check_round(self, round_idx: int, outcomes: Sequence[ClientOutcome], smaller_updates: str = "") -> None:
         """Check that a round lost no more clients than allowed.

@@ -193,7 +193,8 @@ class OpenRound:
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)
         left_out = clients_by_reason(outcomes)
-        counts = {reason: len(left_out.get(reason, ())) for reason in run.faults.exclusion_reasons(run.conditions)}
+        reasons = run.faults.exclusion_reasons(run.conditions, self.executor.exclusion_reasons)
+        counts = {reason: len(left_out.get(reason, ())) for reason in reasons}
         means = round_means(outcomes)
         seconds = dict(self.clock.seconds)
         return RoundSummary(self.round_idx, outcomes, seconds, diagnostics, means, counts, run.model)

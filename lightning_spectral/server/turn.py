@@ -73,8 +73,9 @@ class Turn:
 
     def _check(self, failure: Failure) -> None:
         """Raise a failure that `Faults` does not tolerate; failures to load or collect are the algorithm's fault."""
+        is_clients = failure.stage in ("local training", "network")
         check_weights(self.round.run.server, self.round_idx, failure.cause)
-        if failure.stage != "local training" or self.round.run.faults.ends_run("error"):
+        if not is_clients or self.round.run.faults.ends_run("error"):
             raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
 
     def receive(self) -> ClientOutcome:

@@ -163,6 +163,7 @@ class Scaffold(FedAvg):
 
     side: ClassVar[type[DenseSide]] = ScaffoldSide
     updates_have_norms: ClassVar[bool] = True
+    counts_all_clients: ClassVar[bool] = True
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """Raise ``ValueError`` unless clients step all trainable parameters by one learning rate times the gradient."""

@@ -205,6 +205,7 @@ class StaleUpdates(FedAvg):
     """
 
     updates_have_norms: ClassVar[bool] = True
+    counts_all_clients: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = True
     steps_without_clients: ClassVar[bool] = True
 

@@ -101,6 +101,15 @@ class MultiModelDataModule(pl.LightningDataModule):
         for module in self.modules.values():
             module.on_exception(exception)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What each model's data keeps in checkpoints."""
+        return {name: state for name, module in self.modules.items() if (state := module.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what each model's data keeps in checkpoints."""
+        for name, state in state_dict.items():
+            self.modules[name].load_state_dict(state)
+
     def train_dataloader(self) -> Any:
         """One item per turn of the round that Lightning is about to run."""
         return round_loader(self.trainer, type(self).__name__)

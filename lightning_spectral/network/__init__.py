@@ -1,0 +1,34 @@
+"""The same federation with clients on other machines, over Flower.
+
+The server runs the user's Trainer, as in a simulation; each device runs the device half of the algorithm on its own
+data. Names are imported on first use, so that a device needs neither the server's code nor Flower to be imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_spectral.network.device.client_data import ClientData
+    from lightning_spectral.network.flower.apps import client_app, server_app
+    from lightning_spectral.network.server.remote_clients import RemoteClients
+
+__all__ = ["ClientData", "RemoteClients", "client_app", "server_app"]
+
+_MODULE_OF = {
+    "ClientData": "device.client_data",
+    "RemoteClients": "server.remote_clients",
+    "client_app": "flower.apps",
+    "server_app": "flower.apps",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

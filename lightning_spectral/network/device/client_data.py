@@ -1,0 +1,77 @@
+"""One client's own data, on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.arguments import Number, Whole, check_fields, flag
+from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
+from lightning_spectral.client.batches import ClientData as ClientBatches
+from lightning_spectral.network.messages import Holding
+from lightning_spectral.protocol.records import Download
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """The data of one client for one model, which never leaves its device.
+
+    Args:
+        train: Any map-style data set, of this client's examples alone.
+        batch_size: Examples per local step.
+        keep_ratio: What the device can hold, one of the algorithm's; ``None`` to leave that to the algorithm.
+        drop_last: Whether a local epoch omits its last batch if that is smaller, unless it is the only one.
+        labels: Class of each example, for hooks that need the client's classes; ``None`` if they are not known.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes for data that is not in memory.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or the data set has no length.
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> ClientData(TensorDataset(torch.ones(50, 3)), batch_size=8, drop_last=True).holding()
+        Holding(num_examples=50, examples_per_epoch=48, keep_ratio=None)
+    """
+
+    train: Any
+    batch_size: int = 32
+    keep_ratio: float | None = None
+    drop_last: bool = False
+    labels: Tensor | Sequence[int] | None = field(default=None, repr=False)
+    collate_fn: Collate | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.train, "__getitem__") and hasattr(self.train, "__len__")):
+            raise TypeError(
+                f"`train` must be a map-style data set, with `__len__` and `__getitem__`, got {self.train!r}."
+            )
+        check_fields(self, batch_size=Whole(at_least=1), num_workers=Whole(at_least=0))
+        check_fields(self, keep_ratio=Number(above=0, at_most=1, optional=True))
+        flag("drop_last", self.drop_last)
+
+    def holding(self) -> Holding:
+        """What the server is told of it."""
+        size = len(self.train)
+        return Holding(size, examples_per_epoch(size, self.batch_size, self.drop_last), self.keep_ratio)
+
+    def batches(self, download: Download) -> ClientBatches:
+        """The examples of one round, in an order that depends on the run's seed, the round and the client."""
+        indices = torch.arange(len(self.train))
+        order = download.seed, download.ids, self.drop_last
+        labels = None if self.labels is None else self._classes
+        return ClientBatches(self._source, indices, self.batch_size, *order, labels=labels)
+
+    def _classes(self) -> Tensor:
+        return torch.as_tensor(self.labels)
+
+    @cached_property
+    def _source(self) -> BatchSource:
+        return BatchSource(self.train, self.collate_fn, self.num_workers)

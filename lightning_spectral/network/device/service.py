@@ -1,0 +1,134 @@
+"""A device as what answers messages: it says who it is, and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+from torch import nn
+
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_loop import LocalLoop, LossLoop
+from lightning_spectral.client.local_optimizer import OptimizerRecipe, recipe_of
+from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.errors import RecordError
+from lightning_spectral.network.device.client_data import ClientData
+from lightning_spectral.network.device.kept import read_kept, write_kept
+from lightning_spectral.network.messages import (
+    DIGEST,
+    IDENTITY,
+    LACKS,
+    REFUSED,
+    START,
+    TRAIN,
+    WHO,
+    Identity,
+    Parts,
+    Start,
+    decode_object,
+    encode_object,
+    record_of,
+    record_parts,
+)
+from lightning_spectral.protocol.records import Download
+
+Memory = MutableMapping[str, bytes]
+
+
+class DeviceService:
+    """Answers the server's messages for one client.
+
+    What must outlive a message is in ``memory``, because the next one may find another process: the `Start` of each
+    model, and the frozen tensors. A device that has lost it says so, and is sent it again.
+
+    Args:
+        modules: Makes the user's module, by the model's name; an only model has an empty one.
+        data: The client's data, likewise.
+        client: The client's name.
+        trusted: Packages besides this one whose dataclasses the server may send: those of the user's own code.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Callable[[], nn.Module]],
+        data: Mapping[str, ClientData],
+        client: str,
+        trusted: Collection[str] = (),
+    ) -> None:
+        self.modules, self.data, self.client = modules, data, client
+        self.trusted = frozenset(trusted)
+        self._devices: dict[bytes, tuple[str, Device]] = {}
+
+    def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
+        """Answer one message; whatever is wrong with it is said in the answer.
+
+        Args:
+            question: `WHO` or `TRAIN`.
+            parts: The message.
+            memory: What the device keeps between messages; changed in place.
+        """
+        try:
+            if question == WHO:
+                return {IDENTITY: encode_object(self.identity())}
+            if question == TRAIN:
+                return self._train(parts, memory)
+            raise RecordError(f"This device does not know the question {question!r}.")
+        except (RecordError, ValueError) as error:
+            return {REFUSED: str(error).encode()}
+
+    def identity(self) -> Identity:
+        """Who the device is, and what it has for each model."""
+        return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
+
+    def _train(self, parts: Parts, memory: Memory) -> dict[str, bytes]:
+        digest = parts.get(DIGEST, b"")
+        if START in parts:
+            memory[f"start {digest.decode()}"] = parts[START]
+        if f"start {digest.decode()}" not in memory:
+            return {LACKS: digest}
+        model, device = self._device(digest, memory)
+        download = record_of(parts, Download)
+        read_kept(device, memory, model)
+        device.generators.save()
+        try:
+            upload = device.run(download)
+        finally:
+            device.generators.restore()
+            device.release()
+        if download.frozen and not upload.missing:
+            write_kept(device, memory, model)
+        return record_parts(upload)
+
+    def _device(self, digest: bytes, memory: Memory) -> tuple[str, Device]:
+        if digest not in self._devices:
+            start = decode_object(memory[f"start {digest.decode()}"], Start, self.trusted)
+            self._devices[digest] = start.model, self._make(start)
+        return self._devices[digest]
+
+    def _make(self, start: Start) -> Device:
+        if start.model not in self.modules or start.model not in self.data:
+            raise RecordError(f"This device has no model {start.model!r}; it has {sorted(self.data)}.")
+        module: Any = self.modules[start.model]()
+        recipes = _recipes(module)
+        if (own := described(recipes)) != start.optimizers:
+            raise RecordError(
+                f"`configure_optimizers` gives {own} on the device and {start.optimizers} at the server; run the same "
+                "code on both."
+            )
+        settings = LocalSettings(local_hooks=start.local_hooks)
+        trainer = LossLoop if start.measures else LocalLoop
+        return Device(module, start.side, recipes, self.data[start.model].batches, settings, trainer)
+
+
+def _recipes(module: Any) -> list[OptimizerRecipe]:
+    """Recipes of the optimizers that a module configures; its schedules act at the server."""
+    configured: Any = module.configure_optimizers()
+    if isinstance(configured, tuple):  # of optimizers and schedules
+        configured = configured[0] if isinstance(configured[0], list | tuple) else list(configured)
+    listed = configured if isinstance(configured, list) else [configured]
+    return [recipe_of(one["optimizer"] if isinstance(one, Mapping) else one, module) for one in listed]
+
+
+def described(recipes: Collection[OptimizerRecipe]) -> tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]:
+    """The class and the parameters of each optimizer, to compare server and device."""
+    return tuple((recipe.optimizer_class.__name__, recipe.groups) for recipe in recipes)

@@ -1,0 +1,154 @@
+"""RemoteClients: the data module of a federation whose clients are on other machines."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lightning_spectral.arguments import Number, Whole
+from lightning_spectral.client.batches import Collate
+from lightning_spectral.client.local_loop import LossLoop
+from lightning_spectral.client.local_optimizer import recipe_of
+from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.network.device.service import described
+from lightning_spectral.network.messages import Start
+from lightning_spectral.network.server.line import Line
+from lightning_spectral.network.server.remote_directory import RemoteDirectory
+from lightning_spectral.network.server.remote_executor import RemoteExecutor
+from lightning_spectral.network.server.reply_checks import ReplyChecks
+from lightning_spectral.network.server.roster import Roster, check_enough
+from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
+from lightning_spectral.protocol.per_client import Assigned
+from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.run import Run
+
+
+class RemoteClients(ServerData):
+    """Clients that a network reaches, in place of a `FederatedDataModule`; evaluation data is at the server.
+
+    Args:
+        line: The network; or the `Roster` of another model's `RemoteClients`, whose clients train this one too.
+        model: The model's name; empty if there is only one.
+        val: Validation data, as in `FederatedDataModule`.
+        test: Test data, likewise.
+        wait_for: Number of clients with which a run begins; ``None`` for those of a round.
+        patience: Seconds to wait for enough clients, at the start and in every round.
+        deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
+        eval_batch_size: Examples per evaluation batch.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        line: Line | Roster,
+        *,
+        model: str = "",
+        val: EvaluationData = None,
+        test: EvaluationData = None,
+        wait_for: int | None = None,
+        patience: float = 60.0,
+        deadline: float | None = None,
+        eval_batch_size: int = 256,
+        collate_fn: Collate | None = None,
+    ) -> None:
+        eval_batch_size = Whole(at_least=1)("eval_batch_size", eval_batch_size)
+        super().__init__(val, test, eval_batch_size, collate_fn)
+        self.wait_for = Whole(at_least=1, optional=True)("wait_for", wait_for)
+        self.deadline = Number(above=0, optional=True)("deadline", deadline)
+        patience = Number(at_least=0)("patience", patience)
+        self.roster = line if isinstance(line, Roster) else Roster(line, patience)
+        self.model = model
+        self._begun: int | None = None
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients that have ever been there."""
+        return len(self.roster.names)
+
+    def setup(self, stage: str) -> None:
+        """Wait for the clients with which a run begins.
+
+        Raises:
+            RoundError: If they are not there in time.
+        """
+        if stage == "fit":
+            wanted, self._begun = self.wait_for or self._usual_size(), None
+            check_enough(self.roster.wait_for(wanted, "The run begins"), wanted, self.roster.patience)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clients' names, by number, for the checkpoint."""
+        return {"names": list(self.roster.names)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give clients the numbers that they had when the checkpoint was written."""
+        self.roster.rename(state_dict["names"])
+
+    def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
+        """What the server knows of the clients, as it is now."""
+        return RemoteDirectory(self.roster, self.model, capacities, available, self.begin_round)
+
+    def begin_round(self, round_idx: int) -> None:
+        """Wait for the clients of a round, and admit those that have joined."""
+        if self._begun == round_idx:
+            return
+        self._begun = round_idx
+        federation = self._module.federation
+        members = federation.members.values()
+        self.roster.is_closed = isinstance(self._module.participation, Sampler) or any(
+            member.owner.algorithm.counts_all_clients for member in members
+        )
+        self.roster.wait_for(min(self._usual_size(), self.num_clients), f"Round {round_idx}")
+
+    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer | None) -> Executor:
+        """The executor that sends downloads to devices.
+
+        Raises:
+            ValueError: If the run has settings that devices cannot honour.
+        """
+        _check_settings(owner)
+        recipes = [recipe_of(template, owner.module) for template in owner.templates()]
+        side, measures = run.half.device_half, local_trainer is LossLoop
+        start = Start(self.model, side, tuple(owner.local_hooks), described(recipes), measures)
+        return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline)
+
+    def check_clients(self) -> None:
+        """Raise ``ValueError`` if a client has no examples."""
+        names = self.roster.names
+        if empty := [name for i, name in enumerate(names) if self.roster.holding(i, self.model).num_examples == 0]:
+            raise ValueError(
+                f"{len(empty)} of {len(names)} clients have no examples ({', '.join(empty[:5])}); switch them off, or "
+                "leave them out of their rounds: faults=Faults(on_no_data=LeaveOut())."
+            )
+
+    def configuration(self) -> dict[str, str | int]:
+        """The settings that must match for a checkpoint to be resumed; who is there may change."""
+        return {"clients": "elsewhere"}
+
+    @property
+    def _module(self) -> Any:
+        assert self.trainer is not None, "a Trainer sets itself before it calls hooks"
+        return self.trainer.lightning_module
+
+    def _usual_size(self) -> int:
+        participation = self._module.participation
+        size = participation.active if isinstance(participation, Sampler) else participation.clients_per_round
+        return math.ceil(size)
+
+
+def _check_settings(owner: Any) -> None:
+    if owner.trainer.world_size > 1:
+        raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
+    if owner.client_engine != "loop":
+        raise ValueError(
+            f"Devices run the client engine 'loop', got {owner.client_engine!r}; leave `client_engine` out."
+        )
+    if owner.trainer.precision != "32-true":
+        raise ValueError(f"Devices train in 32 bits, got Trainer(precision={owner.trainer.precision!r}); leave it out.")

@@ -1,0 +1,98 @@
+"""An executor whose clients train on their own devices, which a network reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from lightning_spectral.errors import RecordError
+from lightning_spectral.network.messages import (
+    DIGEST,
+    LACKS,
+    REFUSED,
+    START,
+    TRAIN,
+    Parts,
+    Start,
+    Starting,
+    encode_object,
+    record_of,
+    record_parts,
+)
+from lightning_spectral.network.server.asking import Asking
+from lightning_spectral.network.server.line import Answer, Question
+from lightning_spectral.network.server.reply_checks import ReplyChecks
+from lightning_spectral.network.server.roster import Roster
+from lightning_spectral.protocol.exclusion import ExclusionReason
+from lightning_spectral.protocol.records import Download, Failure, Upload
+from lightning_spectral.server.executor import Executor
+
+
+class RemoteExecutor(Executor):
+    """Sends each download to the device of its client, and yields uploads as they arrive.
+
+    A client that is not there has dropped out; one whose answer does not come in time is late; and one that answers
+    what cannot be used has failed, with the stage ``"network"``. What becomes of them is for `Faults` to say.
+
+    Args:
+        roster: Who is there.
+        start: What devices need once.
+        checks: Of what they send back.
+        deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
+    """
+
+    exclusion_reasons: ClassVar[tuple[ExclusionReason, ...]] = ("dropped_out", "late")
+
+    def __init__(self, roster: Roster, start: Start, checks: ReplyChecks, deadline: float | None) -> None:
+        self.roster, self.checks, self.deadline = roster, checks, deadline
+        self._start = Starting(encode_object(start))
+        self._started: set[int] = set()  # nodes that have the start
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        """Yield uploads as they arrive, those of the first clients perhaps before the last downloads are drawn."""
+        asking, sent = Asking(self.roster.line), dict[int, Download]()
+        for download in downloads:
+            node = self.roster.node_of(download.unit.client_id)
+            if node is None:
+                yield Upload(download.unit, {}, left_out="dropped_out")
+                continue
+            sent[node] = download
+            asking.ask(self._question(node, download, has_start=node in self._started))
+            yield from self._uploads(asking, sent, wait=False)
+        yield from self._uploads(asking, sent, wait=True)
+
+    def _question(self, node: int, download: Download, *, has_start: bool) -> Question:
+        parts = {**record_parts(download), DIGEST: self._start.digest}
+        if not has_start:
+            parts[START] = self._start.data
+        return Question(node, TRAIN, parts, download.round_idx, self.deadline)
+
+    def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
+        for question, answer in asking.arrived(wait=wait):
+            download = sent[question.node]
+            if LACKS in answer.parts and START not in question.parts:
+                asking.ask(self._question(question.node, download, has_start=False))
+                continue
+            if answer.reason is None and REFUSED not in answer.parts:
+                self._started.add(question.node)
+            yield self._upload(sent.pop(question.node), answer)
+
+    def _upload(self, download: Download, answer: Answer) -> Upload:
+        if answer.reason in ("late", "dropped_out"):
+            return Upload(download.unit, {}, left_out=answer.reason)
+        try:
+            upload = record_of(_usable(answer), Upload)
+            self.checks.check(download, upload)
+        except RecordError as error:
+            failure = Failure("network", f"The device's answer cannot be used: {error}")
+            return Upload(download.unit, {}, left_out="error", failure=failure)
+        return replace(upload, unit=download.unit)  # with the server's own coefficient
+
+
+def _usable(answer: Answer) -> Parts:
+    if answer.reason is not None:
+        raise RecordError(answer.message or "there is none")
+    if REFUSED in answer.parts:
+        raise RecordError(f"it refuses, {answer.parts[REFUSED].decode(errors='replace')}")
+    return answer.parts

@@ -1,0 +1,128 @@
+"""A network within the tests' process, which loses, delays, doubles and reorders messages as it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from other_process import toy_data
+from torch.utils.data import TensorDataset
+
+from lightning_spectral.network import RemoteClients
+from lightning_spectral.network.device.client_data import ClientData
+from lightning_spectral.network.device.service import DeviceService
+from lightning_spectral.network.messages import TRAIN
+from lightning_spectral.network.server.line import Answer, Line, Question
+from lightning_spectral.network.server.roster import Roster
+
+TRUSTED = ("toy_models", "other_process", "masked_heads")
+
+
+@dataclass
+class Node:
+    """One device.
+
+    Attributes:
+        make: Makes its service, as a process that has just been started would.
+        memory: What lasts between messages.
+        forgets: Whether it loses its memory after every message.
+    """
+
+    make: Callable[[], DeviceService]
+    memory: dict[str, bytes] = field(default_factory=dict)
+    forgets: bool = False
+
+    def answer(self, question: Question) -> dict[str, bytes]:
+        """Answer in a process of its own."""
+        answer = self.make().answer(question.kind, question.parts, self.memory)
+        if self.forgets:
+            self.memory.clear()
+        return answer
+
+
+@dataclass
+class FakeLine(Line):
+    """Nodes that answer as soon as they are asked.
+
+    Attributes:
+        there: The devices, by number.
+        hazards: Seed of what goes wrong; ``None`` for a line on which nothing does.
+        asked: Every question, in order.
+        spoil: Changes answers to `TRAIN`; called with the question and the answer.
+    """
+
+    there: dict[int, Node]
+    hazards: int | None = None
+    asked: list[Question] = field(default_factory=list)
+    spoil: Callable[[Question, dict[str, bytes]], Answer | dict[str, bytes]] = lambda question, answer: answer
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.hazards)
+        self._ready: dict[str, Answer] = {}
+        self._answered: list[Answer] = []
+
+    def _happens(self, share: float) -> bool:
+        return self.hazards is not None and self._chance.random() < share
+
+    def nodes(self) -> Collection[int]:
+        return list(self.there)
+
+    def ask(self, questions: Sequence[Question]) -> list[str | None]:
+        return [self._ask(question) for question in questions]
+
+    def _ask(self, question: Question) -> str | None:
+        if question.node not in self.there or self._happens(0.2):
+            return None
+        self.asked.append(question)
+        ticket = f"ticket {len(self.asked)}"
+        answer: Any = self.there[question.node].answer(question)
+        if question.kind == TRAIN:
+            answer = self.spoil(question, answer)
+        self._ready[ticket] = Answer(ticket, answer) if isinstance(answer, dict) else answer
+        return ticket
+
+    def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
+        arrived = [
+            self._ready.pop(ticket) for ticket in list(tickets) if ticket in self._ready and not self._happens(0.3)
+        ]
+        self._chance.shuffle(arrived) if self.hazards is not None else None
+        again = [answer for answer in self._answered if self._happens(0.2)]
+        self._answered += arrived
+        return [*arrived, *again]
+
+
+def toy_examples() -> list[TensorDataset]:
+    """Twelve clients' own examples: those of `toy_data`."""
+    data = toy_data()
+    whole: Any = data.train
+    return [
+        TensorDataset(*(tensor[indices] for tensor in whole.tensors))
+        for indices in map(data.partition.__getitem__, range(12))
+    ]
+
+
+def toy_line(
+    lit: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+    keep_ratios: Mapping[int, float] | None = None,
+    *,
+    forgets: bool = False,
+    **options: Any,
+) -> FakeLine:
+    """Twelve nodes, numbered from 100, in an order that is not that of their clients."""
+    examples, lits = toy_examples(), {"": lit} if callable(lit) else lit
+
+    def node(client: int) -> Node:
+        keep_ratio = None if keep_ratios is None else keep_ratios[client]
+        data = ClientData(examples[client], batch_size=4, keep_ratio=keep_ratio)
+        return Node(lambda: DeviceService(lits, dict.fromkeys(lits, data), str(client), TRUSTED), forgets=forgets)
+
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    return FakeLine({100 + number: node(client) for number, client in enumerate(order)}, **options)
+
+
+def remote(line: FakeLine | Roster, **options: Any) -> Any:
+    """The data module of the clients of a line, with the tests' validation set."""
+    return RemoteClients(line, val=toy_data().val, **{"wait_for": 12, "patience": 0.2, **options})

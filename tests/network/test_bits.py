@@ -1,0 +1,107 @@
+"""A federation over a network gives the bits of the simulation, whatever the line does to messages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_line import remote, toy_line
+from federation import Fit, Fitted, same_state, seeded
+from other_process import LitPlain, toy_data
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+from lightning_spectral.network.server.roster import Roster
+
+PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
+ALGORITHMS = {
+    "FedAvg": ls.FedAvg(),
+    "spectral": ls.SpectralSharding(
+        ls.Unbiased(),
+        keep_ratio={0.3: 0.5, 0.6: 0.5},
+        clip_tau=2.0,
+        layers=ls.LayerChoices(keep_first_and_last_dense=False),
+    ),
+    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
+    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+    "Zampling": ls.Zampling(4, degree=3),
+    "Zampling, settled bits skipped": ls.Zampling(4, degree=3, skip_settled=True),
+    "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
+    "SCAFFOLD": ls.Scaffold(),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
+    "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
+    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
+    "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
+}
+SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
+
+
+ONLY_HERE = {"fl/left_out_dropped_out", "fl/left_out_late"}  # counted where clients may really be absent
+
+
+def assert_same(ours: Fitted, theirs: Fitted) -> None:
+    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.ledger.rows == theirs.ledger.rows
+    assert [{name: value for name, value in row.items() if name not in ONLY_HERE} for row in ours.rows] == theirs.rows
+    assert {name: value for name, value in ours.logged.items() if name not in ONLY_HERE} == theirs.logged
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.filterwarnings("ignore:.*clients move their probabilities by only")
+def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit) -> None:
+    lit: Callable[[], Any] = LitPlain if name == "SCAFFOLD" else LitMLP
+    theirs = fit(seeded(lit), toy_data(), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
+    for hazards, forgets in ((None, False), (1, False), (2, True)):
+        line = toy_line(lit, hazards=hazards, forgets=forgets)
+        ours = fit(seeded(lit), remote(line), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
+        if not forgets:
+            assert_same(ours, theirs)
+        assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+
+
+def test_a_device_is_sent_the_frozen_base_once(fit: Fit) -> None:
+    options: dict[str, Any] = {"algorithm": ls.LoRA(2), "max_epochs": 4, **SETTINGS}
+    theirs = fit(seeded(LitMLP), toy_data(), **options)
+    assert_same(fit(seeded(LitMLP), remote(toy_line(LitMLP)), **options), theirs)
+    assert {row.frozen_bytes > 0 for row in theirs.ledger.rows} == {True, False}
+
+
+def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"algorithm": ALGORITHMS["SCAFFOLD"], **SETTINGS}
+    theirs = fit(seeded(LitPlain), toy_data(), max_epochs=4, **options)
+    first = fit(seeded(LitPlain), remote(toy_line(LitPlain)), max_epochs=2, **options)
+    first.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
+    line = toy_line(LitPlain)  # other processes, which have lost everything
+    ours = fit(seeded(LitPlain), remote(line), max_epochs=4, ckpt_path=path, **options)
+    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert ours.ledger.rows == theirs.ledger.rows
+
+
+SAMPLERS = {
+    "update norms": ls.UpdateVarianceReduced(active=5, measure="last"),
+    "losses, measured": ls.LossVarianceReduced(active=5, measure="all"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_several_models_with_a_variance_reduced_sampler(name: str, quiet: Any) -> None:
+    def run(data: Any) -> tuple[Any, Any, Any]:
+        models = {
+            "dense": ls.FederatedModule(seeded(LitMLP), seed=3),
+            "sharded": ls.FederatedModule(seeded(LitMLP), algorithm=ALGORITHMS["spectral"], seed=4),
+        }
+        model = ls.MultiModelModule(models, participation=SAMPLERS[name], seed=5)
+        ledger = ls.CommunicationLedger()
+        trainer = pl.Trainer(**quiet, max_epochs=3, callbacks=[ledger], num_sanity_val_steps=0)
+        trainer.fit(model, data)
+        return model.state_dict(), ledger.rows, trainer
+
+    line = toy_line({"dense": LitMLP, "sharded": LitMLP}, hazards=4)
+    roster = Roster(line, patience=1.0)
+    names = ("dense", "sharded")
+    ours = run(ls.MultiModelDataModule({n: remote(roster, model=n) for n in names}))
+    theirs = run(ls.MultiModelDataModule({n: toy_data() for n in names}))
+    assert ours[1] == theirs[1]
+    assert same_state(ours[0], theirs[0])

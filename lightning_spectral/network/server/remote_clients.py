@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -20,7 +21,11 @@ from lightning_spectral.network.server.remote_executor import RemoteExecutor
 from lightning_spectral.network.server.reply_checks import ReplyChecks
 from lightning_spectral.network.server.roster import Roster, check_enough
 from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
+from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.multi_model import MultiModelModule
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.executor import Executor
@@ -152,3 +157,26 @@ def _check_settings(owner: Any) -> None:
         )
     if owner.trainer.precision != "32-true":
         raise ValueError(f"Devices train in 32 bits, got Trainer(precision={owner.trainer.precision!r}); leave it out.")
+
+
+def clients_of_models(
+    model: FederatedModule | MultiModelModule, line: Line, val: Any, test: Any, options: Mapping[str, Any]
+) -> RemoteClients | MultiModelDataModule:
+    """The clients of a line, as the data module of one model or several.
+
+    Args:
+        model: The federation.
+        line: The network.
+        val: Validation data; with several models, by name.
+        test: Test data, likewise.
+        options: Further arguments of `RemoteClients`.
+    """
+    if isinstance(model, FederatedModule):
+        return RemoteClients(line, val=val, test=test, **options)
+    first, *others = model.members
+    vals, tests = val or {}, test or {}
+    modules = {first: RemoteClients(line, model=first, val=vals.get(first), test=tests.get(first), **options)}
+    for name in others:
+        shared = modules[first].roster
+        modules[name] = RemoteClients(shared, model=name, val=vals.get(name), test=tests.get(name), **options)
+    return MultiModelDataModule(cast("dict[str, FederatedDataModule]", modules))

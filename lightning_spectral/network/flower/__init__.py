@@ -1,0 +1,1 @@
+"""Flower as the network: its SuperLink carries messages, its SuperNodes run devices."""

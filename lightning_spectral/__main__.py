@@ -1,4 +1,4 @@
-"""The command line: ``python -m lightning_spectral fit --config run.yaml``, ``report RUN ...`` or ``doctor``."""
+"""The command line: ``python -m lightning_spectral fit --config run.yaml``, ``report``, ``doctor`` or ``network``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import sys
 from importlib.util import find_spec
 
-EPILOG = """Two further commands: `report RUN ...` writes a page on runs, and `doctor` checks this installation; see
-`report --help` and `doctor --help`."""
+EPILOG = """Three further commands: `report RUN ...` writes a page on runs, `doctor` checks this installation, and
+`network` trains clients on other machines; see `report --help`, `doctor --help` and `network --help`."""
 
 
 def main() -> None:
-    """Run a command: ``doctor``, ``report``, or ``fit``, ``validate`` or ``test`` of LightningCLI.
+    """Run a command: ``doctor``, ``report``, ``network``, or ``fit``, ``validate`` or ``test`` of LightningCLI.
 
     Raises:
-        SystemExit: With the status of ``doctor`` or ``report``, if jsonargparse is not installed, or if the command
+        SystemExit: With the status of one of the first three, if jsonargparse is not installed, or if the command
             line is wrong.
     """
     if sys.argv[1:2] == ["doctor"]:
@@ -25,6 +25,10 @@ def main() -> None:
         from lightning_spectral.report.command import main as report
 
         sys.exit(report(sys.argv[2:]))
+    if sys.argv[1:2] == ["network"]:
+        from lightning_spectral.network.cli.command import main as network
+
+        sys.exit(network(sys.argv[2:]))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that a user's own modules are found, as with `python -m`
     if find_spec("jsonargparse") is None:

@@ -70,6 +70,7 @@ class LocalNetwork:
         keys = self.folder / "keys"
         tls = [f"--ssl-{name}={keys / file}" for name, file in TLS_FILES.items()]
         options = ["--enable-supernode-auth", "--host=127.0.0.1", f"--port={self.port}"]
+        options.append(f"--database={self.folder / 'link.db'}")  # so that it knows its nodes when it starts again
         process = self.start("superlink", ["flower-superlink", *tls, *options])
         until = time.monotonic() + START_SECONDS
         while not is_listening(self.port):

@@ -108,6 +108,4 @@ def write_app(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name, results = folder.resolve().name.lower(), (folder.resolve() / "results").as_posix()
     (folder / "app.py").write_text(APP)
-    (folder / "pyproject.toml").write_text(
-        PYPROJECT.format(name=name, folder=results)
-    )
+    (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name, folder=results))

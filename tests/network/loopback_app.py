@@ -1,0 +1,80 @@
+"""The app of `test_loopback`: made-up data, and an algorithm by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, TensorDataset
+
+import lightning_spectral as ls
+import lightning_spectral.network as net
+
+
+class LitNet(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.example_input_array = torch.zeros(2, 20)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_acc", (self(x).argmax(1) == y).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def examples(seed: int, number: int = 60) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 20, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(20, 4, generator=torch.Generator().manual_seed(0))).argmax(1))
+
+
+def algorithm(name: str) -> Any:
+    return {
+        "fedavg": ls.FedAvg(),
+        "spectral": ls.SpectralSharding(ls.Unbiased(), keep_ratio=[0.3, 0.6, 0.3]),
+        "scaffold": ls.Scaffold(),
+        "lora": ls.LoRA(2),
+    }[name]
+
+
+def federation(config: Any) -> ls.FederatedModule:
+    return ls.FederatedModule(LitNet(), algorithm=algorithm(config["algorithm"]), clients_per_round=3, seed=1)
+
+
+def trainer(config: Any) -> pl.Trainer:
+    saving = pl.callbacks.ModelCheckpoint(config["folder"], save_last=True)
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=[saving], **options)
+
+
+def client(config: Any) -> net.ClientData:
+    return net.ClientData(examples(1 + int(config["client"])), batch_size=10)
+
+
+def simulated(config: Any) -> dict[str, torch.Tensor]:
+    """The weights that the same federation has after its rounds in a simulation."""
+    whole = ConcatDataset([examples(1 + client) for client in range(3)])
+    owners = [client for client in range(3) for _ in range(60)]
+    data = ls.FederatedDataModule(whole, ls.NaturalPartitioner(owners), val=examples(1000), batch_size=10)
+    model = federation(config)
+    runner = trainer({**config, "folder": Path(config["folder"]) / "simulated"})
+    runner.fit(model, data)
+    return model.state_dict()
+
+
+server = net.server_app(federation, trainer, val=examples(1000), wait_for=3)
+device = net.client_app(LitNet, client)

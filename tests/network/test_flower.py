@@ -1,0 +1,146 @@
+"""Flower's side of the network: what travels, what its errors mean, and the two apps, called without its processes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_line import toy_examples
+from federation import same_state, seeded
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given
+from hypothesis import strategies as st
+from other_process import toy_data
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+import lightning_spectral.network as net
+from lightning_spectral.network.flower.flower_line import FlowerLine
+from lightning_spectral.network.flower.wire import LARGE, NodeMemory, as_records, parts_of
+from lightning_spectral.network.server.line import Question
+
+PARTS = st.dictionaries(st.text(max_size=8), st.binary(max_size=20) | st.just(bytes(LARGE)), max_size=4)
+
+
+class FakeGrid(Grid):
+    """Nodes that answer at once, in this process; Flower's own message ids."""
+
+    def __init__(self, app: Any, node_configs: dict[int, dict[str, Any]]) -> None:
+        self.app, self.replies = app, dict[str, Message]()
+        self.contexts = {
+            node: Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
+            for node, config in node_configs.items()
+        }
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any: ...
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+        raise AssertionError("it sleeps three seconds between two looks")
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return [self._push(message) for message in messages]
+
+    def _push(self, message: Message) -> str:
+        message.metadata.__dict__["_message_id"] = ticket = message.object_id
+        try:
+            reply = self.app(message, self.contexts[message.metadata.dst_node_id])
+        except Exception as error:
+            reply = Message(Error(code=2, reason=repr(error)), reply_to=message)
+        self.replies[ticket] = reply
+        return ticket
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.replies.pop(ticket) for ticket in message_ids if ticket in self.replies]
+
+
+@given(PARTS)
+def test_parts_travel_unchanged(parts: dict[str, bytes]) -> None:
+    assert parts_of(as_records(parts)) == parts
+
+
+def test_large_parts_that_are_equal_are_one_object() -> None:
+    first, second = (as_records({"head": head, "values": bytes(range(256)) * 40}) for head in (b"a", b"b"))
+    assert first["large"].object_id == second["large"].object_id
+    assert first.object_id != second.object_id
+
+
+def test_what_is_not_a_part_is_left_out() -> None:
+    assert parts_of(RecordDict({"small": ConfigRecord({"text": "no bytes"}), "other": ConfigRecord({})})) == {}
+
+
+def test_the_memory_of_a_node_is_a_mapping() -> None:
+    memory = NodeMemory(RecordDict({"of somebody else": ConfigRecord({})}))
+    memory["start"] = b"12"
+    assert dict(memory) == {"start": b"12"}
+    del memory["start"]
+    assert len(memory) == 0
+
+
+@pytest.mark.parametrize(("code", "reason"), [(2, "error"), (8, "error"), (4, "late"), (5, "dropped_out")])
+def test_errors_of_flower_are_our_reasons(code: int, reason: str) -> None:
+    grid = FakeGrid(lambda message, context: Message(Error(code=code, reason="why"), reply_to=message), {7: {}})
+    line = FlowerLine(grid)
+    (ticket,) = line.ask([Question(7, "train", {"a": b"b"})])
+    assert ticket is not None
+    (answer,) = line.answers([ticket])
+    assert (answer.ticket, answer.reason, answer.message) == (ticket, reason, "why")
+    assert list(line.answers([ticket])) == []  # at most once
+
+
+def test_a_body_that_is_too_large_has_no_ticket() -> None:
+    grid = FakeGrid(None, {7: {}})
+    grid.push_messages = lambda messages: []  # type: ignore[method-assign]
+    assert FlowerLine(grid).ask([Question(7, "train")]) == [None]
+
+
+@pytest.fixture(autouse=True)
+def _within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages read from here in which run their process is."""
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+
+
+def client(config: Any) -> net.ClientData:
+    return net.ClientData(toy_examples()[int(config["client"])], batch_size=4)
+
+
+def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any, tmp_path: Any) -> None:
+    algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
+    trained = []
+
+    def federation(config: Any) -> ls.FederatedModule:
+        trained.append(ls.FederatedModule(seeded(LitMLP), algorithm=algorithm, clients_per_round=4, seed=3))
+        return trained[-1]
+
+    def trainer(config: Any) -> pl.Trainer:
+        return pl.Trainer(**quiet, max_epochs=2, num_sanity_val_steps=0)
+
+    grid = FakeGrid(net.client_app(LitMLP, client), {90 - i: {"client": str(i)} for i in range(12)})
+    server = net.server_app(federation, trainer, val=lambda: toy_data().val, wait_for=12, patience=1.0)
+    server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
+    simulated = federation({})
+    trainer({}).fit(simulated, toy_data())
+    assert same_state(trained[0].state_dict(), simulated.state_dict())
+
+
+def test_what_client_returns_is_checked(quiet: Any) -> None:
+    app = net.client_app(LitMLP, lambda config: torch.zeros(3))  # type: ignore[arg-type, return-value]
+    grid = FakeGrid(app, {7: {"client": "0"}})
+    line = FlowerLine(grid)
+    (ticket,) = line.ask([Question(7, "query")])
+    assert ticket is not None
+    (answer,) = line.answers([ticket])
+    assert answer.reason == "error"
+    assert "`client(config)` must be an instance of ClientData" in answer.message

@@ -1,0 +1,120 @@
+"""Flower itself on this machine, with TLS and keys: bit equality, what is killed, and who is refused."""
+
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed: constraints-network.txt"),
+]
+HERE = Path(__file__).parent
+PYPROJECT = """\
+[project]
+name = "loopback"
+version = "0.1.0"
+description = "a test"
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "tests"
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:device"
+[tool.flwr.app.config]
+rounds = 2
+algorithm = "fedavg"
+folder = "."
+resume = ""
+"""
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from lightning_spectral.network.cli.local_network import LocalNetwork
+
+    folder = tmp_path_factory.mktemp("network")
+    (folder / "app").mkdir()
+    shutil.copy(HERE / "loopback_app.py", folder / "app" / "app.py")
+    (folder / "app" / "pyproject.toml").write_text(PYPROJECT)
+    with LocalNetwork(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}) as network:
+        for client in range(3):
+            network.add_node(str(client))
+        yield network
+
+
+def run_config(settings: dict[str, Any]) -> str:
+    return " ".join(
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in settings.items()
+    )
+
+
+def run(network: Any, folder: Path, **settings: Any) -> str:
+    """Run the app to its end, and return its log."""
+    config = run_config({"folder": str(folder), **settings})
+    printed: str = network.run(
+        ["flwr", "run", str(network.folder / "app"), "local", "--stream", "--run-config", config]
+    )
+    assert "`Trainer.fit` stopped" in printed, printed + network.log("superlink")[-3000:]
+    return printed
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+    return found
+
+
+def expected(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    from loopback_app import simulated
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: dict[str, torch.Tensor] = simulated({"folder": str(folder), **settings})
+    return found
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "spectral", "scaffold", "lora"])
+def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, algorithm: str) -> None:
+    run(network, tmp_path, rounds=2, algorithm=algorithm)
+    assert same(weights(tmp_path), expected(tmp_path, rounds=2, algorithm=algorithm))
+
+
+def test_a_run_goes_on_after_the_link_was_killed(network: Any, tmp_path: Path) -> None:
+    run(network, tmp_path, rounds=1, algorithm="scaffold")
+    network.kill("superlink")
+    network.start_link()
+    first = tmp_path / "first.ckpt"
+    shutil.move(tmp_path / "last.ckpt", first)
+    run(network, tmp_path, rounds=2, algorithm="scaffold", resume=str(first))
+    assert same(weights(tmp_path), expected(tmp_path, rounds=2, algorithm="scaffold"))
+
+
+def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_path: Path) -> None:
+    from lightning_spectral.network.cli.keys import write_certificates
+
+    network.add_node("stranger", register=False)
+    write_certificates(tmp_path)
+    refused(network, "401|denied|not permitted|unauthenticated")
+    network.start_node("stranger", certificate=tmp_path / "ca.crt")
+    refused(network, "certificate verify failed")
+
+
+def refused(network: Any, why: str) -> None:
+    """Wait until the node of a stranger says why it is not connected, and end it."""
+    until = time.monotonic() + 60
+    while not re.search(why, network.log("node-stranger"), re.IGNORECASE) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert re.search(why, network.log("node-stranger"), re.IGNORECASE), network.log("node-stranger")[-2000:]
+    network.kill("node-stranger")

@@ -41,6 +41,7 @@ from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.optimizers import FedAvgM
 from lightning_spectral.server.run import Run
+from lightning_spectral.server.update_bound import MaxUpdateNorm
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 
@@ -64,6 +65,7 @@ class FederatedModule(FederatedHooks, Trained):
             ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
         faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
+        update_bound: Bound on the norm of each client's update, e.g. ``MaxUpdateNorm(10.0)``; ``None`` for none.
         dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
@@ -104,6 +106,7 @@ class FederatedModule(FederatedHooks, Trained):
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
         faults: Faults | None = None,
+        update_bound: MaxUpdateNorm | None = None,
         dropout: ClientDropout | None = None,
         clock: VirtualClock | None = None,
     ) -> None:
@@ -126,6 +129,10 @@ class FederatedModule(FederatedHooks, Trained):
         self.seed = seed
         self.faults = Faults() if faults is None else faults
         check_is("faults", self.faults, Faults)
+        self.update_bound = update_bound
+        if update_bound is not None:
+            check_is("update_bound", update_bound, MaxUpdateNorm)
+            update_bound.check(self.algorithm)
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, seed)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
@@ -199,6 +206,7 @@ class FederatedModule(FederatedHooks, Trained):
         optimizer = FedAvgM(momentum=0.0) if self.server_optimizer is None else self.server_optimizer
         return {
             **config_of(self, ("algorithm", "local_epochs", "client_engine", "local_hooks", "seed", "faults")),
+            **({} if self.update_bound is None else {"update_bound": as_config(self.update_bound)}),
             **({} if self.participation is None else {"participation": as_config(self.participation)}),
             "server_optimizer": as_config(optimizer),
             **config_of(self.conditions, ("dropout", "clock")),
@@ -214,6 +222,7 @@ class FederatedModule(FederatedHooks, Trained):
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
             "conditions": repr(self.conditions),
+            **({} if self.update_bound is None else {"update_bound": repr(self.update_bound)}),
         }
 
     predict_step = on_one("predict_step")

@@ -189,6 +189,7 @@ class ClientOutcome:
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
         discarded: Names of parameters whose change on the device is lost; found only in the first rounds.
         missing: Names of the frozen tensors that its device had lost, so that it was sent its download twice.
+        is_bounded: Whether its update was shortened at the server.
     """
 
     round_idx: int
@@ -208,6 +209,7 @@ class ClientOutcome:
     seconds: float = field(default=math.nan, compare=False)
     discarded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    is_bounded: bool = False
 
     @property
     def client_id(self) -> int:

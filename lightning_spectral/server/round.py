@@ -190,6 +190,8 @@ class OpenRound:
         run.store.commit()
         run.frozen_base.note_outcomes(outcomes)
         run.frozen_base.commit()
+        if run.update_bound is not None:
+            diagnostics["clients_bounded"] = float(sum(outcome.is_bounded for outcome in outcomes))
         if len(run.store):
             diagnostics["store_bytes"] = float(run.store.num_bytes)
         left_out = clients_by_reason(outcomes)

@@ -19,6 +19,7 @@ from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.sub_model_sizes import SubModelSizes
+from lightning_spectral.server.update_bound import MaxUpdateNorm
 from lightning_spectral.simulation import Conditions, Simulation
 
 Figure = Literal["", "loss", "update", "stale update"]
@@ -43,6 +44,7 @@ class Run:
         model: The model's name; empty if there is only one.
         figure: The figure of each client that the sampler uses; "" for none.
         faults: What to do about clients that do not report back.
+        update_bound: Bound on each client's update; ``None`` for none.
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own `Run`, with the same weights.
         store: State of single clients that the server keeps.
@@ -61,6 +63,7 @@ class Run:
     model: str = ""
     figure: Figure = ""
     faults: Faults = field(default_factory=Faults)
+    update_bound: MaxUpdateNorm | None = None
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)
     store: ClientStore = field(default_factory=ClientStore)

@@ -38,6 +38,7 @@ class Turn:
         self.simulated = opened.simulated.of(unit)
         self.download: Download | None = None
         self.upload: Upload | None = None
+        self._is_bounded = False
         self._receipt = Receipt(unit, opened.cohort.keep_ratio_of(unit))
 
     @property
@@ -106,6 +107,10 @@ class Turn:
         largest = opened.largest_summand(receipt, upload) if isinstance(opened, BoundsSummands) else 0.0
         if not can_be_summed(largest):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
+        bound = self.round.run.update_bound
+        if bound is not None and self.download is not None:
+            bounded = bound.applied(self.download, upload)
+            self._is_bounded, upload = bounded is not upload, bounded
         opened.add(receipt, upload)
         return None, ""
 
@@ -128,6 +133,7 @@ class Turn:
             unreached=upload.unreached,
             discarded=upload.discarded,
             missing=upload.missing,
+            is_bounded=self._is_bounded,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 

@@ -23,6 +23,7 @@ from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.optimizers import FedOptimizer
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Figure, Run
+from lightning_spectral.server.update_bound import MaxUpdateNorm
 from lightning_spectral.simulation import Conditions
 
 ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -85,6 +86,7 @@ class Owner(Trained, Protocol):
     local_epochs: int
     local_hooks: tuple[LocalHook, ...]
     server_optimizer: ServerOptimizer | None
+    update_bound: MaxUpdateNorm | None
     conditions: Conditions
 
     @property

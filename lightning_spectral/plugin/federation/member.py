@@ -208,6 +208,7 @@ class Member:
             figure=figure_of(participation),
             options=self._options,
             faults=owner.faults,
+            update_bound=owner.update_bound,
             conditions=conditions,
             processes=self.runtime.processes,
             store=store,

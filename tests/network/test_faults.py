@@ -148,6 +148,11 @@ def test_too_few_clients_are_an_error_that_says_so(fit: Fit) -> None:
         fit(seeded(LitMLP), remote(line, wait_for=None), clients_per_round=4)
 
 
+def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"ClientEvaluation needs clients' examples at the server"):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP)), callbacks=[ls.ClientEvaluation()], **SETTINGS)
+
+
 def test_the_code_on_the_device_must_be_that_of_the_server(fit: Fit) -> None:
     class Other(LitMLP):
         def configure_optimizers(self) -> Any:

@@ -21,6 +21,7 @@ from lightning_spectral.network.server.remote_executor import RemoteExecutor
 from lightning_spectral.network.server.reply_checks import ReplyChecks
 from lightning_spectral.network.server.roster import Roster, check_enough
 from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.callbacks import BatchNormEstimation, ClientEvaluation
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
@@ -83,8 +84,10 @@ class RemoteClients(ServerData):
 
         Raises:
             RoundError: If they are not there in time.
+            ValueError: If a callback needs their examples.
         """
         if stage == "fit":
+            _check_callbacks(self.trainer)
             wanted, self._begun = self.wait_for or self._usual_size(), None
             check_enough(self.roster.wait_for(wanted, "The run begins"), wanted, self.roster.patience)
 
@@ -146,6 +149,15 @@ class RemoteClients(ServerData):
         participation = self._module.participation
         size = participation.active if isinstance(participation, Sampler) else participation.clients_per_round
         return math.ceil(size)
+
+
+def _check_callbacks(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, BatchNormEstimation | ClientEvaluation):
+            raise ValueError(
+                f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
+                "leave it out."
+            )
 
 
 def _check_settings(owner: Any) -> None:

@@ -30,6 +30,7 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"member-order": "bysource"}
+autodoc_mock_imports = ["flwr"]  # an extra that needs an environment of its own
 autodoc_inherit_docstrings = False  # Lightning's docstrings are Lightning's
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral import errors as errors
     from lightning_spectral import functional as functional
     from lightning_spectral import models as models
+    from lightning_spectral import network as network
     from lightning_spectral import nn as nn
     from lightning_spectral import participation as participation
     from lightning_spectral import partition as partition
@@ -127,7 +128,16 @@ _NAMES = {
 }
 
 _PLACE = {name: place for place, names in _NAMES.items() for name in names.split()}
-_ROOMS = {"client", "functional", "models", "report", "server", "testing", *(place.split(".")[0] for place in _NAMES)}
+_ROOMS = {
+    "client",
+    "functional",
+    "models",
+    "network",
+    "report",
+    "server",
+    "testing",
+    *(place.split(".")[0] for place in _NAMES),
+}
 
 __all__ = sorted(_PLACE)
 

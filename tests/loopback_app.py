@@ -36,6 +36,12 @@ class LitNet(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class SaysWhoIsLeftOut(ls.RoundCallback):
+    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+        outcomes = sorted(client.left_out or "in" for client in summary.clients)
+        print(f"round {summary.round_idx}: {', '.join(outcomes)}", flush=True)
+
+
 def examples(seed: int, number: int = 60) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(number, 20, generator=generator)
@@ -58,7 +64,7 @@ def federation(config: Any) -> ls.FederatedModule:
 def trainer(config: Any) -> pl.Trainer:
     saving = pl.callbacks.ModelCheckpoint(config["folder"], save_last=True)
     options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=[saving], **options)
+    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=[saving, SaysWhoIsLeftOut()], **options)
 
 
 def client(config: Any) -> net.ClientData:

@@ -4,7 +4,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,17 @@ def test_a_run_goes_on_after_the_link_was_killed(network: Any, tmp_path: Path) -
     assert same(weights(tmp_path), expected(tmp_path, rounds=2, algorithm="scaffold"))
 
 
+def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> None:
+    config = run_config({"folder": str(tmp_path), "rounds": 3})
+    network.start("run", ["flwr", "run", str(network.folder / "app"), "local", "--stream", "--run-config", config])
+    wait_for(lambda: "round 0: in, in, in" in network.log("run"))
+    network.kill("node-2", without_warning=True)
+    wait_for(lambda: "`Trainer.fit` stopped" in network.log("run"))
+    assert re.search("round 2: dropped_out, in, in", network.log("run"))
+    network.kill("run")
+    network.start_node("2")
+
+
 def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_path: Path) -> None:
     from lightning_spectral.network.cli.keys import write_certificates
 
@@ -113,8 +124,12 @@ def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_pat
 
 def refused(network: Any, why: str) -> None:
     """Wait until the node of a stranger says why it is not connected, and end it."""
-    until = time.monotonic() + 60
-    while not re.search(why, network.log("node-stranger"), re.IGNORECASE) and time.monotonic() < until:
-        time.sleep(0.5)
-    assert re.search(why, network.log("node-stranger"), re.IGNORECASE), network.log("node-stranger")[-2000:]
+    wait_for(lambda: why in network.log("node-stranger"))
     network.kill("node-stranger")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it has not happened in time"
+        time.sleep(0.5)

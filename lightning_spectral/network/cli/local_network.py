@@ -115,10 +115,10 @@ class LocalNetwork:
         """What a process has printed."""
         return (self.folder / "logs" / f"{name}.log").read_text(errors="replace")
 
-    def kill(self, name: str) -> None:
-        """End a process at once, with all that it has started."""
+    def kill(self, name: str, *, without_warning: bool = False) -> None:
+        """End a process with all that it has started: by SIGTERM, and after five seconds by SIGKILL."""
         process = self._processes.pop(name)
-        for how in (signal.SIGTERM, signal.SIGKILL):
+        for how in (signal.SIGTERM, signal.SIGKILL)[without_warning:]:
             try:
                 os.killpg(process.pid, how)
                 process.wait(timeout=5)

@@ -35,14 +35,6 @@ def solve_fixed_point(
 
     Returns:
         The best x seen, shape ``(..., N)``, and its error, shape ``(...)``.
-
-    Example:
-        >>> goal = torch.tensor([1.0, -1.0], dtype=torch.float64)
-        >>> def residual(x):
-        ...     return (goal - x) / 2, (goal - x).abs().amax(-1)
-        >>> x, error = solve_fixed_point(residual, 0 * goal, torch.ones_like(goal), tolerance=1e-12)
-        >>> x.round(decimals=6), bool(error < 1e-12)
-        (tensor([ 1., -1.], dtype=torch.float64), True)
     """
     x, best = start, start
     best_error = torch.full(start.shape[:-1], float("inf"), dtype=start.dtype)

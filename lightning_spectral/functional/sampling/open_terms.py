@@ -53,10 +53,6 @@ def open_terms(inclusion_probs: Tensor) -> OpenTerms:
 
     Rounding may leave the sum a little off n, which no draw of exactly n terms could reproduce; the difference is
     spread over the open terms.
-
-    Example:
-        >>> open_terms(torch.tensor([1.0, 0.5, 0.0, 0.5])).undecided
-        tensor([1, 3])
     """
     return parted(*as_inclusion_probs(inclusion_probs))
 

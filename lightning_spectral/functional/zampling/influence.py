@@ -34,11 +34,6 @@ def draw_rows(
 
     Reference:
         Villani, Natale & Mallmann-Trenn, equation (1).
-
-    Example:
-        >>> columns, values = draw_rows(seed=1, block=0, num_rows=2, num_columns=6, degree=3)
-        >>> columns.tolist()
-        [[0, 1, 4], [0, 4, 5]]
     """
     width = 1 if degree is None else degree
     if degree is None:

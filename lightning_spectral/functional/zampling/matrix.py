@@ -38,11 +38,11 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive rows of one layer that are drawn together."""
+    """Some consecutive rows of one layer that are drawn together; ``first_row`` counts in the whole matrix."""
 
     layer: LayerRows
     index: int
-    first_row: int  # in the whole matrix
+    first_row: int
     num_rows: int
 
 
@@ -167,7 +167,6 @@ class InfluenceMatrix:
         return kept[like.dtype]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, without the rows that are kept."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 

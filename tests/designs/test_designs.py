@@ -19,7 +19,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.designs.fixed_size import FittedConditionalPoisson, FittedSuccessiveSampling
-from lightning_spectral.functional import proportional_inclusion_probs, successive_inclusion_probs
+from lightning_spectral.functional import successive_inclusion_probs
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.testing import check_design
 
@@ -36,29 +36,6 @@ DESIGNS = [
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 def test_design_keeps_the_contract(design):
     check_design(design)
-
-
-@pytest.mark.parametrize("design", DESIGNS, ids=repr)
-def test_horvitz_thompson_estimate_is_unbiased(design):
-    """The mean of sum_{i in sample} x_i / pi_i is sum x_i, within its own standard error."""
-    generator, size = torch.Generator().manual_seed(5), 20_000
-    values = 1 / torch.arange(1, 13, dtype=torch.float64)
-    probs = proportional_inclusion_probs(values, 4)
-    x = torch.randn(12, generator=generator, dtype=torch.float64)
-    estimates = (x / probs)[design.sample(probs, size, generator)].sum(1)
-    standard_error = estimates.std() / size**0.5
-    assert abs(estimates.mean() - x.sum()) <= 5 * standard_error
-    # Negative control: the same sum without weights is biased.
-    assert abs(x[design.sample(probs, size, generator)].sum(1).mean() - x.sum()) > 5 * standard_error
-
-
-@pytest.mark.parametrize("design", DESIGNS, ids=repr)
-def test_own_probabilities_reproduce_a_balanced_variable_exactly(design):
-    """Sizes proportional to the probabilities below one: sum s_i / pi_i over a sample is the same for all samples."""
-    values = 1 / torch.arange(1, 13, dtype=torch.float64)
-    probs = proportional_inclusion_probs(values, 4)
-    estimates = (values / probs)[design.sample(probs, 50, torch.Generator().manual_seed(0))].sum(1)
-    torch.testing.assert_close(estimates, values.sum().expand(50), rtol=1e-12, atol=0)
 
 
 def test_known_sizes_are_used_and_their_count_is_checked():

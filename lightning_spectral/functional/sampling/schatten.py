@@ -79,9 +79,7 @@ def _odds_against(log_ratio: Tensor, p: float) -> Tensor:
     for _ in range(20):
         excess = p * x ** (p - 1) + (p - 1) * x**p - target
         slope = p * (p - 1) * (x ** (p - 2) + x ** (p - 1))
-        before, x = x, torch.where(x > 0, x - excess / slope, 0.0).clamp_min(0.0)
-        if torch.equal(before, x):
-            break
+        x = torch.where(x > 0, x - excess / slope, 0.0).clamp_min(0.0)
     return torch.where(log_ratio > LARGE, ((log_ratio - math.log(p - 1)) / p).exp(), x)
 
 

@@ -13,36 +13,22 @@ Tensors = Mapping[str, Tensor]
 
 
 class Piece(NamedTuple):
-    """A run of one tensor's values.
-
-    Attributes:
-        name: Name of the tensor.
-        idx: Index of the piece among those of that tensor.
-        before: Its values before training, any shape.
-        start, stop: Its part of the flat vector.
-    """
+    """A run of one tensor's values."""
 
     name: str
-    idx: int
-    before: Tensor
-    start: int
+    idx: int  # among the pieces of that tensor
+    before: Tensor  # its values before training, any shape
+    start: int  # where it begins in the flat vector
     stop: int
 
 
 class Block(NamedTuple):
-    """Neighbouring pieces that are processed together.
-
-    Attributes:
-        pieces: The pieces.
-        where: Their part of the flat vector.
-        change: Buffer for their change, float64; all blocks share it.
-        runs: For each piece, its part of the buffer, in its shape.
-    """
+    """Neighbouring pieces that are processed together."""
 
     pieces: tuple[Piece, ...]
-    where: slice
-    change: Tensor
-    runs: tuple[Tensor, ...]
+    where: slice  # their part of the flat vector
+    change: Tensor  # buffer for their change, float64; all blocks share it
+    runs: tuple[Tensor, ...]  # for each piece, its part of the buffer, in its shape
 
 
 class ChangeBlocks:

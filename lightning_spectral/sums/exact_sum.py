@@ -120,7 +120,7 @@ NARROW = 4.0  # units up to which a change has no coarse part
 
 
 class ExactSum:
-    r"""Sum of weighted changes of one tensor, bit for bit the same in any order and over any processes.
+    """Sum of weighted changes of one tensor, bit for bit the same in any order and over any processes.
 
     Floating-point addition rounds its result, so a sum depends on the order of its terms. Sums of whole numbers do not,
     if they stay below 2^53 in float64. Each weighted change is therefore rounded once, on its own, to a whole number
@@ -135,12 +135,8 @@ class ExactSum:
 
     The rounding error is at most half a fine step for each client: :math:`2^{-51}` units. Zeros add nothing.
 
-    Args:
-        fine: Zeros that become the sum of fine steps, float64.
-        before: The tensor's largest magnitude before training.
-
     Attributes:
-        fine: Sum of fine steps.
+        fine: Sum of fine steps, float64; at first the zeros given.
         coarse: Sum of coarse steps, of the same shape; ``None`` until a term needs it.
         unit: The unit.
 

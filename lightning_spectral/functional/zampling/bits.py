@@ -25,23 +25,14 @@ def coordinated_uniforms(
     There are P strata, where P is the least prime that is at least K. The k-th client's stratum for an entry is
     a + s k modulo P, where a and s > 0 are random and the same for all clients. So each number is uniform on its own,
     and the strata of two clients are uniform over all pairs of distinct strata. This takes two random integers per
-    entry, whatever K is.
+    entry, whatever K is. ``place`` is the client's number k from 0 to K - 1; the generator ``shared`` has the same
+    state for all clients of a round, ``own`` is the client's. The numbers are float64, on the CPU.
 
     Let the bit of client k be 1 if its number is below :math:`p_k`. The bits of two clients then have covariance
     :math:`-\mathrm{cov}(m_k, m_l) / (P - 1)`, where :math:`m_k` is the mean of the bit in a stratum drawn at random.
     For every client these means fall from stratum to stratum, so no covariance of bits is positive: the variance of the
     mean of the bits is never larger than with independent draws. With equal p and K = P it is
     :math:`f(1 - f)/K^2`, where f is the fractional part of K p, as opposed to :math:`p(1 - p)/K` for independent draws.
-
-    Args:
-        num_entries: Number of entries.
-        place: The client's number k, from 0.
-        num_places: Number K of clients.
-        shared: Generator with the same state for all clients of a round.
-        own: The client's own generator.
-
-    Returns:
-        Shape ``(num_entries,)``, float64, on the CPU.
 
     Reference:
         McKay, Beckman & Conover (1979), Latin hypercube sampling, whose strata are drawn by a random permutation.

@@ -14,15 +14,10 @@ class FittedDesign(ABC):
 
     @abstractmethod
     def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Draw independent samples of terms.
-
-        Args:
-            num_samples: Number of samples, e.g. one for each client, at least 1.
-            generator: The only source of randomness.
+        """Draw independent samples of terms, e.g. one for each client; ``generator`` is the only source of randomness.
 
         Returns:
-            Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the
-            generator's device.
+            Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the generator's device.
         """
 
 
@@ -52,14 +47,11 @@ class Design(ABC):
 
     @abstractmethod
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        """Do the work that is common to all draws.
+        """Do the work that is common to all draws; in a federation it serves every client with these probabilities.
 
         Args:
             inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Our designs take
                 entries within 1e-13 of 0 or 1 for 0 or 1; `SuccessiveSampling` those within 1e-11 of 1 for 1.
-
-        Returns:
-            The fitted design; in a federation it serves every client with these probabilities.
 
         Raises:
             ValueError: If ``inclusion_probs`` is invalid; ``functional.checks.as_inclusion_probs`` makes that check.
@@ -70,20 +62,14 @@ class Design(ABC):
         return [self.fit(probs) for probs in inclusion_probs]
 
     def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
-        """Return the multipliers for draws of this design; by default the strategy's, which suit independent draws.
+        """Return the multipliers, shape ``(N,)``, for draws of this design; by default the strategy's.
 
-        Args:
-            inclusion_probs: Shape ``(N,)``.
-            multipliers: Those of the strategy, shape ``(N,)``.
-            cohort_size: Number of clients of the group.
-
-        Returns:
-            Shape ``(N,)``.
+        Those suit independent draws. ``cohort_size`` is the number of clients of the group.
         """
         return multipliers
 
     def sample(self, inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Fit and draw in one call: see :meth:`fit` and :meth:`FittedDesign.draw`."""
+        """Fit and draw in one call."""
         return self.fit(inclusion_probs).draw(num_samples, generator)
 
 
@@ -92,12 +78,8 @@ class JointDesign(Design):
 
     @abstractmethod
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
-        """Probabilities that terms i and j are in the same sample.
+        """Probabilities that terms i and j are in the same sample, shape ``(N, N)``, float64, symmetric.
 
-        Args:
-            inclusion_probs: As for :meth:`fit`.
-
-        Returns:
-            Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; each row
-            sums to n times its diagonal entry.
+        The inclusion probabilities, as for :meth:`fit`, are on the diagonal; each row sums to n times its diagonal
+        entry.
         """

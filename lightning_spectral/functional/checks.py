@@ -11,13 +11,7 @@ COHORT_SIZE = Number(at_least=1)  # any real number, e.g. Kish's effective numbe
 
 
 def as_magnitudes(values: Tensor, name: str) -> Tensor:
-    """Check a vector of sizes or singular values; return it in float64, on its own device.
-
-    Example:
-        >>> as_magnitudes(torch.tensor([2.0, -1.0]), "sizes")
-        Traceback (most recent call last):
-        ValueError: `sizes` must be finite and non-negative, got -1.0 at index 1.
-    """
+    """Check a vector of sizes or singular values; return it in float64, on its own device."""
     if values.ndim != 1 or values.numel() == 0:
         raise ValueError(f"`{name}` must have shape (N,) with N >= 1, got shape {tuple(values.shape)}.")
     if not values.is_floating_point():
@@ -52,11 +46,6 @@ def as_inclusion_probs(inclusion_probs: Tensor) -> tuple[Tensor, int]:
     """Check the inclusion probabilities of a fixed-size design, and find its sample size n.
 
     Their sum must be n within 1e-6 n, a tolerance for float32 input.
-
-    Example:
-        >>> as_inclusion_probs(torch.tensor([1.0, 0.5, 0.25]))
-        Traceback (most recent call last):
-        ValueError: `inclusion_probs` must sum to a whole number of terms, at least 1, got the sum 1.75.
     """
     probs = as_probabilities(inclusion_probs, "inclusion_probs")
     total = float(probs.sum())

@@ -33,29 +33,20 @@ def weight_to_matrix(weight: Tensor) -> Tensor:
     """View a weight ``(c_out, c_in, k_1, ...)`` as the matrix ``(c_out, c_in k_1 ...)`` whose terms are sampled.
 
     One row per output channel, as in Niu et al. (2022) and Korzhenkov & Louizos (2024).
-
-    Example:
-        >>> weight_to_matrix(torch.zeros(8, 4, 3, 3)).shape
-        torch.Size([8, 36])
     """
     return weight.reshape(weight.shape[0], -1)
 
 
 def num_terms_for(num_singular: int, keep_ratio: float, granularity: int = 1) -> int:
-    """Number of singular terms n = ceil(r N) that a client with keep ratio r holds.
+    """Number of singular terms n = ceil(r N) that a client with keep ratio r holds, of a layer with N terms.
 
-    Args:
-        num_singular: Number N of singular terms of the layer, ``min(c_out, c_in k)``.
-        keep_ratio: Share r of the terms that a client holds, in ``(0, 1]``.
-        granularity: Round up to a multiple of this, but not beyond N. Processors multiply 16 columns as fast as 7.
+    ``granularity`` rounds n up to a multiple, but not beyond N: processors multiply 16 columns as fast as 7.
 
     Example:
-        >>> num_terms_for(64, 0.2)
-        13
+        >>> num_terms_for(64, 0.2), num_terms_for(64, 0.2, granularity=16)
+        (13, 16)
         >>> num_terms_for(100, 0.07)  # 0.07 * 100 is 7.000000000000001 in floats
         7
-        >>> num_terms_for(64, 0.2, granularity=16)
-        16
     """
     KEEP_RATIO("keep_ratio", keep_ratio)
     GRANULARITY("granularity", granularity)
@@ -64,24 +55,19 @@ def num_terms_for(num_singular: int, keep_ratio: float, granularity: int = 1) ->
 
 
 def factorize(weight: Tensor) -> Factors:
-    """Singular value decomposition of a layer's weight, in float64.
+    """Singular value decomposition of a finite weight ``(c_out, c_in, k_1, ...)``, in float64, on its device.
 
     A weight in single precision or less is decomposed through its Gram matrix where that is accurate to single
     precision (`gram_svd`). All others go to LAPACK in the tall orientation, which is two to three times faster than the
     wide one.
 
-    Args:
-        weight: Shape ``(c_out, c_in)`` or ``(c_out, c_in, k_1, ...)``, finite.
-
     Returns:
-        `Factors` with ``N = min(c_out, c_in k)`` terms, on the weight's device. ``U diag(s) Vh`` equals the weight up
-        to float64 rounding. For a float64 weight, the singular values and the orthogonality are accurate to float64
-        rounding too; for any other, each singular value has a relative error of at most ``1.2e-7`` or is accurate to
-        float64 rounding.
+        `Factors` with ``N = min(c_out, c_in k)`` terms. ``U diag(s) Vh`` equals the weight up to float64 rounding. For
+        a float64 weight, the singular values and the orthogonality are accurate to float64 rounding too; for any other,
+        each singular value has a relative error of at most ``1.2e-7`` or is accurate to float64 rounding.
 
     Example:
-        >>> factors = factorize(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
-        >>> factors.s
+        >>> factorize(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).s
         tensor([2., 1.], dtype=torch.float64)
     """
     # With a NaN both extremes are NaN; checking these two is many times faster than checking every entry.
@@ -102,7 +88,7 @@ def _svd_of_wide(matrix: Tensor, single: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gram_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    r"""Singular value decomposition through the Gram matrix, or ``None`` where that is inaccurate.
+    r"""Singular value decomposition of a wide float64 matrix through its Gram matrix, or ``None`` if inaccurate.
 
     The eigenvectors Q of :math:`G = W W^T` are the left singular vectors of W, and :math:`Q^T W = C` holds the right
     ones as rows of length :math:`s_i`. That is up to twice as fast as LAPACK's decomposition of the tall orientation
@@ -118,25 +104,16 @@ def gram_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
     a *relative* bound, even for the small singular values. A rounding error of :math:`\delta s_1^2` in G makes entry
     (i, j) of R up to :math:`\delta s_1^2 / (s_i s_j)`: about 1e-13 for a fresh layer, but too much once the singular
-    values span five decades.
-
-    Args:
-        matrix: Shape ``(N, M)`` with N <= M, float64, finite. The squares of its entries must be representable in
-            float64, as they are for every weight in single precision or less.
+    values span five decades. The squares of the entries must be representable, as they are for every weight in single
+    precision or less.
 
     Returns:
-        U, s and Vh as from ``torch.linalg.svd(matrix, full_matrices=False)``, with :math:`\|R\|_F` at most
-        `TOLERANCE`. ``None`` if that bound is missed, because the singular values span more than about four decades or
-        some are zero, or if the eigenvectors were not found.
+        U, s and Vh as from ``torch.linalg.svd(matrix, full_matrices=False)``, with :math:`\|R\|_F` at most `TOLERANCE`.
+        ``None`` if that bound is missed, because the singular values span more than about four decades or some are
+        zero, or if the eigenvectors were not found.
 
     Reference:
         A. Ostrowski (1959), A quantitative formulation of Sylvester's law of inertia, PNAS 45(5), 740-744.
-
-    Example:
-        >>> gram_svd(torch.tensor([[0.0, 3.0, 0.0], [4.0, 0.0, 0.0]], dtype=torch.float64))[1]
-        tensor([4., 3.], dtype=torch.float64)
-        >>> gram_svd(torch.ones(2, 3, dtype=torch.float64)) is None  # of rank one
-        True
     """
     try:
         eigenvalues, vectors = torch.linalg.eigh(matrix @ matrix.T)
@@ -168,21 +145,12 @@ def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.1, step 1.
-
-    Example:
-        >>> u, v = absorb(factorize(torch.tensor([[4.0]])), torch.float32)
-        >>> (u @ v).item()
-        4.0
     """
     root = factors.s.sqrt()
     return (factors.U * root).to(dtype), (root[:, None] * factors.Vh).to(dtype)
 
 
 def singular_terms(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factorise a weight and absorb its singular values: all that a round of spectral sharding needs.
-
-    Returns:
-        Singular values, shape ``(N,)``, float64; and ``u`` and ``v`` as from `absorb`, in the weight's type.
-    """
+    """Singular values ``(N,)`` of a weight, float64, and ``u`` and ``v`` as from `absorb`, in the weight's type."""
     factors = factorize(weight)
     return factors.s, *absorb(factors, weight.dtype)

@@ -25,11 +25,6 @@ def effective_lr_factors(multipliers: Tensor, tau: float) -> Tensor:
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.3, "Effective learning rate".
-
-    Example:
-        >>> import torch
-        >>> effective_lr_factors(torch.tensor([1.0, 10.0, 40.0]), tau=10.0)
-        tensor([1.0000, 1.0000, 0.2500])
     """
     TAU("tau", tau)
     return (tau / multipliers).clamp(max=1.0)
@@ -53,11 +48,6 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
         unequal lengths, twice the bound holds. If gradients are scaled by the norms of the factors, the rate of
         convergence does not depend on the spectrum (Tong, Ma & Chi 2021). Here gradients are only ever reduced, so that
         small terms stay as stable as they are.
-
-    Example:
-        >>> import torch
-        >>> weight_lr_factors(2 * torch.eye(2), torch.ones(2), torch.diag(torch.tensor([2.0, 0.1])), bound=1.0)
-        tensor([0.1250, 0.2494])
     """
     WEIGHT_LR("bound", bound)
     root = multipliers * (u.square().sum(0) + v.square().sum(1)).sqrt()  # its square may overflow
@@ -65,13 +55,7 @@ def weight_lr_factors(u: Tensor, multipliers: Tensor, v: Tensor, bound: float) -
 
 
 def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
-    r"""Squared Frobenius norm of :math:`U \Omega V` from two n x n Gram matrices.
-
-    Example:
-        >>> import torch
-        >>> squared_frobenius_norm(torch.eye(2), torch.tensor([1.0, 2.0]), torch.eye(2))
-        tensor(5.)
-    """
+    r"""Squared Frobenius norm of :math:`U \Omega V` from two n x n Gram matrices."""
     scaled = u * multipliers
     return ((scaled.T @ scaled) * (v @ v.T)).sum()
 
@@ -85,12 +69,6 @@ def frobenius_decay_gradients(u: Tensor, multipliers: Tensor, v: Tensor) -> tupl
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3. The half is the convention of the published code
         of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper omits it.
-
-    Example:
-        >>> import torch
-        >>> one = torch.ones(1, 1)
-        >>> frobenius_decay_gradients(2 * one, torch.ones(1), 3 * one)
-        (tensor([[18.]]), tensor([[12.]]))
     """
     scaled = u * multipliers
     gram_u = (scaled.T @ u) * multipliers

@@ -13,14 +13,11 @@ class SelfAttention(nn.Module):
     of the three does here, and be 1.5 times smaller.
 
     Args:
-        width: Size of each position's vector.
+        width: Size of each position's vector: input and output have shape ``(batch, length, width)``.
         num_heads: Number of heads; must divide ``width``.
         qkv_bias: Whether queries, keys and values have a bias; the output always has one.
         dropout: Probability of dropping an attention weight while training.
         causal: Whether to prevent each position from attending to later ones.
-
-    Shape:
-        Input and output ``(batch, length, width)``.
 
     Reference:
         Vaswani et al., "Attention is all you need" (2017), section 3.2.

@@ -12,11 +12,7 @@ STEM_CHANNELS = 64  # between the two convolutions of the tokenizer, in the auth
 class DropPath(nn.Module):
     """Drops a branch for whole examples while training (stochastic depth, Huang et al. 2016).
 
-    Args:
-        p: Probability of dropping the branch; branches that are kept are divided by ``1 - p``.
-
-    Shape:
-        Input and output ``(batch, ...)``.
+    Input and output have shape ``(batch, ...)``. Branches that are kept are divided by ``1 - p``.
     """
 
     def __init__(self, p: float) -> None:
@@ -24,7 +20,6 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Return ``branch`` with zeros for the examples that drop it."""
         if not self.training or self.p == 0:
             return branch
         return branch * F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.p)
@@ -34,16 +29,7 @@ class CCTBlock(nn.Module):
     """Attention and an MLP with residual connections, normalised in the same places as in the authors' code.
 
     The second LayerNorm comes before the MLP's shortcut splits off, not inside the branch as in a usual pre-norm block.
-
-    Args:
-        width: Size of each token.
-        num_heads: Number of attention heads; must divide ``width``.
-        mlp_ratio: Width of the MLP in units of ``width``.
-        attention_dropout: Probability of dropping an attention weight.
-        drop_path: Probability of dropping a branch.
-
-    Shape:
-        Input and output ``(batch, length, width)``.
+    Input and output have shape ``(batch, length, width)``.
     """
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: int, attention_dropout: float, drop_path: float) -> None:
@@ -75,12 +61,8 @@ class CCT(nn.Module):
     2024 paper only says "CCT-6/3x2". By our choice, queries, keys and values are separate layers; see `SelfAttention`.
 
     Args:
-        num_classes: Number of classes.
-        in_channels: Channels of the image.
         image_size: Height and width of the image: 32 for CIFAR, 64 for TinyImageNet.
-        width: Size of each token.
-        num_heads: Number of attention heads; must divide ``width``.
-        num_layers: Number of blocks.
+        width: Size of each token; ``num_heads`` must divide it.
         mlp_ratio: Width of each MLP in units of ``width``.
         attention_dropout: Probability of dropping an attention weight.
         stochastic_depth: Probability of dropping a branch of the last block; it falls linearly to 0 for the first

@@ -19,7 +19,6 @@ class FEMNISTCNN(nn.Module):
 
     Args:
         num_classes: Number of classes; FEMNIST has 10 digits and 52 letters.
-        in_channels: Channels of the image.
         image_size: Height and width of the image, at least 4.
         channels: Output channels of the two convolutions; 32 and 64 in all three sources.
         hidden_features: Width of the hidden dense layer; ``None`` for no hidden layer.

@@ -9,13 +9,7 @@ from lightning_spectral.models.attention import SelfAttention
 class GPT2Block(nn.Module):
     """Attention and an MLP of four times the width, each after a LayerNorm and with a residual connection.
 
-    Args:
-        width: Size of each position's vector.
-        num_heads: Number of attention heads; must divide ``width``.
-        dropout: Dropout probability of attention weights and of branch outputs.
-
-    Shape:
-        Input and output ``(batch, length, width)``.
+    Input and output have shape ``(batch, length, width)``.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
@@ -58,10 +52,7 @@ class CharTransformer(nn.Module):
     Args:
         vocab_size: Number of distinct characters.
         context_length: Longest sequence.
-        width: Size of each position's vector.
-        num_heads: Number of attention heads; must divide ``width``.
-        num_layers: Number of blocks.
-        dropout: Dropout probability.
+        width: Size of each position's vector; ``num_heads`` must divide it.
 
     Shape:
         Input ``(batch, length)`` of character ids, ``length <= context_length``; output
@@ -114,11 +105,9 @@ class CharTransformer(nn.Module):
             nn.init.normal_(layer.weight, std=0.02 / len(branches) ** 0.5)
 
     def example_input(self) -> Tensor:
-        """A batch of one sequence of full length."""
         return torch.zeros(1, self.context_length, dtype=torch.long)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Logits of the next character at each position."""
         length = characters.shape[1]
         if length > self.context_length:
             raise ValueError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-EXAMPLE_LENGTH = 500  # words; PriSM's code cuts or pads the reviews to this length
+EXAMPLE_LENGTH = 500  # words, none of them padding; PriSM's code cuts or pads the reviews to this length
 
 
 class LSTMClassifier(nn.Module):
@@ -21,12 +21,9 @@ class LSTMClassifier(nn.Module):
     There is no dropout, as in PriSM's code.
 
     Args:
-        num_classes: Number of classes.
         vocab_size: Number of word ids, including padding.
         embedding_dim: Features per word.
         hidden_size: Hidden units of each layer.
-        num_layers: Number of LSTM layers.
-        padding_idx: Id of the padding.
 
     Shape:
         Input ``(batch, length)`` of word ids, each row padded with ``padding_idx`` at its end; output
@@ -58,7 +55,6 @@ class LSTMClassifier(nn.Module):
         self.head = nn.Linear(hidden_size, num_classes)
 
     def example_input(self) -> Tensor:
-        """A batch of one text of 500 words, none of them padding."""
         return torch.full((1, EXAMPLE_LENGTH), int(self.padding_idx == 0))
 
     def forward(self, words: Tensor) -> Tensor:

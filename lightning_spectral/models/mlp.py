@@ -15,7 +15,6 @@ class MLP(nn.Module):
     Args:
         in_features: Values per example, after flattening.
         hidden_features: Widths of the hidden layers, first to last.
-        num_classes: Number of classes.
 
     Shape:
         Input ``(batch, ...)`` with ``in_features`` values per example, output ``(batch, num_classes)``.

@@ -5,18 +5,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with a shortcut (He et al. 2016, figure 2 and option B).
-
-    Args:
-        in_channels: Input channels.
-        out_channels: Output channels.
-        stride: Stride of the first convolution.
-        num_groups: Groups of each GroupNorm.
-
-    Shape:
-        Input ``(batch, in_channels, height, width)``, output ``(batch, out_channels, ...)`` with height and width
-        divided by ``stride``, rounded up.
-    """
+    """Two 3x3 convolutions with a shortcut (He et al. 2016, figure 2 and option B); the first one has the stride."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, num_groups: int) -> None:
         super().__init__()
@@ -51,8 +40,6 @@ class ResNet18(nn.Module):
       uses PyTorch's default.
 
     Args:
-        num_classes: Number of classes.
-        in_channels: Channels of the image.
         num_groups: Groups of each GroupNorm; must divide ``width``.
         width: Channels of the first stage, 64 in the papers; the others have twice, four and eight times as many.
         image_size: Height and width of `example_input`; the model takes images of any size.

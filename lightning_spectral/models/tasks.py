@@ -87,24 +87,19 @@ class LitClassifier(pl.LightningModule):
             self.example_input_array = model.example_input()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The model's logits."""
         logits: Tensor = self.model(inputs)
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross entropy of a batch."""
         return self._log_step("train", self.train_accuracy, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and accuracy."""
         self._log_step("val", self.val_accuracy, batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and accuracy."""
         self._log_step("test", self.test_accuracy, batch)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """SGD with a cosine schedule over the whole run."""
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
             raise ValueError("A cosine schedule needs the length of the run; set the Trainer's `max_epochs`.")

@@ -13,8 +13,7 @@ OWN_DESIGN = ConditionalPoisson()  # one for all layers, which are then fitted t
 class ShardingStrategy(ABC):
     """Turns the singular values of a layer into inclusion probabilities and multipliers.
 
-    Subclasses implement :meth:`__call__`. ``lightning_spectral.testing.check_strategy(MyStrategy())`` then checks the
-    contract.
+    ``lightning_spectral.testing.check_strategy(MyStrategy())`` checks the contract of a subclass.
     """
 
     @abstractmethod
@@ -37,21 +36,12 @@ class ShardingStrategy(ABC):
     ) -> list[tuple[Tensor, Tensor]]:
         """What :meth:`__call__` returns, for each group of a cohort; by default each group on its own.
 
-        Args:
-            singular_values: As for :meth:`__call__`, shape ``(N,)``.
-            num_terms: Number of terms held by the clients of each group.
-            sizes: Number of clients of each group.
+        Each group has its own number of terms and its own number of clients, in ``sizes``.
         """
         return [self(singular_values, n, size) for n, size in zip(num_terms, sizes, strict=True)]
 
     def drawn_multipliers(self, singular_values: Tensor, multipliers: Tensor, terms: Tensor) -> Tensor:
-        """The multipliers that one client uses, shape ``(n,)``, float64; by default those of the terms that it drew.
-
-        Args:
-            singular_values: As for :meth:`__call__`, shape ``(N,)``.
-            multipliers: As returned by :meth:`__call__`, shape ``(N,)``.
-            terms: Drawn term indices, shape ``(n,)``.
-        """
+        """The multipliers of one client, shape ``(n,)``, float64; by default those of the terms that it drew."""
         return multipliers[terms]
 
     def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:

@@ -1,7 +1,5 @@
 """Which channels of a layer a client gets when sub-models are cut by width."""
 
-# Annotations are evaluated eagerly, as in `base.py`.
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ class ChannelChoice(ABC):
 
     @abstractmethod
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """Choose channels of one group for one client.
+        """Choose ``num_kept`` of a group's ``num_channels`` channels for one client.
 
         Args:
             num_channels: Number N of the group's channels.
@@ -45,7 +43,6 @@ class PrefixChannels(ChannelChoice):
     """
 
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """The first n channels."""
         return torch.arange(num_kept)
 
 
@@ -73,7 +70,6 @@ class RollingChannels(ChannelChoice):
         check_fields(self, step=Whole(at_least=1))
 
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """The n channels from the round's start, wrapping around."""
         return (round_idx * self.step + torch.arange(num_kept)) % num_channels
 
 
@@ -90,5 +86,4 @@ class RandomChannels(ChannelChoice):
     """
 
     def __call__(self, num_channels: int, num_kept: int, round_idx: int, generator: torch.Generator) -> Tensor:
-        """Any n channels, all choices equally likely."""
         return torch.randperm(num_channels, generator=generator)[:num_kept]

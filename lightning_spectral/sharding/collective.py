@@ -42,7 +42,6 @@ class Collective(ShardingStrategy):
         Korzhenkov & Louizos (2024), Theorem 3.2 and Algorithm 2 with the sign of line 30 corrected.
 
     Example:
-        >>> import torch
         >>> Collective()(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64), num_terms=2, cohort_size=3)
         (tensor([1.0000, 0.8333, 0.1667], dtype=torch.float64), tensor([1.0000, 1.1250, 2.2500],
         dtype=torch.float64))
@@ -54,14 +53,12 @@ class Collective(ShardingStrategy):
         check_fields(self, cohort=OneOf(get_args(CohortPlan)))
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of Theorem 3.2."""
         probs = collective_inclusion_probs(singular_values.double(), num_terms, cohort_size)
         return probs, collective_multipliers(probs, cohort_size)
 
     def for_groups(
         self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Plan all groups of a cohort, jointly unless ``cohort`` is ``"group"``."""
         apart = super().for_groups(singular_values, num_terms, sizes)
         if self.cohort == "group" or len(apart) == 1:
             return apart
@@ -106,7 +103,6 @@ class EffectiveCohort(ShardingStrategy):
         `functional.sampling.effective_cohort`.
 
     Example:
-        >>> import torch
         >>> s = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
         >>> EffectiveCohort(slack=0.5)(s, num_terms=2, cohort_size=10)[0]
         tensor([1.0000, 0.8882, 0.1118], dtype=torch.float64)
@@ -118,10 +114,8 @@ class EffectiveCohort(ShardingStrategy):
         check_fields(self, slack=SLACK)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of `Collective` for the effective number of clients."""
         size = effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)
         return Collective()(singular_values, num_terms, size)
 
     def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
-        """The effective number of clients that was chosen."""
         return {"effective_cohort": effective_cohort_size(singular_values, num_terms, cohort_size, self.slack)}

@@ -17,7 +17,7 @@ from lightning_spectral.sharding.base import ShardingStrategy
 
 @dataclass(frozen=True)
 class TopN(ShardingStrategy):
-    """All clients hold the n terms with the largest singular values, unscaled, as in FedHM.
+    """All clients hold the n terms with the largest singular values (ties by position), unscaled, as in FedHM.
 
     The sub-model is the best approximation of rank n, but the other terms are never trained.
 
@@ -27,7 +27,6 @@ class TopN(ShardingStrategy):
     """
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """One for the n largest values (ties by position), zero for the others; all multipliers are one."""
         probs = top_inclusion_probs(singular_values.double(), num_terms)
         return probs, torch.ones_like(probs)
 
@@ -52,18 +51,12 @@ class Unbiased(ShardingStrategy):
     """
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Capped proportional probabilities and their inverses."""
         probs = proportional_inclusion_probs(singular_values.double(), num_terms)
         return probs, inverse_probs(probs)
 
 
 def inverse_probs(inclusion_probs: Tensor) -> Tensor:
-    """Horvitz-Thompson multipliers 1 / pi; 1 for terms that are never drawn, and finite for any pi.
-
-    Example:
-        >>> inverse_probs(torch.tensor([1.0, 0.25, 0.0]))
-        tensor([1., 4., 1.])
-    """
+    """Horvitz-Thompson multipliers 1 / pi; 1 for terms that are never drawn, and finite for any pi."""
     smallest = torch.finfo(inclusion_probs.dtype).tiny
     return torch.where(inclusion_probs > 0, inclusion_probs.clamp_min(smallest), 1.0).reciprocal()
 
@@ -86,7 +79,6 @@ class Schatten(ShardingStrategy):
         Korzhenkov & Louizos (2024), appendix A, Eq. (10) and Table 5.
 
     Example:
-        >>> import torch
         >>> s = torch.tensor([6.0, 2.0, 1.0, 1.0], dtype=torch.float64)
         >>> Schatten(p=4)(s, num_terms=2, cohort_size=10)[0]
         tensor([1.0000, 0.4541, 0.2730, 0.2730], dtype=torch.float64)
@@ -98,7 +90,6 @@ class Schatten(ShardingStrategy):
         check_fields(self, p=ORDER)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """The optimum of Eq. (10), and its inverses."""
         probs = schatten_inclusion_probs(singular_values.double(), num_terms, self.p)
         return probs, inverse_probs(probs)
 
@@ -108,7 +99,7 @@ class Scaled(ShardingStrategy):
     r"""Another strategy's draws, with one multiplier for all drawn terms that preserves the Frobenius norm.
 
     :math:`\omega = \sqrt{\sum_k s_k^2 / \sum_{k \in I} s_k^2}`: it depends on the drawn terms I and is known only after
-    the draw (`drawn_multipliers`).
+    the draw (`drawn_multipliers`); before, the multiplier is that of the expected draw.
 
     Args:
         strategy: The strategy that sets the inclusion probabilities.
@@ -117,7 +108,6 @@ class Scaled(ShardingStrategy):
         Korzhenkov & Louizos (2024), section 4.1, "+Scaled".
 
     Example:
-        >>> from lightning_spectral.sharding import TopN
         >>> s = torch.tensor([3.0, 4.0, 12.0], dtype=torch.float64)
         >>> Scaled(TopN()).drawn_multipliers(s, torch.ones(3), torch.tensor([0, 1]))
         tensor([2.6000, 2.6000], dtype=torch.float64)
@@ -129,22 +119,18 @@ class Scaled(ShardingStrategy):
         check_is("strategy", self.strategy, ShardingStrategy)
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        r"""The other strategy's inclusion probabilities, and the multipliers of the expected draw."""
         probs, _ = self.strategy(singular_values, num_terms, cohort_size)
         squares = as_magnitudes(singular_values, "singular_values") ** 2
         return probs, torch.full_like(probs, _norm_ratio(squares.sum(), (probs * squares).sum()))
 
     def drawn_multipliers(self, singular_values: Tensor, multipliers: Tensor, terms: Tensor) -> Tensor:
-        """Norm of the whole weight divided by the norm of the drawn part, for each drawn term."""
         squares = as_magnitudes(singular_values, "singular_values") ** 2
         return torch.full((len(terms),), _norm_ratio(squares.sum(), squares[terms].sum()), dtype=torch.float64)
 
     def figures(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> Mapping[str, float]:
-        """Return the other strategy's figures."""
         return self.strategy.figures(singular_values, num_terms, cohort_size)
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> Design:
-        """Return the other strategy's design."""
         return self.strategy.own_design(singular_values, num_terms)
 
 

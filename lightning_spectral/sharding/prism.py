@@ -51,13 +51,11 @@ class PriSM(ShardingStrategy):
         )
 
     def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
-        """Marginals of the draw; all multipliers are one, or the inverse marginals."""
         marginals = successive_inclusion_probs if self.marginals == "exact" else manly_inclusion_probs
         probs = marginals(self._log_sizes(singular_values, num_terms), num_terms)
         return probs, torch.ones_like(probs) if self.compensation is None else inverse_probs(probs)
 
     def own_design(self, singular_values: Tensor, num_terms: int) -> SuccessiveSampling:
-        """Successive sampling with the strategy's own sizes."""
         return SuccessiveSampling(self._log_sizes(singular_values, num_terms))
 
     def _log_sizes(self, singular_values: Tensor, num_terms: int) -> Tensor:

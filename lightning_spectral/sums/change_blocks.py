@@ -13,37 +13,22 @@ Tensors = Mapping[str, Tensor]
 
 
 class Piece(NamedTuple):
-    """A run of one tensor's values.
-
-    Attributes:
-        name: Name of the tensor.
-        idx: Index of the piece among those of that tensor.
-        before: Its values before training, any shape.
-        start: Where it begins in the flat vector.
-        stop: Where it ends.
-    """
+    """A run of one tensor's values."""
 
     name: str
-    idx: int
-    before: Tensor
-    start: int
+    idx: int  # among the pieces of that tensor
+    before: Tensor  # its values before training, any shape
+    start: int  # where it begins in the flat vector
     stop: int
 
 
 class Block(NamedTuple):
-    """Neighbouring pieces that are processed together.
-
-    Attributes:
-        pieces: The pieces.
-        where: Their part of the flat vector.
-        change: Buffer for their change, float64; all blocks share it.
-        runs: For each piece, its part of the buffer, in its shape.
-    """
+    """Neighbouring pieces that are processed together."""
 
     pieces: tuple[Piece, ...]
-    where: slice
-    change: Tensor
-    runs: tuple[Tensor, ...]
+    where: slice  # their part of the flat vector
+    change: Tensor  # buffer for their change, float64; all blocks share it
+    runs: tuple[Tensor, ...]  # for each piece, its part of the buffer, in its shape
 
 
 class ChangeBlocks:
@@ -56,11 +41,6 @@ class ChangeBlocks:
     Attributes:
         ranges: For each name, its part of the flat vector.
         size: Length of the flat vector.
-
-    Example:
-        >>> blocks = ChangeBlocks({"w": torch.ones(2, 1), "b": torch.zeros(1)}, {"w": 0, "b": 0})
-        >>> [change.tolist() for _, change in blocks.changes({"w": torch.zeros(2, 1), "b": torch.ones(1)})]
-        [[-1.0, -1.0, 1.0]]
     """
 
     def __init__(self, before: Tensors, kinds: Mapping[str, Hashable]) -> None:
@@ -74,9 +54,8 @@ class ChangeBlocks:
     def changes(self, after: Tensors, in_float64: Collection[str] = ()) -> Iterator[tuple[Block, Tensor]]:
         """Yield each block with ``after - before``, as a float64 vector that the next block overwrites.
 
-        Args:
-            after: The tensors after training; of each kind either all or none.
-            in_float64: Names whose change is formed in float64, not in the tensors' own type.
+        Of each kind, either all tensors are given or none. The change of the names in ``in_float64`` is formed in
+        float64, not in the tensors' own type.
         """
         for block, trained in self._cut(after):
             pairs = [
@@ -115,25 +94,16 @@ class ChangeBlocks:
 
 
 def put_differences(pairs: Sequence[tuple[Tensor, Tensor, bool]], out: Sequence[Tensor]) -> None:
-    """Write ``after - before`` of some tensors into float64 tensors, subtracting in their own type or in float64.
-
-    Args:
-        pairs: After, before, and whether to subtract in float64.
-        out: Where to write the differences, of the same shapes.
-    """
+    """Write ``after - before`` into float64 tensors; each pair says whether to subtract in float64."""
     after = [tensor.double() if in_float64 else tensor for tensor, _, in_float64 in pairs]
     before = [tensor.double() if in_float64 else tensor for _, tensor, in_float64 in pairs]
     torch._foreach_copy_(list(out), torch._foreach_sub(after, before))
 
 
 def split(tensor: Tensor, like: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into pieces of about a block's size, in the order of its values.
+    """Split a tensor into pieces of about a block's size, where the memory layout of ``like`` allows it without a copy.
 
-    A contiguous tensor is cut anywhere, any other between the slices of its first dimension; nothing is copied.
-
-    Args:
-        tensor: The tensor to cut.
-        like: A tensor of the same shape whose memory layout decides where.
+    A contiguous tensor is cut anywhere, any other between the slices of its first dimension.
     """
     if like.numel() <= block_size(like):
         return (tensor,) if like.numel() else ()

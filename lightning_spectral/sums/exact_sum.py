@@ -13,12 +13,7 @@ LARGEST = 2.0**40  # about 1.1e12: what the sums of `exact_sum` have room for wi
 
 @torch.no_grad()
 def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty; one read from the device for all.
-
-    Example:
-        >>> largest_magnitudes({"weight": torch.tensor([1.0, -3.0]), "steps": torch.tensor(7), "none": torch.zeros(0)})
-        {'weight': 3.0, 'steps': 7.0, 'none': 0.0}
-    """
+    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from the device."""
     magnitudes = dict.fromkeys(tensors, 0.0)
     filled = [name for name, tensor in tensors.items() if tensor.numel()]
     if filled:
@@ -30,22 +25,12 @@ def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def can_be_summed(magnitude: float) -> bool:
-    """Whether values up to a magnitude are finite and small enough for an exact sum.
-
-    Example:
-        >>> [can_be_summed(magnitude) for magnitude in (1.0, LARGEST, 2 * LARGEST, float("nan"))]
-        [True, True, False, False]
-    """
+    """Whether values up to a magnitude are finite and small enough for an exact sum."""
     return magnitude <= LARGEST
 
 
 def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
-    """Return a bound on magnitudes, or the computed largest magnitude if the bound cannot guarantee an exact sum.
-
-    Example:
-        >>> largest_within(2.0, lambda: torch.ones(1)), largest_within(1e15, lambda: torch.ones(1))
-        (2.0, 1.0)
-    """
+    """Return a bound on magnitudes, or the computed largest magnitude if the bound cannot guarantee an exact sum."""
     sure = can_be_summed(2 * bound)  # twice, for what rounding adds
     return bound if sure else largest_magnitudes({"values": values()})["values"]
 
@@ -73,9 +58,6 @@ class Weights:
     Attributes:
         sum: Sum of the weights so far, in steps.
         num_terms: Number of weights so far.
-
-    Raises:
-        ValueError: If the total is negative or not finite.
 
     Example:
         >>> forth, back = Weights(1.3), Weights(1.3)
@@ -138,7 +120,7 @@ NARROW = 4.0  # units up to which a change has no coarse part
 
 
 class ExactSum:
-    r"""Sum of weighted changes of one tensor, bit for bit the same in any order and over any processes.
+    """Sum of weighted changes of one tensor, bit for bit the same in any order and over any processes.
 
     Floating-point addition rounds its result, so a sum depends on the order of its terms. Sums of whole numbers do not,
     if they stay below 2^53 in float64. Each weighted change is therefore rounded once, on its own, to a whole number
@@ -153,12 +135,8 @@ class ExactSum:
 
     The rounding error is at most half a fine step for each client: :math:`2^{-51}` units. Zeros add nothing.
 
-    Args:
-        fine: Zeros that become the sum of fine steps, float64.
-        before: The tensor's largest magnitude before training.
-
     Attributes:
-        fine: Sum of fine steps.
+        fine: Sum of fine steps, float64; at first the zeros given.
         coarse: Sum of coarse steps, of the same shape; ``None`` until a term needs it.
         unit: The unit.
 
@@ -210,12 +188,7 @@ class ExactSum:
 
 
 def unit_for(before: float) -> float:
-    """The power of two above a tensor's largest magnitude before training, at least 1; 1 if it cannot be summed.
-
-    Example:
-        >>> [unit_for(magnitude) for magnitude in (0.0, 0.3, 1.0, 5.0)]
-        [1.0, 1.0, 2.0, 8.0]
-    """
+    """The power of two above a tensor's largest magnitude before training, at least 1; 1 if it cannot be summed."""
     return 2.0 ** max(math.frexp(before)[1], 0) if can_be_summed(before) else 1.0
 
 

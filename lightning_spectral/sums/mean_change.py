@@ -49,9 +49,6 @@ class MeanChange:
         weights: The clients' weights so far.
         held: For each tensor in ``by_index``, the weight of each slice's holders, in steps, float64.
 
-    Raises:
-        ValueError: If the total is negative or not finite.
-
     Example:
         >>> mean = MeanChange({"b": torch.zeros(1)}, total_weight=4)
         >>> mean.add({"b": torch.tensor([1.0])}, weight=1)
@@ -133,18 +130,10 @@ class MeanChange:
 
     @torch.no_grad()
     def add_change(self, change: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None) -> None:
-        """Add the change that one client returned, e.g. compressed, in place of its tensors.
+        """Add the change that one client returned, e.g. compressed, in place of its tensors; errors as for `add`.
 
-        The change is summed as it is, of any floating-point type; it is not rounded to the type of the tensors.
-
-        Args:
-            change: At least the changes of the tensors of ``before``, whole.
-            weight: The client's weight.
-            magnitudes: `largest_magnitudes` of the changes, if already known.
-
-        Raises:
-            OverflowError: If a value is not finite or too large, or there are too many clients.
-            ValueError: If weights are negative or sum to more than their total.
+        The change is summed as it is, of any floating-point type; it is not rounded to the type of the tensors. Tensors
+        held by index must be whole.
 
         Example:
             >>> mean = MeanChange({"b": torch.tensor([1000.0])}, total_weight=1)
@@ -231,14 +220,8 @@ class MeanChange:
 def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A client's tensors and their places for `MeanChange.add`, without some rows of some tensors.
 
-    Args:
-        after: The tensors as the client trained them.
-        positions: As `where` in `MeanChange.add`, for single entries.
-        rows: The rows to leave out, by tensor name: indices along its first dimension.
-
-    Example:
-        >>> without_rows({"b": torch.tensor([7.0, 8.0, 9.0])}, {}, {"b": torch.tensor([1])})
-        ({'b': tensor([7., 9.])}, {'b': tensor([0, 2])})
+    ``positions`` are as ``where`` in `MeanChange.add`, for single entries; ``rows`` are indices along the first
+    dimension of each tensor.
     """
     left, where = dict(after), dict(positions)
     for name in rows.keys() & after.keys():

@@ -45,12 +45,7 @@ class RunningMean(Protocol):
 
 
 def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
-    """Give every process the sums over all processes.
-
-    Raises:
-        OverflowError: In every process, if there are too many clients.
-        ValueError: In every process, if their weights sum to more than the total.
-    """
+    """Give every process the sums over all processes; what `Weights.count` refuses fails in all of them."""
     if processes.size == 1:
         return
     mine = [(m.weights.sum, m.weights.num_terms, [s.coarse is not None for s in m.sums]) for m in means]
@@ -70,17 +65,9 @@ def _messages(mean: RunningMean) -> Iterator[Tensor]:
 
 
 class MeanBits:
-    """Weighted mean over clients of vectors of bits.
+    """Weighted mean over clients of vectors of n bits, whose counts are kept on a device.
 
     Weights are whole numbers of steps (`Weights`) that sum to less than 2^53, so their sums in float64 are exact.
-
-    Args:
-        num_bits: Length n of the vectors.
-        total_weight: Sum of the weights of all clients asked.
-        device: Where the counts are kept.
-
-    Raises:
-        ValueError: If the total is negative or not finite.
 
     Example:
         >>> mean = MeanBits(2, total_weight=4)
@@ -105,24 +92,16 @@ class MeanBits:
         return [self.ones]
 
     def add(self, bits: Tensor, weight: float) -> None:
-        """Add one client's bits, booleans of shape ``(n,)``, with its weight.
-
-        Raises:
-            ValueError: If they have the wrong length, or weights are negative or sum to more than their total.
-        """
+        """Add one client's bits, booleans of shape ``(n,)``, with its weight; errors as for `Weights.add`."""
         if bits.shape != self.ones.shape:
             raise ValueError(f"Bits of shape {tuple(self.ones.shape)} are averaged, got {tuple(bits.shape)}.")
         self.ones.add_(bits, alpha=float(self.weights.add(weight)))
 
     def finish(self, prior: float = 0.0) -> Tensor:
-        r"""The mean of the bits, or its posterior mean.
+        r"""The mean of the bits, shape ``(n,)``, float64, or its posterior mean.
 
-        Args:
-            prior: Pseudo-count :math:`\lambda` of a symmetric Beta prior: with K clients the mean is
-                :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
-
-        Returns:
-            Shape ``(n,)``, float64.
+        ``prior`` is the pseudo-count :math:`\lambda` of a symmetric Beta prior: with K clients the mean is
+        :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
         """
         mean = self.ones / max(self.weights.sum, 1)
         clients = self.weights.num_terms

@@ -1,7 +1,7 @@
 """Every design keeps the contract, and designs that break a rule are caught."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,8 +18,9 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
+from lightning_spectral.designs.base import Prepared
 from lightning_spectral.designs.fixed_size import FittedConditionalPoisson, FittedSuccessiveSampling
-from lightning_spectral.functional import proportional_inclusion_probs, successive_inclusion_probs
+from lightning_spectral.functional import successive_inclusion_probs
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.testing import check_design
 
@@ -36,29 +37,6 @@ DESIGNS = [
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 def test_design_keeps_the_contract(design):
     check_design(design)
-
-
-@pytest.mark.parametrize("design", DESIGNS, ids=repr)
-def test_horvitz_thompson_estimate_is_unbiased(design):
-    """The mean of sum_{i in sample} x_i / pi_i is sum x_i, within its own standard error."""
-    generator, size = torch.Generator().manual_seed(5), 20_000
-    values = 1 / torch.arange(1, 13, dtype=torch.float64)
-    probs = proportional_inclusion_probs(values, 4)
-    x = torch.randn(12, generator=generator, dtype=torch.float64)
-    estimates = (x / probs)[design.sample(probs, size, generator)].sum(1)
-    standard_error = estimates.std() / size**0.5
-    assert abs(estimates.mean() - x.sum()) <= 5 * standard_error
-    # Negative control: the same sum without weights is biased.
-    assert abs(x[design.sample(probs, size, generator)].sum(1).mean() - x.sum()) > 5 * standard_error
-
-
-@pytest.mark.parametrize("design", DESIGNS, ids=repr)
-def test_own_probabilities_reproduce_a_balanced_variable_exactly(design):
-    """Sizes proportional to the probabilities below one: sum s_i / pi_i over a sample is the same for all samples."""
-    values = 1 / torch.arange(1, 13, dtype=torch.float64)
-    probs = proportional_inclusion_probs(values, 4)
-    estimates = (values / probs)[design.sample(probs, 50, torch.Generator().manual_seed(0))].sum(1)
-    torch.testing.assert_close(estimates, values.sum().expand(50), rtol=1e-12, atol=0)
 
 
 def test_known_sizes_are_used_and_their_count_is_checked():
@@ -78,52 +56,32 @@ def test_known_sizes_are_used_and_their_count_is_checked():
 
 
 @dataclass(frozen=True)
-class Unfitted(Design):
-    """Uses the inclusion probabilities as the working probabilities."""
-
-    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        probs, num_terms = as_inclusion_probs(inclusion_probs)
-        return FittedConditionalPoisson(probs, num_terms)
-
-
-@dataclass(frozen=True)
-class Choice(Design):
-    """numpy.random.choice(replace=False, p=inclusion_probs / n)."""
-
-    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        probs, num_terms = as_inclusion_probs(inclusion_probs)
-        return FittedSuccessiveSampling(torch.where(probs == 1, torch.inf, probs.log()), num_terms)
-
-
-@dataclass(frozen=True)
 class Broken(Design):
-    """Conditional Poisson sampling with a mistake in what it returns."""
+    """Fits and draws with functions that the test provides."""
 
-    mistake: str
+    draw: Callable[[FittedDesign, int, torch.Generator], Tensor]
+    fit_to: Callable[[Tensor], FittedDesign] = ConditionalPoisson().fit
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return BrokenDraws(self.mistake, ConditionalPoisson().fit(inclusion_probs))
+        as_inclusion_probs(inclusion_probs)
+        return Prepared(self.draw, self.fit_to(inclusion_probs))
 
 
-@dataclass(frozen=True)
-class BrokenDraws(FittedDesign):
-    mistake: str
-    inner: FittedDesign
+def seeds_itself(inner: FittedDesign, size: int, generator: torch.Generator) -> Tensor:
+    generator.seed()
+    return inner.draw(size, generator)
 
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        draws = self.inner.draw(num_samples, generator)
-        if self.mistake == "repeats every row":
-            return draws[::2].repeat_interleave(2, dim=0)[:num_samples]
-        if self.mistake == "unsorted":
-            return draws.flip(1)
-        if self.mistake == "int32":
-            return draws.int()
-        if self.mistake == "one too few":
-            return draws[:, 1:]
-        if self.mistake == "own generator":
-            return self.inner.draw(num_samples, torch.Generator().manual_seed(0))
-        generator.seed()
-        return self.inner.draw(num_samples, generator)
+
+def call_draw(inner: FittedDesign, size: int, generator: torch.Generator) -> Tensor:
+    return inner.draw(size, generator)
+
+
+def choice_sizes(probs: Tensor) -> Tensor:
+    return torch.where(probs == 1, torch.inf, probs.log())
+
+
+def num_terms(probs: Tensor) -> int:
+    return round(float(probs.sum()))
 
 
 @dataclass(frozen=True)
@@ -146,14 +104,15 @@ class Swapped(ConditionalPoisson):
 @pytest.mark.parametrize(
     ("design", "message"),
     [
-        (Unfitted(), "has frequency"),
-        (Choice(), "has frequency"),
-        (Broken("repeats every row"), "consecutive samples are correlated"),
-        (Broken("unsorted"), "not sorted and distinct"),
-        (Broken("int32"), "dtype torch.int32"),
-        (Broken("one too few"), r"not \(4000, 3\)"),
-        (Broken("own generator"), "does not depend on the generator"),
-        (Broken("seeds itself"), "differ from sample"),
+        # inclusion probabilities as working probabilities; numpy.random.choice(replace=False, p=inclusion_probs / n)
+        (Broken(call_draw, lambda pi: FittedConditionalPoisson(pi, num_terms(pi))), "has frequency"),
+        (Broken(call_draw, lambda pi: FittedSuccessiveSampling(choice_sizes(pi), num_terms(pi))), "has frequency"),
+        (Broken(lambda inner, k, g: inner.draw(k, g)[::2].repeat_interleave(2, dim=0)[:k]), "samples are correlated"),
+        (Broken(lambda inner, k, g: inner.draw(k, g).flip(1)), "not sorted and distinct"),
+        (Broken(lambda inner, k, g: inner.draw(k, g).int()), "dtype torch.int32"),
+        (Broken(lambda inner, k, g: inner.draw(k, g)[:, 1:]), r"not \(4000, 3\)"),
+        (Broken(lambda inner, k, g: inner.draw(k, torch.Generator())), "does not depend on the generator"),
+        (Broken(seeds_itself), "differ from sample"),
         (Swapped(), "`fit_all` draws differently"),
         (Unchecked(), "although their sum 1.5 is not whole"),
     ],

@@ -209,11 +209,6 @@ class TestResNet18:
         model(model.example_input())
         assert shapes[1::2] == [(4, 32, 32), (8, 16, 16), (16, 8, 8), (32, 4, 4)]
 
-    def test_there_is_no_batch_norm_and_no_max_pooling(self) -> None:
-        layer_types = {type(module) for module in models.ResNet18(width=4).modules()}
-        assert nn.GroupNorm in layer_types
-        assert not layer_types & {nn.BatchNorm2d, nn.MaxPool2d}
-
     def test_groups_must_divide_the_width(self) -> None:
         with pytest.raises(ValueError, match="`num_groups` must divide `width`, got 3 groups of 64 channels"):
             models.ResNet18(num_groups=3)

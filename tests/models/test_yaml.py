@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral import models
@@ -66,41 +66,6 @@ def test_every_model_has_a_config_here() -> None:
     }
 
 
-@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
-def test_the_command_line_of_lightning_trains_one(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.cli import LightningCLI
-
-    monkeypatch.setattr(sys, "argv", ["train"])
-    config = {
-        "seed_everything": False,
-        "model": {
-            "class_path": "lightning_spectral.models.LitClassifier",
-            "init_args": {
-                "model": {
-                    "class_path": "lightning_spectral.models.MLP",
-                    "init_args": {"in_features": 6, "hidden_features": [8], "num_classes": 3},
-                },
-                "num_classes": 3,
-            },
-        },
-    }
-    trainer_defaults = {**quiet, "max_steps": 1, "default_root_dir": str(quiet["default_root_dir"])}
-    cli = LightningCLI(
-        pl.LightningModule,
-        subclass_mode_model=True,
-        trainer_defaults=trainer_defaults,
-        save_config_callback=None,
-        run=False,
-        args=config,
-    )
-    before = cli.model.model.head.weight.detach().clone()
-    loader = DataLoader(TensorDataset(torch.ones(4, 6), torch.arange(4) % 3), batch_size=4)
-    cli.trainer.fit(cli.model, loader, loader)
-    assert cli.trainer.global_step == 1
-    assert not torch.equal(cli.model.model.head.weight, before)
-
-
 class LitLine(pl.LightningModule):
     """A model of a given width, for YAML."""
 
@@ -122,7 +87,7 @@ class Lines(ls.FederatedDataModule):
         super().__init__(TensorDataset(torch.ones(12, width)), ls.IIDPartitioner(num_clients=6))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as above
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
 def test_several_models_come_from_yaml(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.cli import LightningCLI
 

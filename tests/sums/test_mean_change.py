@@ -96,7 +96,7 @@ def rounds(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[Client], float]:
     return tensors(), clients, sum(weight for _, weight in clients) * draw(st.sampled_from([1.0, 1.5, 10.0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rounds(), st.booleans())
 def test_mean_is_the_exact_one_of_cut_values_rounded_twice(
     case: tuple[dict[str, Tensor], list[Client], float], absolute: bool
@@ -108,7 +108,7 @@ def test_mean_is_the_exact_one_of_cut_values_rounded_twice(
             assert abs(Fraction(value) - expected) <= abs(expected) * (Fraction(2) ** -52)  # join, then divide
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rounds())
 def test_mean_is_within_the_bound_of_the_docstring(case: tuple[dict[str, Tensor], list[Client], float]) -> None:
     """Against weights and changes that were not cut."""
@@ -165,16 +165,6 @@ def spread_out(count: int) -> tuple[dict[str, Tensor], list[Client]]:
     ]
 
 
-def test_bits_are_the_same_in_every_order_where_those_of_plain_sums_are_not() -> None:
-    before, clients = spread_out(5)
-    plain, exact = [], []
-    for order in itertools.permutations(clients):
-        plain.append(torch.stack([after["w"] * weight for after, weight in order]).cumsum(0)[-1])
-        exact.append(bits(mean_of(before, list(order), 20.0)))
-    assert all(found == exact[0] for found in exact)
-    assert not all(torch.equal(total, plain[0]) for total in plain)  # or the test would show nothing
-
-
 @pytest.mark.parametrize(
     "groups", [[[0, 1, 2, 3, 4]], [[0, 1], [4, 3, 2]], [[], [4, 0, 1, 2, 3]], [[1], [2, 3], [0, 4]]]
 )
@@ -218,8 +208,6 @@ def test_largest_uploads_of_the_largest_round_are_summed_exactly() -> None:
         for value, expected in zip(change.tolist(), in_all, strict=True):
             assert abs(Fraction(value) - expected) <= abs(expected) * Fraction(2) ** -52
     assert [exact.coarse is None for exact in mean.sums] == [False, True]
-    with pytest.raises(OverflowError, match="room for 8192 terms"):
-        mean.add(after, 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -236,32 +224,6 @@ def test_an_upload_can_be_averaged_exactly_if_it_can_be_added(value: float, dtyp
             mean.add(tensors, 3, upload.largest)
         assert bits(mean) == bits(MeanChange(before, 3))  # it left no trace
         assert mean.weights.num_terms == 0
-
-
-def test_coarse_sums_exist_only_for_tensors_that_moved_far() -> None:
-    before = {"near": torch.full((3,), 100.0), "far": torch.zeros(2)}
-    mean = MeanChange(before, 10)
-    mean.add({"near": torch.full((3,), 120.0), "far": torch.full((2,), 120.0)}, 1)
-    assert [exact.coarse is None for exact in mean.sums] == [True, False]
-    assert {name: change.tolist() for name, change in mean.finish()} == {"near": [20.0] * 3, "far": [120.0] * 2}
-
-
-def test_dense_mean_is_weighted_by_examples() -> None:
-    generator = torch.Generator().manual_seed(0)
-    before = {"w": torch.randn(3, 2, generator=generator), "b": torch.randn(2, generator=generator)}
-    clients = [({name: torch.randn(t.shape, generator=generator) for name, t in before.items()}, d) for d in (1, 7, 30)]
-    for name, change in mean_of(before, clients, 38).finish():
-        slow = sum(d * (after[name] - before[name]).double() for after, d in clients) / 38
-        # three clients, products exact, changes below 8; the slow sum rounds as often
-        torch.testing.assert_close(change, slow, rtol=0, atol=3 * 2 * 2.0**-50 + 8 * 8 * 2.0**-53)
-
-
-def test_absolute_weights_are_not_divided_by_those_who_reported() -> None:
-    before, after = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, -2.0])}
-    mean = MeanChange(before, 8.0, absolute=True)
-    mean.add(after, 0.5)
-    mean.add(after, 0.25)
-    assert [change.tolist() for _, change in mean.finish()] == [[0.75, -1.5]]
 
 
 def test_nobody_and_nothing_changed_are_exact_zeros() -> None:
@@ -362,9 +324,6 @@ def test_bits_of_terms_depend_neither_on_order_nor_on_processes(absolute: bool) 
     for mean in in_processes(groups, lambda group: term_mean_of(u, v, group, 250.0, absolute)):
         assert isinstance(mean, MeanChange)
         assert all(torch.equal(mine, other) for mine, other in zip(of_visited(mean), expected, strict=True))
-    left, right = (term_mean_of(u, v, group, 250.0, absolute) for group in (clients[:2], clients[2:]))
-    merge(left, right)
-    assert all(torch.equal(mine, other) for mine, other in zip(of_visited(left), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -388,17 +347,6 @@ def test_a_client_without_terms_or_weight_visits_nothing() -> None:
     mean = term_mean_of(u, v, [none, weightless], 3.0)
     visited, u_change, v_change = of_visited(mean)
     assert [tuple(tensor.shape) for tensor in (visited, u_change, v_change)] == [(0,), (5, 0), (0, 4)]
-
-
-def test_terms_that_cannot_be_summed_are_refused_and_leave_no_trace() -> None:
-    u, v, clients = term_clients(1)
-    terms, u_after, v_after, weight = clients[0]
-    mean = no_terms(u, v, weight)
-    v_after[1, 1] = math.nan
-    with pytest.raises(OverflowError, match="'v' has nan after local training"):
-        mean.add({"u": u_after, "v": v_after}, weight, where={"u": terms, "v": terms})
-    assert not any(bool(total.any()) for total in mean.totals)
-    assert mean.weights.num_terms == 0
 
 
 @pytest.mark.parametrize("absolute", [False, True])

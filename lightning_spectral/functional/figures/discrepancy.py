@@ -15,14 +15,8 @@ def cohort_discrepancy(
     .. math:: \sum_i s_i^2 \Big[\big(1 - \sum_c a_c\omega_{ci}\pi_{ci}\big)^2
         + \sum_c a_c^2\omega_{ci}^2\pi_{ci}(1 - \pi_{ci})\Big]
 
-    Args:
-        singular_values: Shape ``(N,)``.
-        inclusion_probs: One row per client, shape ``(C, N)``.
-        multipliers: One row per client, shape ``(C, N)``.
-        weights: Weight a_c of each client in the average, shape ``(C,)``; they usually sum to one.
-
-    Returns:
-        A scalar, float64.
+    The singular values have shape ``(N,)``, probabilities and multipliers one row per client, ``(C, N)``, and the
+    weights a_c, which usually sum to one, ``(C,)``. The result is a scalar, float64.
 
     Note:
         For C equal clients this is Eq. (7) of Korzhenkov & Louizos (2024); for one client with multipliers 1/pi it is
@@ -85,13 +79,9 @@ def coordinated_discrepancy(
 
 
 def expected_coverage(inclusion_probs: Tensor) -> Tensor:
-    """Expected share of terms that at least one of several independent clients holds.
+    """Expected share of terms that at least one of several independent clients holds; a scalar, float64.
 
-    Args:
-        inclusion_probs: One row per client, shape ``(C, N)``.
-
-    Returns:
-        A scalar in ``[0, 1]``, float64.
+    ``inclusion_probs`` has one row per client, shape ``(C, N)``.
 
     Example:
         >>> import torch

@@ -9,11 +9,7 @@ from lightning_spectral.functional.checks import as_inclusion_probs, as_magnitud
 def entropy_rank(singular_values: Tensor) -> float:
     r"""Exponential of the Shannon entropy of the spectrum, :math:`2^{-\sum p_i \log_2 p_i}` with :math:`p = s/\sum s`.
 
-    Args:
-        singular_values: Non-negative, shape ``(N,)``.
-
-    Returns:
-        A number in ``[1, N]``; 0 for a zero weight.
+    A number in ``[1, N]``; 0 for a zero weight.
 
     Note:
         The formula printed by Niu et al. (2022) takes the logarithm of a negative number; this is what it must mean.
@@ -30,14 +26,8 @@ def entropy_rank(singular_values: Tensor) -> float:
 def participation_rank(singular_values: Tensor) -> float:
     r"""Participation ratio :math:`1/\sum p_i^2` with :math:`p = s/\sum s`, the Renyi entropy of order two.
 
-    Args:
-        singular_values: Non-negative, shape ``(N,)``.
-
-    Returns:
-        A number in ``[1, N]``; 0 for a zero weight.
-
-    Reference:
-        The published code of Niu et al. (2022) computes this as the effective rank.
+    A number in ``[1, N]``; 0 for a zero weight. The published code of Niu et al. (2022) computes this as the effective
+    rank.
 
     Example:
         >>> participation_rank(torch.tensor([2.0, 1.0, 1.0]))
@@ -48,13 +38,7 @@ def participation_rank(singular_values: Tensor) -> float:
 
 
 def stable_rank(singular_values: Tensor) -> float:
-    r"""Squared Frobenius norm over squared spectral norm, :math:`\sum s_i^2 / s_1^2`.
-
-    Args:
-        singular_values: Non-negative, shape ``(N,)``.
-
-    Returns:
-        A number in ``[1, N]``; 0 for a zero weight.
+    r"""Squared Frobenius norm over squared spectral norm, :math:`\sum s_i^2 / s_1^2`: in ``[1, N]``, or 0 for zeros.
 
     Example:
         >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
@@ -74,13 +58,8 @@ def marginal_entropy(inclusion_probs: Tensor) -> float:
     r"""Measure how explorative a strategy is: 0 if the terms are always the same, 1 if all are equally likely.
 
     The mean entropy of the N Bernoulli variables "term i is in the shard", divided by its largest possible value, that
-    of :math:`\pi_i = n / N`. Averaged over the sharded layers of a network, this is the paper's ANME.
-
-    Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
-
-    Returns:
-        The normalised entropy in ``[0, 1]``, dimensionless; 0 for n = N, where nothing is left to chance.
+    of :math:`\pi_i = n / N`; 0 for n = N, where nothing is left to chance. Averaged over the sharded layers of a
+    network, this is the paper's ANME. The probabilities, shape ``(N,)``, must sum to an integer n within 1e-6 n.
 
     Reference:
         Korzhenkov & Louizos (2024), Section 4, "average normalized marginal entropy".

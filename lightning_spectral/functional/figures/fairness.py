@@ -1,4 +1,4 @@
-r"""How evenly a metric is spread over clients: measures of a vector with one value per client."""
+"""How evenly a metric is spread over clients, from one value per client, shape ``(K,)``; NaN if any value is NaN."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,7 @@ def decile_means(values: Tensor) -> tuple[float, float]:
     r"""Mean over the tenth of the clients with the lowest values, and over the tenth with the highest.
 
     Each tenth has :math:`\lceil K / 10 \rceil` of the K clients. For accuracies they are the "worst 10 %" and the
-    "best 10 %" of the literature; for losses it is the other way round.
-
-    Args:
-        values: One value for each client, shape ``(K,)``, any unit.
-
-    Returns:
-        Both means, in the unit of ``values``; NaN if any value is NaN.
+    "best 10 %" of the literature; for losses it is the other way round. NaN if any value is NaN.
 
     Reference:
         Li et al. (2020), Fair resource allocation in federated learning, Table 1.
@@ -33,11 +27,7 @@ def decile_means(values: Tensor) -> tuple[float, float]:
 def jain_index(values: Tensor) -> float:
     r"""Jain's index, :math:`(\sum x)^2 / (K \sum x^2)`: 1 if all values are equal, 1/K if one client has it all.
 
-    Args:
-        values: One value for each client, non-negative, shape ``(K,)``, any unit.
-
-    Returns:
-        The index in ``[1/K, 1]``, dimensionless; 1 if all values are zero, NaN if any value is NaN.
+    Values must be non-negative. The index is 1 if all are zero, NaN if any is NaN.
 
     Reference:
         Jain, Chiu & Hawe (1984), A quantitative measure of fairness and discrimination for resource allocation.
@@ -51,13 +41,9 @@ def jain_index(values: Tensor) -> float:
 
 
 def gini_coefficient(values: Tensor) -> float:
-    r"""Gini's coefficient, :math:`\sum_{ij} |x_i - x_j| / (2 K \sum x)`: 0 if all values are equal.
+    r"""Gini's coefficient, :math:`\sum_{ij} |x_i - x_j| / (2 K \sum x)`: 0 if all values are equal, at most 1 - 1/K.
 
-    Args:
-        values: One value for each client, non-negative, shape ``(K,)``, any unit.
-
-    Returns:
-        The coefficient in ``[0, 1 - 1/K]``, dimensionless; 0 if all values are zero, NaN if any value is NaN.
+    Values must be non-negative. The coefficient is 0 if all are zero, NaN if any is NaN.
 
     Example:
         >>> gini_coefficient(torch.tensor([1.0, 0.0, 0.0, 0.0]))

@@ -16,24 +16,20 @@ def step_size_variance(weights: Tensor, probs: Tensor, joint: Tensor | None = No
 
     :math:`|H|_1 = \sum_p 1_p w_p / p_p` is the sum of the coefficients of a round, which is one on average. Its
     variance is :math:`\sum_p w_p^2 (1/p_p - 1)` for independent draws; for other draws see :func:`sampled_variance`.
+    The weights w must be non-negative and sum to one. Processors that have a weight but are never drawn lower the mean
+    of the sum by their weight; the square of this bias is included.
 
     Args:
-        weights: Weights w of the processors in the average of one model, non-negative, summing to one, shape ``(P,)``.
+        weights: Weights w of the processors in the average of one model, shape ``(P,)``.
         probs: Probability that each processor trains the model, shape ``(P,)``.
         joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal, for example from
             :func:`~lightning_spectral.functional.model_joint_probs`. By default, draws are independent.
-
-    Returns:
-        The mean squared distance of the sum from one, dimensionless. Processors that have a weight but are never drawn
-        lower the mean of the sum by their weight; the square of this bias is included.
 
     Reference:
         Zhang et al. (2024), the participation heterogeneity :math:`Z_p` in the proof of Theorem 4.
 
     Example:
         >>> step_size_variance(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 1.0]))
-        0.25
-        >>> step_size_variance(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0]))
         0.25
     """
     total = float(weights.double().sum())
@@ -47,21 +43,13 @@ def sampled_variance(values: Tensor, probs: Tensor, joint: Tensor | None = None)
 
     .. math:: \sum_{pq} \frac{x_p x_q}{p_p p_q} (\pi_{pq} - p_p p_q) + \Big(\sum_{p_p = 0} x_p\Big)^2
 
-    Args:
-        values: Weighted values to average, e.g. weight times loss, shape ``(P,)``, any sign and unit.
-        probs: Probability that each processor trains the model, shape ``(P,)``.
-        joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal. By default, draws are
-            independent.
-
-    Returns:
-        The error in the unit of ``values``, squared. It includes the squared bias of values that are never drawn.
+    The values x are weighted, e.g. weight times loss, of any sign and unit. The error, in this unit squared, includes
+    the squared bias of values that are never drawn. ``probs`` and ``joint`` are as for :func:`step_size_variance`.
 
     Reference:
         Horvitz & Thompson (1952), Journal of the American Statistical Association 47, 663-685.
 
     Example:
-        >>> sampled_variance(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]))
-        5.0
         >>> never_together = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
         >>> sampled_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.5, 0.5]), never_together)
         0.0
@@ -81,13 +69,8 @@ def sampled_update_variance(norms: Tensor, probs: Tensor) -> float:
 
     .. math:: E \Big\| \sum_p \frac{1_p}{p_p} w_p U_p - \sum_p w_p U_p \Big\|^2 = \sum_p \|w_p U_p\|^2 (1/p_p - 1)
 
-    Args:
-        norms: Norms of the weighted updates, non-negative, shape ``(P,)``, in the unit of the weights.
-        probs: Probability that each processor trains the model, shape ``(P,)``.
-
-    Returns:
-        The error in the unit of ``norms``, squared. Updates that are never drawn are left out, because the bias they
-        add also depends on their directions.
+    ``norms`` are those of the weighted updates, shape ``(P,)``. Updates that are never drawn are left out, because the
+    bias they add also depends on their directions.
 
     Reference:
         Zhang et al. (2024), Eq. (13).
@@ -104,7 +87,6 @@ def sampled_update_variance(norms: Tensor, probs: Tensor) -> float:
 
 
 def _checked(values: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and probabilities of the same processors, in float64."""
     if values.shape != probs.shape:
         raise ValueError(
             f"each processor needs a value and a probability, got {tuple(values.shape)} and {tuple(probs.shape)}."
@@ -117,7 +99,6 @@ def _checked(values: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _checked_joint(joint: Tensor, probs: Tensor) -> Tensor:
-    """Joint probabilities, checked to be of the same processors and the same model."""
     if joint.shape != (len(probs), len(probs)):
         raise ValueError(f"`joint` must have shape ({len(probs)}, {len(probs)}), got {tuple(joint.shape)}.")
     pi = joint.detach().double().cpu()

@@ -27,9 +27,8 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
         active: Expected number m of active processors, in ``[0, P]``.
 
     Returns:
-        Probability that each processor trains each model, shape ``(P, S)``, float64. Rows sum to at most one. A
-        processor whose scores are all zero gets zeros. If at most m rows are positive, each of them sums to one, and
-        the total may fall short of m. With ``active=0`` all probabilities are zero.
+        Probability that each processor trains each model, shape ``(P, S)``, float64. A processor whose scores are all
+        zero gets zeros. If at most m rows are positive, each of them sums to one, and the total may fall short of m.
 
     Note:
         The published closed form leaves two cases undefined: M = 0, where the authors' code divides zero by zero, and
@@ -74,17 +73,14 @@ def model_joint_probs(processor_joint: Tensor, probs: Tensor, model: int) -> Ten
     .. math:: \pi^s_{pq} = \pi_{pq} \frac{p_{ps}}{r_p} \frac{p_{qs}}{r_q} \quad (p \ne q), \qquad
         \pi^s_{pp} = p_{ps}
 
-    with the row sums r, because each drawn processor picks its model independently.
+    with the row sums r, because each drawn processor picks its model independently. The result has shape ``(P, P)``,
+    float64; rows and columns of processors that are never drawn are zero.
 
     Args:
         processor_joint: Joint inclusion probabilities of the processors under the design, shape ``(P, P)``, for
             example from :meth:`~lightning_spectral.designs.JointDesign.joint_inclusion_probs` of the row sums.
         probs: Probability that each processor trains each model, shape ``(P, S)``.
-        model: Index s of the model, in ``[0, S)``.
-
-    Returns:
-        Shape ``(P, P)``, float64, symmetric, with ``probs[:, model]`` on the diagonal; rows and columns of processors
-        that are never drawn are zero.
+        model: Index s of the model.
 
     Example:
         >>> both = torch.tensor([[1.0, 0.5], [0.5, 0.5]])

@@ -33,8 +33,8 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
         Sampling Algorithms.
 
     Example:
-        >>> draw_brewer(torch.tensor([1.0, 0.5, 0.0, 0.5]), 3, torch.Generator()).shape
-        torch.Size([3, 2])
+        >>> draw_brewer(torch.tensor([1.0, 0.0, 1.0]), 1, torch.Generator())
+        tensor([[0, 2]])
     """
     return draw_one_by_one(open_terms(inclusion_probs), num_samples, generator)
 
@@ -65,15 +65,9 @@ def _draw_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch
 
 
 def brewer_weights(complement: Tensor, drawn_complement: Tensor, left: int) -> Tensor:
-    r"""Factors (num_samples, N_open) by which Brewer's method multiplies the probabilities; one at the last draw.
+    r"""Factors ``(num_samples, N_open)`` by which Brewer's method multiplies the probabilities; one at the last draw.
 
-    Args:
-        complement: :math:`1 - \pi` of the open terms, shape ``(N_open,)``.
-        drawn_complement: Its sum over the terms already drawn, shape ``(num_samples, 1)``; their factors mean nothing.
-        left: Number of terms still to draw, including this one.
-
-    Example:
-        >>> brewer_weights(torch.tensor([0.5, 0.75]), torch.tensor([[0.25]]), left=1)
-        tensor([[1., 1.]])
+    ``drawn_complement``, shape ``(num_samples, 1)``, is the sum of the complement :math:`1 - \pi` over the terms
+    already drawn, whose own factors mean nothing; ``left`` counts the terms still to draw, including this one.
     """
     return (drawn_complement + complement + (left - 1)).div_(drawn_complement + left * complement)

@@ -34,14 +34,10 @@ CERTAIN = 1e-12
 
 
 def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
-    """Multipliers that minimise the error of the cohort's average, for given inclusion probabilities.
+    """Multipliers ``(G, N)`` that minimise the error of the cohort's average, for given inclusion probabilities.
 
-    Args:
-        inclusion_probs: One row per group of clients, shape ``(G, N)``, in ``[0, 1]``.
-        sizes: Number of clients in each group, shape ``(G,)``, positive.
-
-    Returns:
-        Multipliers, shape ``(G, N)``, float64. With one group of C clients they are ``C / (1 + (C - 1) pi)``.
+    ``inclusion_probs`` has one row per group of clients, shape ``(G, N)``, and ``sizes`` the number of clients in each,
+    ``(G,)``. With one group of C clients the multipliers are ``C / (1 + (C - 1) pi)``.
 
     Example:
         >>> joint_multipliers(torch.tensor([[0.5], [0.25]]), torch.tensor([2.0, 1.0]))
@@ -57,15 +53,9 @@ def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
 
 
 def joint_discrepancy(singular_values: Tensor, inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
-    r"""Error :math:`E\|W - \bar W\|_F^2` of the cohort's average under `joint_multipliers`.
+    r"""Error :math:`E\|W - \bar W\|_F^2` of the cohort's average under `joint_multipliers`; a scalar, float64.
 
-    Args:
-        singular_values: Shape ``(N,)``.
-        inclusion_probs: One row per group of clients, shape ``(G, N)``.
-        sizes: Number of clients in each group, shape ``(G,)``.
-
-    Returns:
-        A scalar, float64, in the squared unit of ``singular_values``.
+    The singular values have shape ``(N,)``; the other arguments are those of `joint_multipliers`.
 
     Example:
         >>> joint_discrepancy(torch.tensor([2.0]), torch.tensor([[0.5]]), torch.tensor([1.0]))
@@ -103,11 +93,6 @@ def client_error(singular_values: Tensor, inclusion_probs: Tensor, cohort_size: 
 
     :math:`\sum_i s_i^2 \frac{(1 - \pi_i)(1 - \pi_i + C^2 \pi_i)}{(1 + (C - 1)\pi_i)^2}` for any
     real C >= 1; a scalar, float64.
-
-    Example:
-        >>> import torch
-        >>> client_error(torch.tensor([2.0]), torch.tensor([0.5]), cohort_size=3)
-        tensor(2.5000, dtype=torch.float64)
     """
     probs = inclusion_probs.double()
     missing = 1 - probs
@@ -118,21 +103,9 @@ def client_error(singular_values: Tensor, inclusion_probs: Tensor, cohort_size: 
 def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: float, slack: float) -> float:
     """The largest effective cohort for which a single sub-model is almost as close to the weight as possible.
 
-    Args:
-        singular_values: Non-negative, shape ``(N,)``, any order, any unit.
-        num_terms: Number n of terms that a client holds.
-        cohort_size: Number of clients C whose terms are averaged.
-        slack: Share by which the squared error of a sub-model may exceed that of the n largest terms: 0 for not at
-            all, ``float("inf")`` for any amount.
-
-    Returns:
-        A number in ``[1, cohort_size]``, to a relative accuracy of 1e-6 from below.
-
-    Example:
-        >>> import torch
-        >>> s = 1 / torch.arange(1, 65).double()
-        >>> [round(effective_cohort_size(s, 7, 10, slack), 2) for slack in (0.0, 0.05, 0.5, float("inf"))]
-        [1.0, 1.75, 4.09, 10.0]
+    ``slack`` is the share by which the squared error of a sub-model may exceed that of the ``num_terms`` largest terms:
+    0 for not at all, infinity for any amount. The result, in ``[1, cohort_size]``, has a relative accuracy of 1e-6,
+    from below.
     """
     SLACK("slack", slack)
     COHORT_SIZE("cohort_size", cohort_size)
@@ -155,7 +128,7 @@ def effective_cohort_size(singular_values: Tensor, num_terms: int, cohort_size: 
 
 
 def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch.Generator) -> Tensor:
-    r"""Deal terms to the clients of one group.
+    r"""Deal terms to the C clients of one group.
 
     1. Lay the terms end to end in random order, each :math:`C\pi_i` long: a line of length C n.
     2. From a random start, walk along it in unit steps. Each step copies the term it lands on, so term i gets
@@ -201,9 +174,8 @@ def draw_coordinated(inclusion_probs: Tensor, cohort_size: int, generator: torch
 def coordinated_multipliers(inclusion_probs: Tensor, cohort_size: int) -> Tensor:
     r"""Multipliers that minimise the error of the average over C coordinated clients.
 
-    :math:`\omega_i = C\mu_i / (\mu_i^2 + f_i(1 - f_i))` with :math:`\mu_i = C\pi_i` and f its fractional part.
-
-    Shape ``(N,)``, float64, in ``(0, C]``; a term that is never drawn gets C.
+    :math:`\omega_i = C\mu_i / (\mu_i^2 + f_i(1 - f_i))` with :math:`\mu_i = C\pi_i` and f its fractional part, float64,
+    in ``(0, C]``; a term that is never drawn gets C.
 
     Example:
         >>> coordinated_multipliers(torch.tensor([1.0, 0.5, 0.05, 0.0]), cohort_size=10)

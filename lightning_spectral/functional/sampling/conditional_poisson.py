@@ -42,10 +42,8 @@ def fit_conditional_poisson(inclusion_probs: Tensor) -> Tensor:
 
     .. math:: \operatorname{logit} p_i = \operatorname{logit} \pi_i - \log P(N_{-i} = n-1) + \log P(N_{-i} = n),
 
-    where :math:`N_{-i}` counts the selected terms other than i.
-
-    Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
+    where :math:`N_{-i}` counts the selected terms other than i. The given probabilities must sum to an integer n within
+    1e-6 n.
 
     Returns:
         Working probabilities p, shape ``(N,)``, float64 on the CPU, scaled so that :math:`\sum p = n`. Ones stay one
@@ -67,11 +65,6 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
     """Fit several vectors of inclusion probabilities, those of the same length and sample size together.
 
     For short vectors a fit is a few hundred small operations, which take as long for many rows as for one.
-
-    Example:
-        >>> rows = [torch.tensor([0.75, 0.25]), torch.tensor([1.0, 0.0])]
-        >>> fit_conditional_poissons(rows)
-        [tensor([0.6340, 0.3660], dtype=torch.float64), tensor([1., 0.], dtype=torch.float64)]
     """
     fitted: list[Tensor] = []
     undecided: dict[tuple[int, int], list[_Undecided]] = defaultdict(list)
@@ -148,17 +141,10 @@ def _roughly_centred(logits: Tensor, probs_of: Callable[[Tensor], Tensor], num_t
 
 
 def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -> Tensor:
-    """Inclusion probabilities of Poisson draws that are accepted if they have n terms.
+    """Inclusion probabilities of Poisson draws that are accepted if they have n terms; float64 on the CPU, with sum n.
 
-    The inverse of :func:`fit_conditional_poisson`. Multiplying all odds p / (1 - p) by a constant changes
-    nothing.
-
-    Args:
-        working_probs: Probability of each term in the unconditioned draw, shape ``(N,)``, in ``[0, 1]``.
-        num_terms: Sample size n, between the number of ones and the number of positive entries.
-
-    Returns:
-        Inclusion probabilities, shape ``(N,)``, float64 on the CPU, with sum n.
+    The inverse of :func:`fit_conditional_poisson`. Multiplying all odds p / (1 - p) by a constant changes nothing. n
+    must lie between the number of ones and the number of positive entries.
 
     Example:
         >>> poisson_conditional_inclusion_probs(torch.tensor([0.75, 0.25]), num_terms=1)
@@ -173,12 +159,7 @@ def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -
 
 
 def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
-    """Set aside the certain and the impossible terms of a conditional Poisson design.
-
-    Example:
-        >>> working_open_terms(torch.tensor([1.0, 0.9, 0.9, 0.0]), num_terms=2).probs
-        tensor([0.5000, 0.5000], dtype=torch.float64)
-    """
+    """Set aside the certain and the impossible terms of a conditional Poisson design."""
     probs = as_probabilities(working_probs, "working_probs")
     check_num_terms(num_terms, len(probs))
     ones, positive = int((probs >= 1 - SNAP).sum()), int((probs > SNAP).sum())
@@ -205,7 +186,7 @@ def draw_conditional_poisson(
         generator: Source of randomness.
 
     Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, num_terms)``, on the generator's device.
+        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
     Example:
         >>> draw_conditional_poisson(torch.tensor([1.0, 0.5, 0.5, 0.0]), 3, 1, torch.Generator())

@@ -20,29 +20,21 @@ def solve_fixed_point(
     """Find x with zero residual, up to a constant added to all of x, by Anderson mixing of plain steps.
 
     The plain iteration converges linearly and, where a design is nearly deterministic, oscillates. Mixing the last few
-    steps by least squares cures both; about five to fifteen iterations suffice. Several problems of the same size are
-    solved together, each as if it were alone; a problem that has been solved is no longer updated.
+    steps by least squares cures both; about five to fifteen iterations suffice. Several problems of the same size, rows
+    of shape ``(..., N)``, are solved together, each as if it were alone; one that has been solved is no longer updated.
 
     Args:
-        residual: Maps x of shape ``(..., N)`` to the plain step, of the same shape, and the error of x in the caller's
-            unit, shape ``(...)``. Neither changes if a constant is added to all N entries.
-        start: First guess, shape ``(..., N)``, float64.
-        weights: Sensitivity of the answer to each entry of x, shape ``(..., N)``, non-negative and not all zero. They
-            weight the least squares: entries that hardly matter are poorly determined and would drown out the others.
+        residual: Maps x to the plain step, of the same shape, and the error of x in the caller's unit, shape ``(...)``.
+            Neither changes if a constant is added to all N entries.
+        start: First guess, float64.
+        weights: Sensitivity of the answer to each entry of x, non-negative and not all zero. They weight the least
+            squares: entries that hardly matter are poorly determined and would drown out the others.
         tolerance: Stop below this error.
         memory: Number of previous steps that are mixed.
         max_iterations: Largest number of evaluations.
 
     Returns:
-        The best x seen, shape ``(..., N)``, and its error, shape ``(...)``.
-
-    Example:
-        >>> goal = torch.tensor([1.0, -1.0], dtype=torch.float64)
-        >>> def residual(x):
-        ...     return (goal - x) / 2, (goal - x).abs().amax(-1)
-        >>> x, error = solve_fixed_point(residual, 0 * goal, torch.ones_like(goal), tolerance=1e-12)
-        >>> x.round(decimals=6), bool(error < 1e-12)
-        (tensor([ 1., -1.], dtype=torch.float64), True)
+        The best x seen and its error.
     """
     x, best = start, start
     best_error = torch.full(start.shape[:-1], float("inf"), dtype=start.dtype)

@@ -34,16 +34,8 @@ def relative(values: Tensor) -> Tensor:
 def capped_proportional(values: Tensor, total: float) -> Tensor:
     r"""Solve :math:`\pi_i = \min(1, c\,s_i)` with :math:`\sum_i \pi_i = m` for sizes s that are not checked.
 
-    Args:
-        values: Sizes in units of the largest, from :func:`relative`, shape ``(N,)``, float64.
-        total: Sum m of the probabilities, any real number in ``[0, N_positive)``, with more than m positive sizes.
-
-    Returns:
-        Probabilities in ``[0, 1]``, shape ``(N,)``, float64.
-
-    Example:
-        >>> capped_proportional(torch.tensor([1.0, 0.25, 0.25], dtype=torch.float64), total=1.25)
-        tensor([0.8333, 0.2083, 0.2083], dtype=torch.float64)
+    The sizes are in units of the largest, from :func:`relative`, float64; m may be any real number in
+    ``[0, N_positive)``.
     """
     if total == 0:
         return torch.zeros_like(values)
@@ -61,12 +53,7 @@ def capped_proportional(values: Tensor, total: float) -> Tensor:
 def top_inclusion_probs(singular_values: Tensor, num_terms: int) -> Tensor:
     """One for the ``num_terms`` largest values, zero for the others; ties go to the first.
 
-    Args:
-        singular_values: Non-negative, shape ``(N,)``, any order, any unit.
-        num_terms: Sample size n, ``1 <= n <= N``.
-
-    Returns:
-        Zeros and ones, shape ``(N,)``, dtype and device of ``singular_values``.
+    The values must be non-negative, shape ``(N,)``, and the result has their dtype and device.
 
     Example:
         >>> top_inclusion_probs(torch.tensor([1.0, 3.0, 2.0, 2.0]), num_terms=2)
@@ -93,7 +80,7 @@ def proportional_inclusion_probs(sizes: Tensor, num_terms: int) -> Tensor:
         num_terms: Sample size n, ``1 <= n <= N``.
 
     Returns:
-        Probabilities in ``[0, 1]``, shape ``(N,)``, dtype and device of ``sizes``; the arithmetic is float64.
+        Probabilities, shape ``(N,)``, dtype and device of ``sizes``; the arithmetic is float64.
 
     Note:
         Algorithm 1 of the paper tries every number t of certain terms and keeps the best. The valid t form an
@@ -191,13 +178,8 @@ def _water_filling(values: Floats, ordered: Floats, num_terms: int, cohort_size:
 def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tensor:
     r"""Auxiliary multipliers :math:`\omega_i = C / (1 + (C - 1) \pi_i)`, optimal for the given probabilities.
 
-    Args:
-        inclusion_probs: Probabilities, shape ``(N,)``.
-        cohort_size: Number of clients C, any real number >= 1.
-
-    Returns:
-        Multipliers in ``[1, C]``, dimensionless, shape ``(N,)``, dtype and device of ``inclusion_probs``. A term that
-        is never drawn gets C, the limit of the formula, which is never used.
+    They lie in ``[1, C]`` for C clients, any real number >= 1, and have the dtype and device of the probabilities. A
+    term that is never drawn gets C, the limit of the formula, which is never used.
 
     Reference:
         Korzhenkov & Louizos (2024), Theorem 3.2, Eq. (8).

@@ -11,7 +11,7 @@ from lightning_spectral.functional.sampling.conditional_poisson import (
     poisson_conditional_inclusion_probs,
     working_open_terms,
 )
-from lightning_spectral.functional.sampling.poisson_binomial import count_probability, leave_two_out_probabilities
+from lightning_spectral.functional.sampling.poisson_binomial import count_probabilities, leave_two_out_probabilities
 from lightning_spectral.functional.sampling.successive_sampling import (
     arrived,
     certain_and_competing,
@@ -21,20 +21,13 @@ from lightning_spectral.functional.sampling.successive_sampling import (
 
 
 def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Tensor:
-    r"""Joint inclusion probabilities of conditional Poisson sampling.
+    r"""Joint inclusion probabilities of conditional Poisson sampling, shape ``(N, N)``, float64.
 
     .. math:: \pi_{ij} = p_i p_j \, P(N_{-ij} = n - 2) / P(N = n)
 
-    for all pairs, from one matrix product. Unlike the usual formula, which divides by the difference of the odds of i
-    and j, this one allows ties.
-
-    Args:
-        working_probs: From :func:`~lightning_spectral.functional.fit_conditional_poisson`, shape ``(N,)``.
-        num_terms: Sample size n, between the number of ones and the number of positive entries.
-
-    Returns:
-        Shape ``(N, N)``, float64, symmetric, with the inclusion probabilities on the diagonal; absolute error
-        about 1e-14.
+    for all pairs, from one matrix product, with an absolute error of about 1e-14. Unlike the usual formula, which
+    divides by the difference of the odds of i and j, this one allows ties. The working probabilities p are those of
+    :func:`~lightning_spectral.functional.fit_conditional_poisson`.
 
     Reference:
         Chen, Dempster & Liu (1994), Biometrika 81, 457-469.
@@ -48,7 +41,7 @@ def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Te
     if parts.num_terms == 0:
         return torch.outer(marginals, marginals)
     p, n = parts.probs, parts.num_terms
-    among_open = torch.outer(p, p) * leave_two_out_probabilities(p, n - 2, n - 2) / count_probability(p, n, n)
+    among_open = torch.outer(p, p) * leave_two_out_probabilities(p, n - 2, n - 2) / count_probabilities(p, n, n)
     return _with_certain(among_open, marginals, parts.certain, parts.undecided)
 
 
@@ -62,23 +55,15 @@ def _with_certain(among_open: Tensor, marginals: Tensor, certain: Tensor, index:
 
 
 def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
-    r"""Joint inclusion probabilities of successive sampling.
+    r"""Joint inclusion probabilities of successive sampling, shape ``(N, N)``, float64 on the CPU.
 
     Two terms are both drawn if at most n - 2 others have arrived when the later of the two arrives:
 
     .. math:: \pi_{ij} = \int_0^\infty \frac{d}{dt}\big[F_i(t) F_j(t)\big]\, P(N_{-ij}(t) \le n - 2)\, dt
 
     with :math:`F_i(t) = 1 - e^{-w_i t}`, by the quadrature of
-    :func:`~lightning_spectral.functional.successive_inclusion_probs`. It takes about fifty matrix products: about a
-    second for 512 terms.
-
-    Args:
-        log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as for that function.
-        num_terms: Sample size n, ``1 <= n <= N``.
-
-    Returns:
-        Shape ``(N, N)``, float64 on the CPU, symmetric, with the inclusion probabilities on the diagonal;
-        absolute error about 1e-12.
+    :func:`~lightning_spectral.functional.successive_inclusion_probs`, with an absolute error of about 1e-12. It takes
+    about fifty matrix products: about a second for 512 terms. The logarithms of the sizes w are as for that function.
 
     Example:
         >>> successive_joint_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)[0, 1]

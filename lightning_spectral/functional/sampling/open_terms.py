@@ -16,20 +16,12 @@ CHUNK = 2**20
 
 
 class OpenTerms(NamedTuple):
-    """The part of a design that is left to chance.
+    """The part of a design that is left to chance."""
 
-    Attributes:
-        certain: Indices of the terms that are always drawn, shape ``(N_certain,)``.
-        undecided: Indices of the open terms, shape ``(N_open,)``.
-        probs: Inclusion probabilities of the open terms, shape ``(N_open,)``, float64, strictly between 0 and 1, with
-            sum ``num_terms`` to rounding.
-        num_terms: Number of open terms to draw, 0 when nothing is open.
-    """
-
-    certain: Tensor
-    undecided: Tensor
-    probs: Tensor
-    num_terms: int
+    certain: Tensor  # indices of the terms that are always drawn, shape (N_certain,)
+    undecided: Tensor  # indices of the open terms, shape (N_open,)
+    probs: Tensor  # of the open terms, float64, strictly between 0 and 1, with sum `num_terms` to rounding
+    num_terms: int  # open terms to draw, 0 when nothing is open
 
     def samples(self, positions: Tensor) -> Tensor:
         """Turn positions among the open terms, shape ``(num_samples, num_terms)``, into sorted term indices."""
@@ -53,10 +45,6 @@ def open_terms(inclusion_probs: Tensor) -> OpenTerms:
 
     Rounding may leave the sum a little off n, which no draw of exactly n terms could reproduce; the difference is
     spread over the open terms.
-
-    Example:
-        >>> open_terms(torch.tensor([1.0, 0.5, 0.0, 0.5])).undecided
-        tensor([1, 3])
     """
     return parted(*as_inclusion_probs(inclusion_probs))
 

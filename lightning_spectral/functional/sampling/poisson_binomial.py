@@ -73,40 +73,20 @@ def _kernel(grid: _FourierGrid, first: int, last: int) -> Tensor:
     return kernel / grid.period
 
 
-def count_probability(probs: Tensor, first: int, last: int) -> float:
-    """P(first <= N <= last) for the number N of successes of independent Bernoulli trials.
-
-    Example:
-        >>> round(count_probability(torch.tensor([0.5, 0.5, 0.25], dtype=torch.float64), 1, 2), 12)
-        0.75
-    """
-    return float(count_probabilities(probs, first, last))
-
-
 def count_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
-    """`count_probability` for each row of probabilities, shape ``(...)``."""
+    """P(first <= N <= last) for the number N of successes of independent Bernoulli trials, shape ``(...)``."""
     grid = _fourier_grid(probs)
     whole = _kernel(grid, first, last) * _factors(probs, grid).prod(-1)
     return whole.sum(-1).real.clamp(0, 1)
 
 
 def leave_one_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
-    """P(first <= N - (outcome of i) <= last) for every i, shape ``(..., N)``: the count without trial i.
-
-    Example:
-        >>> leave_one_out_probabilities(torch.tensor([0.5, 0.25], dtype=torch.float64), 0, 0)
-        tensor([0.7500, 0.5000], dtype=torch.float64)
-    """
+    """P(first <= N - (outcome of i) <= last) for every i, shape ``(..., N)``: the count without trial i."""
     return _leave_one_out(probs, (first, last)).squeeze(-2)
 
 
 def leave_one_out_neighbours(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """P(N - (outcome of i) = count - 1) and P(N - (outcome of i) = count), for every i, at the cost of one.
-
-    Example:
-        >>> leave_one_out_neighbours(torch.tensor([0.5, 0.25], dtype=torch.float64), 1)
-        (tensor([0.7500, 0.5000], dtype=torch.float64), tensor([0.2500, 0.5000], dtype=torch.float64))
-    """
+    """P(N - (outcome of i) = count - 1) and P(N - (outcome of i) = count), for every i, at the cost of one."""
     below, equal = _leave_one_out(probs, (count - 1, count - 1), (count, count)).unbind(-2)
     return below, equal
 
@@ -123,10 +103,6 @@ def leave_two_out_probabilities(probs: Tensor, first: int, last: int) -> Tensor:
     """P(first <= N - (outcomes of i and j) <= last) for every pair: one matrix product, safe for ties.
 
     The result is symmetric, shape ``(N, N)``; its diagonal, which would leave term i out twice, is meaningless.
-
-    Example:
-        >>> leave_two_out_probabilities(torch.tensor([0.5, 0.25, 0.125], dtype=torch.float64), 0, 0)[0, 1]
-        tensor(0.8750, dtype=torch.float64)
     """
     grid = _fourier_grid(probs)
     factors = _factors(probs, grid)
@@ -144,10 +120,6 @@ def centred_logits(logits: Tensor, mean: int) -> Tensor:
 
     The law of the trials *given* their count does not change. But the count becomes likely, so that the probabilities
     above have a small relative error and rejection sampling is fast.
-
-    Example:
-        >>> centred_logits(torch.tensor([7.0, 7.0], dtype=torch.float64), 1)
-        tensor([0., 0.], dtype=torch.float64)
     """
     equal_odds = math.log(mean / (len(logits) - mean))
     low, high = equal_odds - float(logits.max()), equal_odds - float(logits.min())
@@ -162,10 +134,7 @@ def centred_logits(logits: Tensor, mean: int) -> Tensor:
 def increasing_root(
     values_at: Callable[[float], tuple[Tensor, Tensor]], start: float, low: float, high: float, total: int
 ) -> float:
-    """Where increasing values sum to a total: Newton's method, kept within a bracket.
-
-    ``values_at`` maps a point to the values there and their slopes.
-    """
+    """Where increasing values sum to a total: Newton's method on the values and slopes at a point, within a bracket."""
     point = start
     for _ in range(100):
         values, slopes = values_at(point)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_spectral.arguments import Number
 from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
-from lightning_spectral.functional.sampling.inclusion import top_inclusion_probs
+from lightning_spectral.functional.sampling.inclusion import relative, top_inclusion_probs
 
 ORDER = Number(at_least=2, hint="it is the order of a Schatten norm")
 
@@ -24,13 +24,8 @@ LARGE = 200.0
 def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float = 4.0) -> Tensor:
     r"""Minimise :math:`\sum_i s_i^p \left[1 - \pi_i + \pi_i (1/\pi_i - 1)^p\right]` under :math:`\sum_i \pi_i = n`.
 
-    Args:
-        singular_values: Non-negative, shape ``(N,)``, any order, any unit (only ratios matter).
-        num_terms: Sample size n, ``1 <= n <= N``.
-        p: Order of the norm, at least 2; 2 gives `proportional_inclusion_probs`.
-
-    Returns:
-        Probabilities in ``[0, 1]`` with sum n, shape ``(N,)``, float64.
+    The singular values must be non-negative, shape ``(N,)``, in any order and unit; the result is float64. The order p
+    of the norm is at least 2, which gives `proportional_inclusion_probs`.
 
     Note:
         Small terms get probabilities nearly proportional to their values for any p; p determines where that ends. Where
@@ -48,11 +43,11 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
     ORDER("p", p)
     values = as_magnitudes(singular_values, "singular_values")
     check_num_terms(num_terms, len(values))
-    relative = values / values.max().clamp_min(torch.finfo(torch.float64).tiny)
-    positive = relative > 1e-250
+    scaled = relative(values)
+    positive = scaled > 0
     if int(positive.sum()) <= num_terms:
         return top_inclusion_probs(values, num_terms)
-    log_powers = p * torch.where(positive, relative, 1.0).log()
+    log_powers = p * torch.where(positive, scaled, 1.0).log()
     probs = _probs_at(_log_price(log_powers, positive, num_terms, p), log_powers, positive, p)
     return _exact_sum(probs, log_powers, num_terms, p)
 

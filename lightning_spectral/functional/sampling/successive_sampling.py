@@ -174,8 +174,7 @@ def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
 
         \log w_i \leftarrow \log w_i + \log(-\log(1-\pi_i)) - \log(-\log(1-\psi_i))
 
-    Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n.
+    The given probabilities, shape ``(N,)``, must sum to an integer n within 1e-6 n.
 
     Returns:
         Log sizes, shape ``(N,)``, float64 on the CPU, with largest finite entry 0. Probability one (within
@@ -222,7 +221,7 @@ def draw_successive(log_sizes: Tensor, num_terms: int, num_samples: int, generat
     Args:
         log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as in
             :func:`successive_inclusion_probs`.
-        num_terms: Sample size n, ``1 <= n <= N``.
+        num_terms: Sample size n.
         num_samples: Number of draws.
         generator: Source of randomness.
 
@@ -250,16 +249,8 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     r"""Probabilities :math:`\mu_i = 1 - e^{-w_i t}` with t such that they sum to n.
 
     Treats the time of the n-th arrival as fixed. This is the mean of Wallenius' distribution according to Manly (1974)
-    and Fog (2008), and what BiasedUrn's ``meanMWNCHypergeo`` computes at its default precision.
-
-    Args:
-        log_sizes: Logarithms of the sizes w, shape ``(N,)``, with ``-inf`` and ``+inf`` as in
-            :func:`~lightning_spectral.functional.successive_inclusion_probs`; adding a constant to all of them changes
-            nothing.
-        num_terms: Sample size n, ``1 <= n <= N``.
-
-    Returns:
-        Approximate inclusion probabilities, shape ``(N,)``, float64 on the device of ``log_sizes``, with sum n.
+    and Fog (2008), and what BiasedUrn's ``meanMWNCHypergeo`` computes at its default precision. The logarithms of the
+    sizes w are as for :func:`~lightning_spectral.functional.successive_inclusion_probs`.
 
     Note:
         The result is up to 8 % off for 7 of 64 sizes :math:`i^{-4}` and far more for fewer and steeper ones, and for

@@ -12,12 +12,7 @@ BELOW_ONE = 1.0 - 2.0**-53
 
 
 def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one bit for each probability, on the CPU and in float32, so that the bits do not depend on the device.
-
-    Example:
-        >>> draw_bits(torch.tensor([0.0, 1.0]))
-        tensor([False,  True])
-    """
+    """Draw one bit for each probability, on the CPU and in float32, so that the bits do not depend on the device."""
     uniforms = torch.rand(len(probs), dtype=torch.float32, generator=generator)
     return _sent(uniforms, probs.device) < probs
 
@@ -30,7 +25,8 @@ def coordinated_uniforms(
     There are P strata, where P is the least prime that is at least K. The k-th client's stratum for an entry is
     a + s k modulo P, where a and s > 0 are random and the same for all clients. So each number is uniform on its own,
     and the strata of two clients are uniform over all pairs of distinct strata. This takes two random integers per
-    entry, whatever K is.
+    entry, whatever K is. ``place`` is the client's number k from 0 to K - 1; the generator ``shared`` has the same
+    state for all clients of a round, ``own`` is the client's. The numbers are float64, on the CPU.
 
     Let the bit of client k be 1 if its number is below :math:`p_k`. The bits of two clients then have covariance
     :math:`-\mathrm{cov}(m_k, m_l) / (P - 1)`, where :math:`m_k` is the mean of the bit in a stratum drawn at random.
@@ -38,25 +34,8 @@ def coordinated_uniforms(
     mean of the bits is never larger than with independent draws. With equal p and K = P it is
     :math:`f(1 - f)/K^2`, where f is the fractional part of K p, as opposed to :math:`p(1 - p)/K` for independent draws.
 
-    Args:
-        num_entries: Number of entries.
-        place: The client's number k, from 0.
-        num_places: Number K of clients.
-        shared: Generator with the same state for all clients of a round.
-        own: The client's own generator.
-
-    Returns:
-        Shape ``(num_entries,)``, float64, on the CPU.
-
     Reference:
         McKay, Beckman & Conover (1979), Latin hypercube sampling, whose strata are drawn by a random permutation.
-
-    Example:
-        >>> def generator(seed: int) -> torch.Generator:
-        ...     return torch.Generator().manual_seed(seed)
-        >>> drawn = [coordinated_uniforms(4, k, 5, generator(0), generator(k + 1)) for k in range(5)]
-        >>> sum((numbers < 0.4).int() for numbers in drawn)
-        tensor([2, 2, 2, 2], dtype=torch.int32)
     """
     strata = _prime_from(num_places)
     first = torch.randint(strata, (num_entries,), generator=shared)
@@ -67,17 +46,11 @@ def coordinated_uniforms(
 
 
 def _prime_from(least: int) -> int:
-    """The least prime that is at least ``least``."""
     return next(n for n in count(max(least, 2)) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack booleans, or zeros and ones, into bytes, the first bit highest, as ``numpy.packbits`` does.
-
-    Example:
-        >>> pack_bits(torch.tensor([True, False, True])).tolist()
-        [160]
-    """
+    """Pack booleans, or zeros and ones, into bytes, the first bit highest, as ``numpy.packbits`` does."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     packed: Tensor = (padded << _shifts(bits.device)).sum(1, dtype=torch.uint8)
     return packed
@@ -96,10 +69,6 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
     """Round probabilities to 2**k levels, at random and without bias, and pack the k bits of each.
 
     0 and 1 are levels. The result has one row of `pack_bits` for each of the k <= 16 binary digits, highest first.
-
-    Example:
-        >>> pack_levels(torch.tensor([0.0, 1.0]), num_bits=2).tolist()
-        [[64], [64]]
     """
     uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator)
     top = 2**num_bits - 1
@@ -109,12 +78,7 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
 
 
 def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
-    """Undo `pack_levels`, up to its rounding.
-
-    Example:
-        >>> unpack_levels(pack_levels(torch.tensor([0.0, 1.0]), 3), num_probs=2, num_bits=3)
-        tensor([0., 1.], dtype=torch.float64)
-    """
+    """Undo `pack_levels`, up to its rounding."""
     if len(packed) != num_bits:
         raise ValueError(f"{num_bits} digits travel as {num_bits} rows of bytes, got {len(packed)}.")
     digits = torch.stack([unpack_bits(row, num_probs) for row in packed])
@@ -124,12 +88,7 @@ def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
 
 
 def bit_entropy(probs: Tensor) -> Tensor:
-    """Entropy of a bit that is 1 with probability p, in bits, float64: the least that it costs to send.
-
-    Example:
-        >>> bit_entropy(torch.tensor([0.0, 0.5, 1.0]))
-        tensor([0., 1., 0.], dtype=torch.float64)
-    """
+    """Entropy of a bit that is 1 with probability p, in bits, float64: the least that it costs to send."""
     p = probs.double()
     nats: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
     return nats / math.log(2)

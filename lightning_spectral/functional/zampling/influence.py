@@ -24,7 +24,7 @@ def draw_rows(
         seed: Seed of the rows of one layer, in ``[0, 2**64)``.
         block: Index of the block within the layer, from 0.
         num_rows: Number of rows in this block, at most `BLOCK_ROWS`; a smaller number gives the first of the same rows.
-        num_columns: Number n of columns.
+        num_columns: Number of columns.
         degree: Number d of non-zeros of a row; ``None`` for a diagonal matrix: column indices are then all 0, and the
             caller shifts them.
         values: ``"normal"`` for N(0, 1), ``"sign"`` for +1 or -1.
@@ -34,11 +34,6 @@ def draw_rows(
 
     Reference:
         Villani, Natale & Mallmann-Trenn, equation (1).
-
-    Example:
-        >>> columns, values = draw_rows(seed=1, block=0, num_rows=2, num_columns=6, degree=3)
-        >>> columns.tolist()
-        [[0, 1, 4], [0, 4, 5]]
     """
     width = 1 if degree is None else degree
     if degree is None:

@@ -16,7 +16,7 @@ class Link(ABC):
 
     @abstractmethod
     def probs(self, scores: Tensor) -> Tensor:
-        """Probabilities p = f(s), of the same shape."""
+        """Probabilities p = f(s)."""
 
     @abstractmethod
     def scores(self, probs: Tensor) -> Tensor:
@@ -24,12 +24,7 @@ class Link(ABC):
 
     @abstractmethod
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
-        """The gradient of the scores from that of the drawn bits, by an estimate that depends on the link.
-
-        Args:
-            scores: Scores at which the bits were drawn.
-            of_bits: Gradient of the loss with respect to the bits, Q^T grad_w.
-        """
+        """The gradient of the scores at which bits were drawn, from that of the loss for the bits, Q^T grad_w."""
 
 
 @dataclass(frozen=True)

@@ -23,26 +23,20 @@ BYTES_PER_ROW = 4  # where its entries end
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The rows of Q that belong to one weight.
+    """The rows of Q that belong to one weight."""
 
-    Attributes:
-        seed: Seed of the rows, in ``[0, 2**64)``.
-        num_rows: Number of entries of the weight.
-        scale: Standard deviation of the rows' values.
-    """
-
-    seed: int
-    num_rows: int
-    scale: float
+    seed: int  # of the rows, in [0, 2**64)
+    num_rows: int  # entries of the weight
+    scale: float  # standard deviation of the rows' values
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive rows of one layer that are drawn together."""
+    """Some consecutive rows of one layer that are drawn together; ``first_row`` counts in the whole matrix."""
 
     layer: LayerRows
     index: int
-    first_row: int  # in the whole matrix
+    first_row: int
     num_rows: int
 
 
@@ -50,15 +44,14 @@ class Block:
 class InfluenceMatrix:
     """The sparse m x n matrix that maps bits z, or probabilities p, to weights: w = Qz.
 
-    It is drawn on first use. As many rows as fit into ``memory`` are kept; the others are drawn again for every
-    product. Pickling saves only the arguments below.
+    It is drawn on first use. As many rows as fit into ``memory``, in bytes, are kept; the others are drawn again for
+    every product. Pickling saves only the fields below.
 
     Args:
         layers: Rows of all weights, in order.
         num_columns: Number n of columns.
         degree: Number d of non-zeros of a row; ``None`` for a diagonal matrix, n = m.
         values: Distribution of the non-zeros, before they are scaled.
-        memory: Bytes that kept rows may take.
 
     Example:
         >>> Q = InfluenceMatrix((LayerRows(seed=1, num_rows=4, scale=0.5),), num_columns=3, degree=2)
@@ -167,7 +160,6 @@ class InfluenceMatrix:
         return kept[like.dtype]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, without the rows that are kept."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 

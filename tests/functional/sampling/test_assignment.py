@@ -1,4 +1,4 @@
-"""Assignment probabilities against the published closed form, a general optimiser and a slow bisection."""
+"""Assignment probabilities against the published closed form and the conditions of optimality."""
 
 import itertools
 import math
@@ -36,23 +36,12 @@ def closed_form(scores: np.ndarray, m: float) -> np.ndarray:
     return probs
 
 
-def bisection(scores: np.ndarray, m: float) -> np.ndarray:
-    """The c of U / M min(1, c M) by halving an interval."""
-    sums = scores.sum(1)
-    low, high = 0.0, 1 / sums.min()
-    for _ in range(200):
-        c = (low + high) / 2
-        low, high = (c, high) if np.minimum(1, c * sums).sum() < m else (low, c)
-    return scores / sums[:, None] * np.minimum(1, high * sums)[:, None]
-
-
 @pytest.mark.parametrize(("num_processors", "num_models", "active"), CASES)
 @pytest.mark.parametrize("seed", range(5))
 def test_probabilities_are_the_published_ones(num_processors: int, num_models: int, active: float, seed: int) -> None:
     scores = some_scores(seed, num_processors, num_models)
     probs = assignment_probs(scores, active).numpy()
     assert np.abs(probs - closed_form(scores.numpy(), active)).max() < 1e-13
-    assert np.abs(probs - bisection(scores.numpy(), active)).max() < 1e-12
 
 
 def test_conditions_of_optimality_hold_and_would_notice_an_error() -> None:

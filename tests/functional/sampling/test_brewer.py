@@ -86,8 +86,3 @@ def test_entries_a_trillionth_from_zero_and_one_keep_full_precision():
         for i in set(range(6)) - set(drawn):
             expected = (left - 1 + e + 1 - exact[i]) / (e + left * (1 - exact[i]))
             assert float(actual[i]) == pytest.approx(float(expected), rel=1e-15)
-
-
-def test_a_sum_that_is_not_whole_is_refused():
-    with pytest.raises(ValueError, match=r"got the sum 1\.5"):
-        draw_brewer(torch.full((3,), 0.5), 1, torch.Generator())

@@ -131,7 +131,7 @@ def test_lists_hold_at_most_n_samples_with_the_given_probabilities(values, data)
         assert (joint.diagonal()[pi <= 1e-13] == 0).all()
 
 
-@pytest.mark.parametrize("n", [1, 410, 2048, 4095])
+@pytest.mark.parametrize("n", [410, 4095])
 def test_lists_handle_4096_terms(n):
     pi = proportional_inclusion_probs(1 / torch.arange(1, 4097, dtype=torch.float64).sqrt(), n)
     for support in (minimum_support(pi), systematic_support(pi)):

@@ -29,10 +29,6 @@ def test_bytes_that_are_not_those_of_so_many_bits_are_refused(num_bits: int) -> 
     packed = pack_bits(random_bits(12))
     with pytest.raises(ValueError, match=rf"{num_bits} bits travel as {-(-num_bits // 8)} bytes, got shape \(2,\)"):
         unpack_bits(packed, num_bits)
-
-
-def test_bytes_of_another_type_or_shape_are_refused() -> None:
-    packed = pack_bits(random_bits(12))
     for wrong in (packed.to(torch.int8), packed.float(), packed[None]):
         with pytest.raises(ValueError, match="12 bits travel as 2 bytes, got shape"):
             unpack_bits(wrong, 12)

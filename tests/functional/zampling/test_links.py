@@ -34,14 +34,6 @@ def test_clip_is_absorbing_unless_asked() -> None:
     assert not torch.equal(Clip().gradient(scores, of_bits), Clip(absorbing=False).gradient(scores, of_bits))
 
 
-def test_a_score_moved_by_plain_descent_leaves_an_edge_only_where_nothing_absorbs() -> None:
-    for absorbing, left in [(True, 0.0), (False, 0.1)]:
-        link, score = Clip(absorbing), torch.tensor([0.0])
-        for gradient in (2.0, -1.0):  # outwards, then inwards
-            score = score - 0.1 * link.gradient(score, torch.tensor([gradient]))
-        assert score.tolist() == pytest.approx([left])
-
-
 @dtypes
 def test_clip_clips_and_its_gradient_inside_is_that_of_autograd(dtype: torch.dtype) -> None:
     scores, of_bits = scores_and_gradients(dtype)

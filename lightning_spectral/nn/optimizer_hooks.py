@@ -135,13 +135,9 @@ def _before_step(optimizer: Optimizer, act: Callable[[], None]) -> RemovableHand
 class TermRates:
     """Scales the gradients of each term's vectors by a factor of at most 1 that is fixed for a client's turn.
 
-    The factor is the smaller of two: `effective_lr_factors`, which bounds the learning rate of the vectors, and
-    `weight_lr_factors`, which bounds that of the weight. It acts just before a step, before momentum.
-
-    Args:
-        module: The module whose sharded layers are scaled.
-        clip_tau: Bound on the learning rate of a term's vectors, in units of the nominal one.
-        clip_weight_lr: Bound on the learning rate of the weight, in the same unit.
+    The factor is the smaller of two: `effective_lr_factors` with ``clip_tau`` bounds the learning rate of the vectors,
+    and `weight_lr_factors` with ``clip_weight_lr`` that of the weight, both in units of the nominal one. It acts just
+    before a step, before momentum.
     """
 
     def __init__(self, module: nn.Module, clip_tau: float, clip_weight_lr: float) -> None:

@@ -16,23 +16,14 @@ OMEGA = "lora_omega"
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer that gets an adapter with the product ``scale B A``.
+    """A linear layer that gets an adapter with the product ``scale B A``."""
 
-    Attributes:
-        name: Its dotted name.
-        out_features: Number c_out of outputs.
-        in_features: Number c_in of inputs.
-        transposed: Whether its weight has the shape ``(c_in, c_out)``, as in the ``Conv1D`` of transformers.
-        scale: Factor on the product of the factors.
-        brings_factors: Whether the server's module has the factors, so that nothing is merged into the weight.
-    """
-
-    brings_factors: ClassVar[bool] = False
+    brings_factors: ClassVar[bool] = False  # whether the server's module has the factors, so that nothing is merged
 
     name: str
     out_features: int
     in_features: int
-    transposed: bool = False
+    transposed: bool = False  # whether its weight is (c_in, c_out), as in the `Conv1D` of transformers
     scale: float = 1.0
 
     @property
@@ -41,7 +32,6 @@ class AdaptedLayer:
         return self.tensor("weight")
 
     def tensor(self, own: str) -> str:
-        """Full name of one of the layer's tensors."""
         return f"{self.name}.{own}" if self.name else own
 
     @property
@@ -55,12 +45,11 @@ class AdaptedLayer:
 
     @property
     def factors(self) -> dict[str, str]:
-        """Names of both factors."""
         return {part: self.parts[part] for part in ("A", "B")}
 
     @property
     def origins(self) -> dict[str, str]:
-        """For each factor, by its name, the parameter of the server's module whose optimizer options it gets."""
+        """For each factor, the parameter of the server's module whose optimizer options it gets."""
         return dict.fromkeys(self.factors.values(), self.weight)
 
     def check_rank(self, max_rank: int) -> None:

@@ -18,12 +18,7 @@ LINEAR = "peft.tuners.lora.layer.Linear"
 
 @dataclass(frozen=True)
 class PeftLayer(AdaptedLayer):
-    """A linear layer with a PEFT adapter, which computes and scales the product as PEFT does.
-
-    Attributes:
-        adapter: Name of the active adapter.
-        rank: Its rank r.
-    """
+    """A linear layer with an active PEFT adapter, which computes and scales the product as PEFT does."""
 
     brings_factors: ClassVar[bool] = True
 
@@ -36,7 +31,6 @@ class PeftLayer(AdaptedLayer):
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """As in `AdaptedLayer`; the factors have the same names in the server's module."""
         own = {"A": "lora_A.{}.weight", "B": "lora_B.{}.weight", "omega": "lora_A.{}." + OMEGA}
         return MappingProxyType({part: self.tensor(name.format(self.adapter)) for part, name in own.items()})
 
@@ -86,7 +80,6 @@ def peft_layers(module: nn.Module) -> tuple[PeftLayer, ...]:
 
 
 def _is_tuner(part: nn.Module) -> bool:
-    """Whether a module is a layer that PEFT has put in the place of another."""
     is_peft = any(kind.__module__.startswith("peft.tuners.") for kind in type(part).__mro__)
     return is_peft and hasattr(part, "adapter_layer_names")
 

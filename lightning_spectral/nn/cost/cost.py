@@ -1,4 +1,4 @@
-"""What a client's model costs it, in numbers that can be compared."""
+"""What a model costs a client."""
 
 from __future__ import annotations
 

@@ -24,28 +24,19 @@ Storages = dict[int, torch.UntypedStorage]
 
 @dataclass(frozen=True)
 class CountedPass:
-    """The counts of one forward pass.
+    """The counts of one forward pass."""
 
-    Attributes:
-        macs: Multiply-accumulate operations of matrix products, convolutions, attention and recurrent layers.
-        kept_values: Values that autograd keeps for backward, except parameters, buffers and the inputs of the pass.
-        kept_bytes: The same in bytes.
-    """
-
-    macs: int
-    kept_values: int
+    macs: int  # of matrix products, convolutions, attention and recurrent layers
+    kept_values: int  # that autograd keeps for backward, except parameters, buffers and inputs
     kept_bytes: int
 
 
 def count_pass(module: nn.Module, example_input: Example) -> CountedPass:
-    """Run one forward pass with gradients, in the modes that the layers are in, and count.
+    """Run one forward pass of a module with gradients, in the modes that its layers are in, and count.
 
     Memory that several saved tensors share counts once, and in full even if only a view of it was saved. Values of any
-    type count: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves.
-
-    Args:
-        module: It is run as it is; pass a copy if a forward pass changes its buffers.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments.
+    type count: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves. Pass a
+    copy if a forward pass changes the module's buffers.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -94,7 +85,6 @@ class _Kept:
         self.num_values = self.num_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Record a saved tensor, as autograd's hook."""
         for address, storage in _storages([tensor]).items():
             if address not in self._others and address not in self._saved:
                 self._saved[address] = storage
@@ -113,23 +103,18 @@ class _Record:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulate operations so far."""
         return int(self.counter.get_total_flops()) // 2 + self._unknown
 
     def enter(self, *_: Any) -> None:
-        """Record the count before a layer runs, as its forward pre-hook."""
         self._entered.append(self.macs)
 
     def leave(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Count what a recurrent layer did, as its forward hook."""
         num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
         self._unknown += self._entered.pop() + recurrent_macs(layer, num_positions) - self.macs
 
 
 def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
-    """Multiplications of a recurrent layer: each weight is used once at every position.
-
-    Weights that are held as singular terms are rebuilt first.
+    """Multiplications of a recurrent layer: each weight is used once at every position; terms are multiplied out first.
 
     Example:
         >>> recurrent_macs(nn.LSTM(4, 6), num_positions=15)  # 4 gates of 6 rows, 4 + 6 columns

@@ -27,13 +27,9 @@ class SpectralShardedConv(SpectralShardedLayer):
     multiplications than rebuilding and applying the weight, the weight is rebuilt once per pass instead.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: Size of the kernel in each dimension.
         num_terms: Number n of singular terms held, ``1 <= n <= min(out_channels, in_channels * kernel)``.
-        stride: Stride of the kernel; one number for each dimension, like padding and dilation.
+        kernel_size: One number for each dimension, as are stride, padding and dilation.
         padding: Numbers, or ``"same"`` / ``"valid"``.
-        dilation: Spacing of the kernel.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Reference:
@@ -105,7 +101,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         return leading_channels(out, self.out_channels, channel_dim)
 
     def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
-        """The same as `num_positions`, but before there is an output."""
+        """Number of positions of the output, before there is one."""
         sizes = input.shape[-len(self.kernel_size) :]
         batch = input.numel() // (input.shape[-len(sizes) - 1] * math.prod(sizes))
         if padding == "same":
@@ -191,12 +187,8 @@ def pointwise(
 ) -> Tensor:
     """A convolution whose kernel has size one in each dimension, computed by matrix products where they are faster.
 
-    Args:
-        x: Shape ``(batch, columns, *positions)``, or the same without the batch.
-        matrix: Shape ``(rows, columns)``.
-        bias: Shape ``(rows,)``.
-        stride: One number for each dimension of the positions.
-        conv: The torch convolution with the same number of dimensions.
+    ``x`` has the shape ``(batch, columns, *positions)``, or none of the batch; ``matrix`` has ``(rows, columns)`` and
+    ``bias`` ``(rows,)``. ``conv`` is the torch convolution with as many dimensions as ``stride``.
     """
     ones = (1,) * len(stride)
     if x.device.type == "cpu" and x.is_contiguous() and x.dim() == len(stride) + 2:

@@ -20,8 +20,7 @@ ConvT = TypeVar("ConvT", bound="SpectralShardedGroupedConv")
 class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
     """Two grouped convolutions: one with n outputs in each group, then a ``1 x 1`` convolution with the bias.
 
-    Create an instance from a dense convolution with ``like`` or ``from_dense``, giving the number of terms of each
-    group, which must be the same for all.
+    Create an instance with ``like`` or ``from_dense``, giving the number of terms of each group, the same for all.
     """
 
     conv: ClassVar[Callable[..., Tensor]]

@@ -1,4 +1,4 @@
-"""Finds weights that stay whole for what they are: factors of low rank, such as those of LoRA, and constants."""
+"""Weights that stay whole for what they are: factors of low rank, such as those of LoRA, and constants."""
 
 from __future__ import annotations
 
@@ -20,14 +20,6 @@ def missing_rank(layer: nn.Module, blocks: Iterable[WeightBlock]) -> str | None:
 
     A term of size zero has no gradient, so the rank of a sharded matrix never grows. Zeros would stay zeros, and a
     constant matrix would stay of rank one. Other weights of low rank, such as truncated ones, are low on purpose.
-
-    Example:
-        >>> layer, blocks = nn.Linear(8, 4), [WeightBlock("", "weight", rows=(0, 4), shape=(4, 8))]
-        >>> missing_rank(layer, blocks) is None
-        True
-        >>> _ = nn.init.zeros_(layer.weight)
-        >>> missing_rank(layer, blocks)
-        'its weight is zero: it has no singular terms'
     """
     blocks = list(blocks)
     for block in blocks:
@@ -61,21 +53,13 @@ def low_rank_factors(module: nn.Module, trained: Shapes, frozen: Shapes) -> froz
     - it is one of a pair B (c_out, r), A (r, c_in) of trained layers in the same module as a frozen W (c_out, c_in),
       with r < min(c_out, c_in). A ``ModuleDict`` or ``ModuleList`` between a layer and that module does not count.
 
-    Args:
-        module: The module that contains all of them.
-        trained: For each affine layer that is trained, the shape of its weight as a matrix.
-        frozen: The same for those that are frozen.
+    ``trained`` and ``frozen`` have the shapes of the weights of affine layers, as matrices, by name.
 
     Example:
-        >>> class Adapted(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.base, self.down, self.up = nn.Linear(8, 6), nn.Linear(8, 2), nn.Linear(2, 6)
+        >>> adapted = nn.ModuleDict({"base": nn.Linear(8, 6), "down": nn.Linear(8, 2), "up": nn.Linear(2, 6)})
         >>> shapes = {"down": (2, 8), "up": (6, 2)}
-        >>> sorted(low_rank_factors(Adapted(), shapes, {"base": (6, 8)}))
-        ['down', 'up']
-        >>> low_rank_factors(Adapted(), shapes, {})
-        frozenset()
+        >>> sorted(low_rank_factors(adapted, shapes, {"base": (6, 8)})), low_rank_factors(adapted, shapes, {})
+        (['down', 'up'], frozenset())
     """
     named = {name for name in trained if any(part.lower().startswith("lora") for part in name.split("."))}
     return frozenset(named.union(*_pairs(module, trained, frozen)))

@@ -68,13 +68,7 @@ def is_affine(layer: nn.Module) -> bool:
 
 
 def type_name(layer: nn.Module) -> str:
-    """The name of a layer's class, with its package if torch has another affine layer of that name.
-
-    Example:
-        >>> Linear = type("Linear", (nn.Module,), {"__module__": "torch_geometric.nn.dense.linear"})
-        >>> type_name(Linear()), type_name(nn.Linear(1, 1))
-        ('torch_geometric.Linear', 'Linear')
-    """
+    """The name of a layer's class, with its package if torch has another affine layer of that name."""
     kind = type(layer)
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}" if is_namesake(layer) else kind.__name__
 
@@ -105,10 +99,8 @@ def refusal(layer: nn.Module) -> str | None:
     """The reason why an affine layer has no sharded counterpart; ``None`` if it has one.
 
     Example:
-        >>> refusal(nn.ConvTranspose2d(3, 4, 5))
-        'ConvTranspose2d is not supported'
-        >>> refusal(nn.Conv2d(4, 4, 3, groups=4))
-        'depthwise: a single term in each group'
+        >>> refusal(nn.ConvTranspose2d(3, 4, 5)), refusal(nn.Conv2d(4, 4, 3, groups=4))
+        ('ConvTranspose2d is not supported', 'depthwise: a single term in each group')
     """
     if is_parametrized(layer):
         return "its weight is parametrised"

@@ -43,11 +43,8 @@ class LayerPlan:
 class BufferPlan:
     """The plan of one buffer of a module: what a federated run does with it.
 
-    Attributes:
-        name: Dotted name.
-        shape: Its shape.
-        policy: ``"averaged"``, possibly with what is done to the average, or the reason why the buffer keeps the
-            server's value.
+    Its ``policy`` is ``"averaged"``, possibly with what is done to the average, or the reason why the buffer keeps the
+    server's value.
     """
 
     name: str

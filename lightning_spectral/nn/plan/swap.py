@@ -39,9 +39,6 @@ def replace_layers(
         example_input: As in `validate`.
         layers: As in `validate`.
 
-    Returns:
-        The copy, of the same class.
-
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
         >>> replace_layers(mlp, keep_ratio=0.25)[1]
@@ -85,7 +82,6 @@ def _name_weights(sharded: nn.Module, layer: LayerPlan) -> None:
 
 
 def _cut_outputs(sharded: nn.Module, layer: LayerPlan, dense: nn.Module) -> None:
-    """Reduce a layer to the output channels that clients compute."""
     held_rows, bias = layer.blocks[0].held_rows, getattr(dense, "bias", None)
     if isinstance(sharded, ShardedLayer) and held_rows is not None:
         sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)

@@ -28,10 +28,6 @@ def as_input(module: nn.Module, example_input: Example) -> Example:
 
     A Trainer moves the module and its batches to its device, and casts them (``precision="64-true"``), but not the
     ``example_input_array``.
-
-    Example:
-        >>> as_input(nn.Linear(2, 3).double(), (torch.zeros(1, 2), torch.tensor(1)))
-        (tensor([[0., 0.]], dtype=torch.float64), tensor(1))
     """
     parameters = list(module.parameters())
     device = _only({parameter.device for parameter in parameters})
@@ -48,7 +44,6 @@ def as_input(module: nn.Module, example_input: Example) -> Example:
 
 
 def _only(found: set[T]) -> T | None:
-    """The element of a set of one, ``None`` for other sets."""
     return next(iter(found)) if len(found) == 1 else None
 
 
@@ -57,11 +52,6 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
 
     The pass runs on a copy, in evaluation mode, and leaves the global random state as it was. An attention's
     ``out_proj`` counts as called with the attention, which reads its weight instead.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> execution_order(net, torch.zeros(1, 2))
-        ('', '0', '1')
     """
     traced = copy_module(module).eval()
     called: dict[str, None] = {}

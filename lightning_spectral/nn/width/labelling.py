@@ -17,13 +17,7 @@ Call: TypeAlias = Mapping[str, Any]  # an operation's arguments by name
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One traced forward pass.
-
-    Attributes:
-        units: Classes of labels.
-        splits: The dimension that is cut wherever a dimension is split.
-        axes: Returns the labels of a tensor of the pass.
-    """
+    """One traced forward pass: classes of labels, the dimension cut at each split, and the labels of its tensors."""
 
     units: Units
     splits: Splits
@@ -35,7 +29,6 @@ class Pass:
             self.units.unite(some, others)
 
     def fix(self, *labels: Labels) -> None:
-        """Never cut some dimensions."""
         for those in labels:
             self.units.fix(those)
 

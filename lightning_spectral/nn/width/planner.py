@@ -35,8 +35,8 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
 
     Args:
         module: The user's module; it is only read.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments; ``None`` for the module's
-            ``example_input_array``, as in Lightning. Use two examples or more.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, with two examples or more;
+            ``None`` for the module's ``example_input_array``.
         exclude: Patterns of layers that are not cut at all.
 
     Example:
@@ -135,7 +135,6 @@ class _Planner:
         return WidthPlan(tuple(groups), cut, shapes, tuple(whole), tuple(notes), found.splits.taken)
 
     def wrong(self, plan: WidthPlan) -> list[tuple[ChannelGroup, str]]:
-        """The groups that cannot be cut together with those before them, and why."""
         return wrong_among(plan.groups, partial(self.problem, plan))
 
     def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> Problem | None:

@@ -81,14 +81,12 @@ def _small_tensors(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -
 
 
 def _channels(layer: nn.Module) -> tuple[int, ...]:
-    """The numbers of groups and of channels of a layer, which decide how its channels are cut."""
     if isinstance(layer, _ConvNd):
         return layer.groups, layer.in_channels
     return (layer.num_groups, layer.num_channels) if isinstance(layer, nn.GroupNorm) else ()
 
 
 def _resize(layer: Any, before: tuple[int, ...]) -> None:
-    """Update the sizes that torch's layers store."""
     weight = getattr(layer, "weight", None)
     if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None:
         _resize_attention(layer)

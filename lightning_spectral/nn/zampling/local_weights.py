@@ -18,13 +18,6 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed
 class LocalWeights(SampledWeights):
     """Weights that renew themselves before they are used.
 
-    Args:
-        module: Changed in place.
-        weights: The parameters to replace.
-        compression: How they are compressed.
-        link: Maps scores to probabilities.
-        seed: Seed of Q, of the first probabilities and of every draw.
-
     Attributes:
         num_draws: Buffer with the number of samples that backward passes have used; the seed and k determine draw k.
         matrix_id: Buffer with a hash of Q; scores are meaningless with another Q, and are then not loaded.
@@ -79,7 +72,6 @@ class LocalWeights(SampledWeights):
         self.put(self._expanded(z))
 
     def release(self) -> None:
-        """Make new weights again when they are used."""
         self._held, self._made = False, None
 
     def restore(self, generator: torch.Generator | None) -> None:

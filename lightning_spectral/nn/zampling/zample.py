@@ -41,12 +41,12 @@ def zample(
     ``state_dict``, so a resumed run repeats an uninterrupted one.
 
     Args:
-        module: Changed in place: the weights and biases of its affine layers, and its embeddings, become combinations
-            of scores. Their previous values are not used.
+        module: Changed in place and returned: the weights and biases of its affine layers, and its embeddings, become
+            combinations of scores. Their previous values are not used.
         compression: Number of weights for each probability, m / n, at least 1.
         degree: Number d of probabilities that each weight depends on; ``None`` gives each weight a probability of its
             own, with a diagonal Q.
-        init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed variance of Q.
+        init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed 6 / (d fan_in).
         sampled: Whether training uses bits; ``False`` for probabilities, the paper's ContinuousModel.
         link: Maps scores to probabilities; ``None`` for `Clip()`.
         values: Distribution of the entries of Q, ``"normal"`` or ``"sign"``.
@@ -55,9 +55,6 @@ def zample(
         include: Patterns of additional parameters, with two or more dimensions, to compress.
         memory: Bytes of Q that may be kept.
         gain: Factor on the standard deviation of the entries of Q.
-
-    Returns:
-        The same module.
 
     Note:
         Weight decay pulls scores to 0; AdamW applies some by default. A sample is used until a backward pass has
@@ -86,12 +83,8 @@ def zample(
 def unzample(module: Module, generator: torch.Generator | None = None) -> Module:
     """Undo `zample`: plain parameters take the place of scores, under their original names.
 
-    Args:
-        module: Changed in place.
-        generator: Draws bits z, for the weights Qz of one sampled network; ``None`` for Qp, the expected network.
-
-    Returns:
-        The same module.
+    With a ``generator``, which draws bits z, they are the weights Qz of one sampled network; otherwise Qp, the expected
+    network.
 
     Example:
         >>> net = unzample(zample(nn.Linear(30, 10), compression=4))

@@ -12,8 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.arguments import matches_any
-from lightning_spectral.nn.adapters.layer import AdaptedLayer
-from lightning_spectral.nn.adapters.peft import peft_layers
+from lightning_spectral.nn.adapters.layer import AdaptedLayer, peft_layers
 from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
 from lightning_spectral.nn.plan.layer_types import is_affine, sharded_type
 

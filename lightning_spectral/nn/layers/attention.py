@@ -52,9 +52,8 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     def blocks_of(cls, dense: nn.MultiheadAttention, num_parts: int = 1) -> tuple[WeightBlock, ...]:
         if dense.in_proj_weight is not None:
             return row_blocks("in_proj_weight", dense.in_proj_weight, [f"blocks.{role}" for role in ROLES])
-        names = [f"{role}_proj_weight" for role in ROLES]
-        pairs = zip(ROLES, names, strict=True)
-        return tuple(row_blocks(name, dense.get_parameter(name), [f"blocks.{role}"])[0] for role, name in pairs)
+        names = {role: f"{role}_proj_weight" for role in ROLES}
+        return tuple(row_blocks(n, dense.get_parameter(n), [f"blocks.{role}"])[0] for role, n in names.items())
 
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, num_terms: NumTerms) -> SpectralShardedMultiheadAttention:

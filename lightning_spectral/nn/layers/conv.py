@@ -72,26 +72,15 @@ class SpectralShardedConv(SpectralShardedLayer):
         (n,), weight = counts(num_terms), dense.weight
         if dense.groups != 1:
             raise ValueError(f"{cls.__name__} has one group, got a convolution with groups={dense.groups}.")
-        return cls(
-            dense.in_channels,
-            dense.out_channels,
-            dense.kernel_size,
-            n,
-            dense.stride,
-            dense.padding,
-            dense.dilation,
-            dense.bias is not None,
-            dense.padding_mode,
-            weight.device,
-            weight.dtype,
-        )
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+        options = {name: getattr(dense, name) for name in names}
+        has_bias = dense.bias is not None
+        return cls(**options, num_terms=n, bias=has_bias, device=weight.device, dtype=weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        padding, channel_dim = self.padding, -len(self.kernel_size) - 1
+        channel_dim = type(self).channel_dim
         input, v = self._leading(input, channel_dim)
-        if self.padding_mode != "zeros":
-            sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
-            input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
+        input, padding = padded(self, input)
         bias = None if self.bias is None else self.bias[: len(self.u)]
         if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), v.shape[1]):
             out = self._convolve(input, self.scaled_u() @ v, bias, padding)
@@ -163,6 +152,14 @@ class SpectralShardedConv3d(SpectralShardedConv):
 
     conv = staticmethod(F.conv3d)
     channel_dim = -4
+
+
+def padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
+    """The input of a convolution, padded unless that is with zeros, and the padding that is left to torch."""
+    if layer.padding_mode == "zeros":
+        return input, layer.padding
+    sides = explicit_padding(layer.padding, layer.kernel_size, layer.dilation)
+    return F.pad(input, sides, mode=layer.padding_mode), "valid"
 
 
 def explicit_padding(

@@ -127,10 +127,11 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.computed("weight", lambda: self._rows().T if self.transposed else self._rows())
+        return self.computed("weight", self._dense)
 
-    def _rows(self) -> Tensor:
-        return torch.cat([part.matrix() for part in self.held_terms()])
+    def _dense(self) -> Tensor:
+        rows = torch.cat([part.matrix() for part in self.held_terms()])
+        return rows.T if self.transposed else rows
 
 
 class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):

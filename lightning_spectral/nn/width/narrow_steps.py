@@ -19,13 +19,9 @@ from lightning_spectral.nn.width.sub_model import replacements, take
 class Narrow:
     """The part of a sub-model that remains at a smaller width."""
 
-    indices: Mapping[
-        str, tuple[Tensor, ...]
-    ]  # that stay along each dimension of a tensor of the sub-model
+    indices: Mapping[str, tuple[Tensor, ...]]  # that stay along each dimension of a tensor of the sub-model
     sizes: Mapping[str, Mapping[str, Any]]  # of each layer that changes, by attribute
-    buffers: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # of this width alone; they keep what steps change
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of this width alone; they keep what steps change
 
     @property
     def layers(self) -> set[str]:

@@ -14,9 +14,9 @@ from torch import nn
 from lightning_spectral.arguments import as_patterns, check_matches, matches_any
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of
-from lightning_spectral.nn.width.labelling import fixed
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.search import Problem, wrong_among
+from lightning_spectral.nn.width.shape_rules import fixed
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.nn.width.trace import Found, trace_channels
 from lightning_spectral.nn.width.units import Key, Labels, Splits

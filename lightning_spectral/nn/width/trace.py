@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.nn.plan.trace import Example, run_example
-from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed, tensors_of, unknown
 from lightning_spectral.nn.width.rules import pieces, rule_for
+from lightning_spectral.nn.width.shape_rules import Axes, Call, Pass, Rule, fixed, tensors_of, unknown
 from lightning_spectral.nn.width.units import Splits, Units
 
 

@@ -72,7 +72,7 @@ class CompressedWeight:
 
 @dataclass(frozen=True)
 class Compression:
-    """Everything that determines Q except the module and the seed, as in `zample`; ``factor`` is its ``compression``."""
+    """What determines Q except the module and the seed, as in `zample`; ``factor`` is its ``compression``."""
 
     factor: float
     degree: int | None = 10

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.nn.zampling.local_weights import LocalWeights
-from lightning_spectral.nn.zampling.zample import local_weights, sampled_networks
+from lightning_spectral.nn.zampling.zample import LocalWeights, local_weights, sampled_networks
 from lightning_spectral.protocol.rng import derived_generator
 
 

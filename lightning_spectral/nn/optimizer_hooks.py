@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -64,8 +64,10 @@ class EffectiveLRClip:
 
         Parameters that this optimizer does not step are left unchanged: another one may step them, with its own hook.
         """
-        layers = sharded_layers(module).values()
-        return _scale_before_steps(optimizer, lambda: chain.from_iterable(map(self._factors, layers)))
+        layers, stepped = sharded_layers(module).values(), _stepped(optimizer)
+        return optimizer.register_step_pre_hook(
+            lambda *_: _scale_gradients(chain.from_iterable(map(self._factors, layers)), stepped)
+        )
 
     def _factors(self, layer: SingularTerms) -> Factors:
         return _of_both_vectors(layer, effective_lr_factors(layer.omega, self.tau))
@@ -151,23 +153,24 @@ class TermRates:
 
     def register(self, optimizer: Optimizer) -> RemovableHandle:
         """Attach the hook; parameters that this optimizer does not step are left unchanged."""
-        return _scale_before_steps(optimizer, lambda: self._scaled)
+        stepped = _stepped(optimizer)
+        return optimizer.register_step_pre_hook(lambda *_: self._scale(stepped))
+
+    def _scale(self, stepped: set[int]) -> None:
+        _scale_gradients(self._scaled, stepped)
 
 
 def _of_both_vectors(layer: SingularTerms, factors: Tensor) -> Factors:
     return [(layer.u, factors), (layer.v, factors[:, None])]
 
 
-def _scale_before_steps(
-    optimizer: Optimizer, factors: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]
-) -> RemovableHandle:
-    """Multiply gradients of what this optimizer steps by factors that are computed just before a step."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _stepped(optimizer: Optimizer) -> set[int]:
+    """The identities of the parameters that an optimizer steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
-    @torch.no_grad()
-    def scale(*_: Any) -> None:
-        for parameter, own in factors():
-            if parameter.grad is not None and id(parameter) in stepped:
-                parameter.grad.mul_(own)
 
-    return optimizer.register_step_pre_hook(scale)
+@torch.no_grad()
+def _scale_gradients(factors: Iterable[tuple[nn.Parameter, Tensor]], stepped: set[int]) -> None:
+    for parameter, own in factors:
+        if parameter.grad is not None and id(parameter) in stepped:
+            parameter.grad.mul_(own)

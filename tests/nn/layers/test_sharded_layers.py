@@ -27,13 +27,6 @@ def check(dense: nn.Module, *inputs: Any, num_parts: int = 1) -> None:
     check_sharded_layer(layer_type, dense.double(), *inputs, num_parts=num_parts)
 
 
-@pytest.mark.parametrize(
-    ("in_features", "out_features", "bias"), [(7, 4, True), (4, 7, False), (5, 5, True), (1, 3, True), (3, 1, False)]
-)
-def test_linear(in_features: int, out_features: int, bias: bool) -> None:
-    check(nn.Linear(in_features, out_features, bias), rand(2, 3, in_features))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_that_packs_several(bias: bool) -> None:
     check(nn.Linear(4, 9, bias), rand(2, 5, 4), num_parts=3)
@@ -82,11 +75,6 @@ def test_a_spatial_matrix_is_that_of_fed_hm() -> None:
     assert torch.allclose(separated(image), one(image))
 
 
-def test_convolution_with_a_kernel_that_is_not_square() -> None:
-    check(nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0)), rand(2, 3, 7, 8))
-    check(nn.Conv2d(3, 4, (2, 3), padding="same", padding_mode="reflect"), rand(2, 3, 7, 8))
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     groups=st.integers(1, 3),
@@ -104,20 +92,18 @@ def test_convolutions_of_any_shape(
 
 
 @settings(max_examples=25, deadline=None)
-@given(rows=st.integers(1, 9), columns=st.integers(1, 9), positions=st.integers(1, 40), bias=st.booleans())
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), positions=st.integers(1, 20), bias=st.booleans())
 def test_linear_layers_of_any_shape(rows: int, columns: int, positions: int, bias: bool) -> None:
-    check(nn.Linear(columns, rows, bias), rand(positions, columns))
+    check(nn.Linear(columns, rows, bias), rand(2, positions, columns))
 
 
 class TestAttention:
     @pytest.mark.parametrize("batch_first", [True, False])
     @pytest.mark.parametrize("bias", [True, False])
     def test_self_attention(self, batch_first: bool, bias: bool) -> None:
-        x = rand(3, 5, 8)
-        check(nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first), x, x, x)
-
-    def test_without_a_batch(self) -> None:
-        check(nn.MultiheadAttention(8, 2), rand(5, 8), rand(6, 8), rand(6, 8))
+        x, attention = rand(3, 5, 8), nn.MultiheadAttention(8, 2, bias=bias, batch_first=batch_first)
+        check(attention, x, x, x)
+        check(attention, rand(5, 8), rand(6, 8), rand(6, 8))  # without a batch
 
     @pytest.mark.parametrize("batch_first", [True, False])
     def test_keys_and_values_of_other_sizes(self, batch_first: bool) -> None:
@@ -244,13 +230,6 @@ def test_the_input_has_the_name_that_torch_gives_it(dense: Any) -> None:
     assert torch.equal(sharded(input=x), sharded(x))
 
 
-def test_weight_is_differentiable_and_reaches_the_factors() -> None:
-    layer = SpectralShardedLinear.from_dense(nn.Linear(4, 3), num_terms=2)
-    layer.weight.sum().backward()
-    assert layer.u.grad is not None
-    assert layer.v.grad is not None
-
-
 @pytest.mark.parametrize(
     "dense", [nn.Linear(4, 6), nn.Conv1d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Conv3d(4, 6, 2)], ids=str
 )
@@ -309,12 +288,3 @@ def test_contract_check_finds_a_layer_that_forgets_its_multipliers() -> None:
 
     with pytest.raises(AssertionError, match="the loaded terms are not the weight"):
         check_sharded_layer(Forgetful, nn.Linear(4, 3).double(), rand(2, 4))
-
-
-def test_contract_check_finds_a_layer_that_forgets_a_transposition() -> None:
-    class Transposed(SpectralShardedLinear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, self.weight.T, self.bias)
-
-    with pytest.raises(AssertionError, match="output differs"):
-        check_sharded_layer(Transposed, nn.Linear(4, 4).double(), rand(2, 4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
-from lightning_spectral.nn.plan.layer_types import sharded_type
+from lightning_spectral.nn.plan.layer_types import qualified_name, sharded_type
 
 OMEGA = "lora_omega"
 
@@ -45,7 +44,7 @@ class AdaptedLayer:
         Also of ``"omega"``, the multipliers of its terms, shape ``(r,)``.
         """
         own = {"A": "lora_A", "B": "lora_B", "omega": OMEGA}
-        return MappingProxyType({part: self.tensor(name) for part, name in own.items()})
+        return {part: self.tensor(name) for part, name in own.items()}
 
     @property
     def factors(self) -> dict[str, str]:
@@ -111,7 +110,7 @@ class PeftLayer(AdaptedLayer):
     @property
     def parts(self) -> Mapping[str, str]:
         own = {"A": "lora_A.{}.weight", "B": "lora_B.{}.weight", "omega": "lora_A.{}." + OMEGA}
-        return MappingProxyType({part: self.tensor(name.format(self.adapter)) for part, name in own.items()})
+        return {part: self.tensor(name.format(self.adapter)) for part, name in own.items()}
 
     @property
     def origins(self) -> dict[str, str]:
@@ -177,8 +176,7 @@ def _other_kinds(module: nn.Module) -> list[str]:
 
 
 def _refusal(layer: Any) -> str:
-    kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
-    if kind != LINEAR:
+    if (kind := qualified_name(layer)) != LINEAR:
         return f"is a {kind.removeprefix('peft.tuners.')}"
     base = layer.base_layer
     weight = base._parameters.get("weight")

@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.kept_whole import is_missing_rank
-from lightning_spectral.nn.plan.layer_types import ShardedType
+from lightning_spectral.nn.plan.layer_types import ShardedType, is_missing_rank
 from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.exchange import RETURNED
 

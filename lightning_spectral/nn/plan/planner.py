@@ -12,12 +12,14 @@ from torch import nn
 from lightning_spectral.arguments import unmatched
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.kept_whole import LOW_RANK, low_rank_factors, missing_rank
 from lightning_spectral.nn.plan.layer_types import (
+    LOW_RANK,
     ShardedType,
     is_affine,
     is_namesake,
     is_uninitialised,
+    low_rank_factors,
+    missing_rank,
     refusal,
     sharded_type,
     type_name,

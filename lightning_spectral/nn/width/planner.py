@@ -91,7 +91,7 @@ class _Planner:
         while True:
             found = self.trace()
             plan = self.grouped(found)
-            wrong = self.wrong(plan)
+            wrong = wrong_among(plan.groups, partial(self.problem, plan))
             if not wrong:
                 return plan
             for group, reason in wrong:
@@ -133,9 +133,6 @@ class _Planner:
             notes.append(f"channels that go through {operations} are held whole: no rule says which belong together")
         shapes = {name: tuple(map(len, dims)) for name, dims in cut.items()}
         return WidthPlan(tuple(groups), cut, shapes, tuple(whole), tuple(notes), found.splits.taken)
-
-    def wrong(self, plan: WidthPlan) -> list[tuple[ChannelGroup, str]]:
-        return wrong_among(plan.groups, partial(self.problem, plan))
 
     def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> Problem | None:
         """The problem if one unit of each of some groups is cut off.

@@ -114,9 +114,8 @@ def _resize_convolution(layer: _ConvNd, weight: Tensor, groups: int, in_channels
     first, second = weight.shape[:2]
     if groups > 1 and is_depthwise(groups, in_channels):
         layer.groups = first if layer.transposed else first * groups // layer.out_channels
-    layer.in_channels, layer.out_channels = (first, second * layer.groups)
-    if not layer.transposed:
-        layer.in_channels, layer.out_channels = second * layer.groups, first
+    inner, outer = (first, second * layer.groups) if layer.transposed else (second * layer.groups, first)
+    layer.in_channels, layer.out_channels = inner, outer
 
 
 def _resize_attention(layer: nn.MultiheadAttention) -> None:

@@ -26,7 +26,7 @@ from lightning_spectral.arguments import (
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
-from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
+from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine, qualified_name
 from lightning_spectral.protocol.copying import weight_hooks
 from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
@@ -186,7 +186,7 @@ def _of_special_embeddings(module: nn.Module) -> set[int]:
 def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
     if isinstance(owner, nn.Embedding):
         return 2
-    if f"{type(owner).__module__}.{type(owner).__qualname__}" in BY_NAME:  # stored transposed
+    if qualified_name(owner) in BY_NAME:  # stored transposed
         return weight.shape[0]
     if isinstance(owner, _ConvNd) and owner.transposed:
         # An input reaches k outputs, s apart: an output has k / s inputs of each channel, on average.

@@ -1,4 +1,4 @@
-"""Normalisation over the batch: find the layers with running averages, and do without these averages."""
+"""Normalisation over the batch: the layers that keep running averages, and how to do without them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ def layers_with_averages(module: nn.Module) -> dict[str, _NormBase]:
 
 
 def names_of_averages(module: nn.Module) -> list[str]:
-    """Names of the running means and variances of a module's normalisation layers.
-
-    Example:
-        >>> names_of_averages(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-        ['1.running_mean', '1.running_var']
-    """
+    """Names of the running means and variances of a module's normalisation layers."""
     parts = ("running_mean", "running_var")
     return [f"{layer}.{part}" if layer else part for layer in layers_with_averages(module) for part in parts]
 
@@ -39,12 +34,6 @@ def use_batch_statistics(module: ModuleT) -> ModuleT:
 
     Running statistics are buffers that clients would have to average. Without them there is nothing to average, but a
     prediction depends on the other examples in its batch.
-
-    Args:
-        module: Any module; it is not changed.
-
-    Returns:
-        The copy, of the same class.
 
     Reference:
         The published code of Niu et al. (2022) trains and evaluates this way.

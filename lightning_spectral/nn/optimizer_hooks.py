@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from lightning_spectral.functional.local_training import (
     weight_lr_factors,
 )
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
+
+Factors = list[tuple[nn.Parameter, Tensor]]  # of the gradients of parameters
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,13 @@ class EffectiveLRClip:
 
         Parameters that this optimizer does not step are left unchanged: another one may step them, with its own hook.
         """
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        layers = [x for x in sharded_layers(module).values() if id(x.u) in stepped or id(x.v) in stepped]
-        return _before_step(optimizer, lambda: self._scale(layers, stepped))
+        layers, stepped = sharded_layers(module).values(), _stepped(optimizer)
+        return optimizer.register_step_pre_hook(
+            lambda *_: _scale_gradients(chain.from_iterable(map(self._factors, layers)), stepped)
+        )
 
-    @torch.no_grad()
-    def _scale(self, layers: list[SingularTerms], stepped: set[int]) -> None:
-        for layer in layers:
-            factors = effective_lr_factors(layer.omega, self.tau)
-            if layer.u.grad is not None and id(layer.u) in stepped:
-                layer.u.grad.mul_(factors)
-            if layer.v.grad is not None and id(layer.v) in stepped:
-                layer.v.grad.mul_(factors[:, None])
+    def _factors(self, layer: SingularTerms) -> Factors:
+        return _of_both_vectors(layer, effective_lr_factors(layer.omega, self.tau))
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class FrobeniusDecay:
         layers = sharded_layers(module)
         named = [(name, layers[name]) for name in self.coefficients]
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        return _before_step(optimizer, lambda: self._decay(named, group_of))
+        return optimizer.register_step_pre_hook(lambda *_: self._decay(named, group_of))
 
     @torch.no_grad()
     def _decay(self, named: list[tuple[str, SingularTerms]], group_of: Mapping[int, dict[str, Any]]) -> None:
@@ -125,39 +123,26 @@ class FrobeniusDecay:
                     factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
 
 
-def _before_step(optimizer: Optimizer, act: Callable[[], None]) -> RemovableHandle:
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        act()
-
-    return optimizer.register_step_pre_hook(hook)
-
-
 class TermRates:
     """Scales the gradients of each term's vectors by a factor of at most 1 that is fixed for a client's turn.
 
-    The factor is the smaller of two: `effective_lr_factors`, which bounds the learning rate of the vectors, and
-    `weight_lr_factors`, which bounds that of the weight. It acts just before a step, before momentum.
-
-    Args:
-        module: The module whose sharded layers are scaled.
-        clip_tau: Bound on the learning rate of a term's vectors, in units of the nominal one.
-        clip_weight_lr: Bound on the learning rate of the weight, in the same unit.
+    The factor is the smaller of two: `effective_lr_factors` with ``clip_tau`` bounds the learning rate of the vectors,
+    and `weight_lr_factors` with ``clip_weight_lr`` that of the weight, both in units of the nominal one. It acts just
+    before a step, before momentum.
     """
 
     def __init__(self, module: nn.Module, clip_tau: float, clip_weight_lr: float) -> None:
         self.clip_tau = clip_tau
         self.clip_weight_lr = clip_weight_lr
         self._layers = list(sharded_layers(module).values())
-        self._scaled: list[tuple[nn.Parameter, Tensor]] = []
+        self._scaled: Factors = []
 
     @torch.no_grad()
     def start_client(self) -> None:
         """Compute the factors of the terms that the layers hold now."""
-        self._scaled = []
-        for layer in self._layers:
-            factors = self._factors(layer)
-            if bool((factors < 1.0).any()):
-                self._scaled += [(layer.u, factors), (layer.v, factors[:, None])]
+        factors = [(layer, self._factors(layer)) for layer in self._layers]
+        clipped = [_of_both_vectors(layer, own) for layer, own in factors if bool((own < 1.0).any())]
+        self._scaled = [each for of_layer in clipped for each in of_layer]
 
     def _factors(self, layer: SingularTerms) -> Tensor:
         of_vectors = effective_lr_factors(layer.omega, self.clip_tau)
@@ -168,11 +153,24 @@ class TermRates:
 
     def register(self, optimizer: Optimizer) -> RemovableHandle:
         """Attach the hook; parameters that this optimizer does not step are left unchanged."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = _stepped(optimizer)
         return optimizer.register_step_pre_hook(lambda *_: self._scale(stepped))
 
-    @torch.no_grad()
-    def _scale(self, stepped: set[int]) -> Any:
-        for parameter, factors in self._scaled:
-            if parameter.grad is not None and id(parameter) in stepped:
-                parameter.grad.mul_(factors)
+    def _scale(self, stepped: set[int]) -> None:
+        _scale_gradients(self._scaled, stepped)
+
+
+def _of_both_vectors(layer: SingularTerms, factors: Tensor) -> Factors:
+    return [(layer.u, factors), (layer.v, factors[:, None])]
+
+
+def _stepped(optimizer: Optimizer) -> set[int]:
+    """The identities of the parameters that an optimizer steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@torch.no_grad()
+def _scale_gradients(factors: Iterable[tuple[nn.Parameter, Tensor]], stepped: set[int]) -> None:
+    for parameter, own in factors:
+        if parameter.grad is not None and id(parameter) in stepped:
+            parameter.grad.mul_(own)

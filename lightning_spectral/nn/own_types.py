@@ -1,4 +1,4 @@
-"""How a module moves to another device whose tensors have types of their own, whatever a Trainer's precision."""
+"""How tensors with a type of their own move with their module, whatever a Trainer's precision."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def keeping_type(move: Move) -> Move:
-    """What `nn.Module.to`, ``half`` and their like do to a tensor, except that it keeps its type.
-
-    Args:
-        move: The argument of ``nn.Module._apply``.
+    """What ``nn.Module._apply`` calls for a tensor that moves but keeps its type.
 
     Example:
         >>> keeping_type(torch.Tensor.half)(torch.zeros(2)).dtype
@@ -24,7 +21,7 @@ def keeping_type(move: Move) -> Move:
 
 
 def keeping_float32(move: Move) -> Move:
-    """What `nn.Module.to`, ``half`` and their like do to a tensor, except that it keeps at least single precision.
+    """The same for a tensor that follows its module's type, but keeps at least single precision.
 
     Example:
         >>> [keeping_float32(move)(torch.zeros(2)).dtype for move in (torch.Tensor.half, torch.Tensor.double)]

@@ -41,6 +41,7 @@ def test_states_of_algorithms_keep_their_types(name: str) -> None:
 def test_scores_keep_at_least_single_precision(name: str) -> None:
     net = ls.nn.zample(nn.Linear(30, 10), compression=4)
     scores = local_weights(net).scores
+    net(torch.ones(1, 30))  # weights of this type, which do not last
     before = scores.detach().clone()
     MOVES[name](net)
     assert local_weights(net).scores is scores

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.local_training import effective_lr_factors, weight_lr_factors
-from lightning_spectral.nn import SpectralShardedConv2d, SpectralShardedLinear
+from lightning_spectral.functional.local_training import effective_lr_factors
+from lightning_spectral.nn import SpectralShardedLinear
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, TermRates
 
 OMEGA = [1.0, 3.0, 20.0]
@@ -37,6 +37,14 @@ def loaded(seed: int = 0, scale: float = 1.0) -> SpectralShardedLinear:
     layer = SpectralShardedLinear(5, 4, 3, bias=False, dtype=torch.float64)
     layer.load_terms(*terms(seed, scale))
     return layer
+
+
+def started(module: nn.Module, optimizer: Any, tau: float = TAU, bound: float = BOUND) -> Any:
+    """The handle of the hook, at the start of a client's turn."""
+    rates = TermRates(module, tau, bound)
+    handle = rates.register(optimizer)
+    rates.start_client()
+    return handle
 
 
 def step(optimizer: Any, module: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -84,9 +92,7 @@ def test_every_bound_holds_a_term_and_one_term_is_free() -> None:
 def test_steps_are_those_computed_by_hand(momentum: float) -> None:
     layer, data = loaded(), batches(2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=momentum)
-    rates = TermRates(layer, TAU, BOUND)
-    rates.register(optimizer)
-    rates.start_client()
+    started(layer, optimizer)
     expected = list(by_hand(terms(0), data, lr=0.01, momentum=momentum))
     for batch, (u, v) in zip(data, expected, strict=True):
         step(optimizer, layer, batch)
@@ -116,31 +122,11 @@ def test_factors_are_those_of_the_terms_at_the_start_of_each_turn() -> None:
         assert not torch.allclose(now.double(), expected)
 
 
-def test_a_convolution_is_bounded_as_its_matrix_is() -> None:
-    conv = SpectralShardedConv2d.from_dense(nn.Conv2d(2, 6, 3, dtype=torch.float64), num_terms=4)
-    with torch.no_grad():
-        conv.omega.copy_(torch.tensor([1.0, 2.0, 4.0, 8.0]))
-    optimizer, rates = torch.optim.SGD(conv.parameters(), lr=0.0), TermRates(conv, math.inf, 1.0)
-    rates.register(optimizer)
-    rates.start_client()
-    for parameter in conv.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    expected = weight_lr_factors(conv.u.detach(), conv.omega, conv.v.detach(), 1.0)
-    assert float(expected.min()) < 1.0
-    assert torch.equal(conv.u.grad, expected.expand(6, 4))
-    assert torch.equal(conv.v.grad, expected[:, None].expand(4, 18))
-    assert conv.bias is not None
-    assert torch.equal(conv.bias.grad, torch.ones(6).double())
-
-
 @pytest.mark.parametrize("tau", [5.0, math.inf])
 def test_without_the_bound_every_step_is_that_of_the_other_hook_bit_for_bit(tau: float) -> None:
     ours, theirs = loaded(), loaded()
     one, two = (torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9) for layer in (ours, theirs))
-    rates = TermRates(ours, tau, math.inf)
-    rates.register(one)
-    rates.start_client()
+    started(ours, one, tau, math.inf)
     EffectiveLRClip(tau).register(two, theirs)
     for batch in batches(3):
         step(one, ours, batch)
@@ -153,9 +139,7 @@ def test_without_the_bound_every_step_is_that_of_the_other_hook_bit_for_bit(tau:
 def test_what_another_optimizer_steps_stays_as_it_is() -> None:
     pair = nn.Sequential(loaded(), nn.Tanh(), copy.deepcopy(loaded()))
     first = torch.optim.SGD([pair[0].u], lr=0.0)
-    rates = TermRates(pair, TAU, BOUND)
-    handle = rates.register(first)
-    rates.start_client()
+    handle = started(pair, first)
     for parameter in pair.parameters():
         parameter.grad = torch.ones_like(parameter)
     first.step()
@@ -173,9 +157,7 @@ def test_factors_without_a_gradient_are_passed_by() -> None:
     layer = loaded()
     layer.u.requires_grad_(False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
-    rates = TermRates(layer, TAU, BOUND)
-    rates.register(optimizer)
-    rates.start_client()
+    started(layer, optimizer)
     step(optimizer, layer, batches(1)[0])
     assert layer.u.grad is None
     _, v = next(by_hand(terms(0), batches(1), lr=0.01))

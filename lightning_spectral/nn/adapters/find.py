@@ -12,8 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.arguments import matches_any
-from lightning_spectral.nn.adapters.layer import AdaptedLayer
-from lightning_spectral.nn.adapters.peft import peft_layers
+from lightning_spectral.nn.adapters.layer import AdaptedLayer, peft_layers
 from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
 from lightning_spectral.nn.plan.layer_types import is_affine, sharded_type
 
@@ -21,13 +20,9 @@ from lightning_spectral.nn.plan.layer_types import is_affine, sharded_type
 def adapted_layers(
     module: nn.Module, patterns: Sequence[str], trained: Sequence[str], scale: float = 1.0
 ) -> tuple[AdaptedLayer, ...]:
-    """The layers of a module that have a PEFT adapter; if there are none, those that get one.
+    """The layers of a module that have a PEFT adapter; if there are none, those that get one, with this ``scale``.
 
-    Args:
-        module: Any module.
-        patterns: Shell-style patterns of layer names.
-        trained: Patterns of names that are trained whole and so need no adapter.
-        scale: Factor on the product of an adapter that a layer gets; a PEFT adapter has its own.
+    ``patterns`` match names of layers. ``trained`` match what is trained whole, and so needs no adapter.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))

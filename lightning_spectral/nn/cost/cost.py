@@ -1,16 +1,27 @@
-"""What a client's model costs it, in numbers that can be compared."""
+"""What a model costs a client, with one forward pass counted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_spectral.nn.cost.counted_pass import count_pass
-from lightning_spectral.nn.plan.trace import Example, example_of
+from lightning_spectral.nn.layers.recurrent import sequence_values
+from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.exchange import averaged_tensors, copy_module, travelling_tensors
 from lightning_spectral.protocol.records import num_bytes
+
+Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,7 @@ def held_cost(module: nn.Module, example: Example) -> Cost:
     parameters = sum(parameter.numel() for parameter in module.parameters())
     if example is None:
         return Cost(parameters)
-    counted = count_pass(module, example)
-    return Cost(parameters, counted.macs, counted.kept_values, counted.kept_bytes)
+    return Cost(parameters) + count_pass(module, example)
 
 
 def whole_cost(module: nn.Module, example: Example, keep_buffers: Sequence[str] = ()) -> Cost:
@@ -80,3 +90,111 @@ def whole_cost(module: nn.Module, example: Example, keep_buffers: Sequence[str] 
         uplink_bytes=num_bytes(averaged_tensors(module, (), keep_buffers)),
         frozen_bytes=frozen,
     )
+
+
+def count_pass(module: nn.Module, example_input: Example) -> Cost:
+    """Run one forward pass of a module with gradients, in the modes that its layers are in, and count.
+
+    Memory that several saved tensors share counts once, and in full even if only a view of it was saved. Values of any
+    type count: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves. Pass a
+    copy if a forward pass changes the module's buffers.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> counted = count_pass(net, torch.zeros(10, 8))
+        >>> counted.macs, counted.kept_values
+        (1920, 160)
+    """
+    example_input = as_input(module, example_input)
+    kept = _Kept([*module.parameters(), *module.buffers(), *_inputs(example_input)])
+    counter = FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH))
+    counter.mod_tracker = _WholePass()  # type: ignore[assignment]
+    record = _Record(counter)
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
+                stack.enter_context(layer.register_forward_pre_hook(record.enter))
+                stack.enter_context(layer.register_forward_hook(record.leave, with_kwargs=True))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor))
+        stack.enter_context(record.counter)
+        run_example(module, example_input)
+    return Cost(macs=record.macs, kept_values=kept.num_values, kept_bytes=kept.num_bytes)
+
+
+def _inputs(example_input: Example) -> Iterator[Any]:
+    """The tensors of an example, including those of packed sequences, which torch treats as leaves."""
+    for leaf in tree_leaves(example_input):
+        yield from leaf if isinstance(leaf, PackedSequence) else (leaf,)
+
+
+class _WholePass:
+    """In place of torch's tracker, which counts by module and fails within custom autograd functions (Reformer)."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Kept:
+    """The distinct storages of saved tensors; holding them keeps their memory from being reused during the pass."""
+
+    def __init__(self, others: Iterable[Any]) -> None:
+        self._others = _storages(others)
+        self._saved: Storages = {}
+        self.num_values = self.num_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        for address, storage in _storages([tensor]).items():
+            if address not in self._others and address not in self._saved:
+                self._saved[address] = storage
+                self.num_bytes += storage.nbytes()
+                self.num_values += storage.nbytes() // tensor.element_size()
+        return tensor
+
+
+class _Record:
+    """Multiplications so far, with hooks around recurrent layers, whose kernels torch's counter only partly knows."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self.counter = counter
+        self._entered: list[int] = []
+        self._unknown = 0
+
+    @property
+    def macs(self) -> int:
+        return int(self.counter.get_total_flops()) // 2 + self._unknown
+
+    def enter(self, *_: Any) -> None:
+        self._entered.append(self.macs)
+
+    def leave(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
+        self._unknown += self._entered.pop() + recurrent_macs(layer, num_positions) - self.macs
+
+
+def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
+    """Multiplications of a recurrent layer: each weight is used once at every position; terms are multiplied out first.
+
+    Example:
+        >>> recurrent_macs(nn.LSTM(4, 6), num_positions=15)  # 4 gates of 6 rows, 4 + 6 columns
+        3600
+    """
+    terms = [module for module in layer.modules() if isinstance(module, SingularTerms)]
+    sizes = [module.u.shape[0] * module.v.shape[1] for module in terms]
+    dense = sum(weight.numel() for weight in layer._flat_weights if weight is not None and weight.dim() == 2)
+    rebuilt = sum(module.num_terms * size for module, size in zip(terms, sizes, strict=True))
+    return int(num_positions * (dense + sum(sizes)) + rebuilt)
+
+
+def _storages(tensors: Iterable[Any]) -> Storages:
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+_UNKNOWN_TO_TORCH = MappingProxyType({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops})

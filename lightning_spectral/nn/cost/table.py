@@ -16,22 +16,12 @@ if TYPE_CHECKING:
 
 
 def show_count(number: float) -> str:
-    """A number with a decimal unit.
-
-    Example:
-        >>> show_count(11_173_962)
-        '11.2 M'
-    """
+    """A number with a decimal unit: 11_173_962 is ``'11.2 M'``."""
     return _with_unit(number, 1000, ("", " k", " M", " G", " T", " P"))
 
 
 def show_bytes(number: float) -> str:
-    """A number of bytes with a binary unit.
-
-    Example:
-        >>> show_bytes(5 * 2**20)
-        '5.00 MiB'
-    """
+    """A number of bytes with a binary unit: 5 * 2**20 is ``'5.00 MiB'``."""
     return _with_unit(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
@@ -86,7 +76,6 @@ class CostTable:
         return {name: column for name, column in COLUMNS.items() if name not in hidden}
 
     def _cells(self, cost: Cost) -> list[str]:
-        """Numbers with their shares of the whole model's, where that is not zero."""
         shown = {name: show(getattr(cost, name)) for name, (_, show) in self._shown.items()}
         return [f"{s} ({_percent(self.share(n, cost))})" if getattr(self.full, n) else s for n, s in shown.items()]
 
@@ -129,7 +118,6 @@ def _percent(share: float) -> str:
 
 
 def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
-    """A number with three digits and the largest unit that fits."""
     power = 0
     while number >= base and power < len(units) - 1:
         number, power = number / base, power + 1

@@ -18,12 +18,9 @@ ROLES = ("q", "k", "v")
 class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     """``nn.MultiheadAttention`` with q, k and v factorised separately.
 
-    The output projection ``out_proj`` is a separate layer: it is kept as it is here, and swapped like any linear
-    layer. Create an instance from a dense attention with ``like`` or ``from_dense``, giving the numbers of terms of q,
-    k and v.
-
-    Shape:
-        As ``nn.MultiheadAttention``, including masks and attention weights, except nested tensors.
+    The output projection ``out_proj`` is a separate layer: it is kept as it is here, and swapped like any linear layer.
+    Create an instance with ``like`` or ``from_dense``, giving the numbers of terms of q, k and v. Shapes, masks and
+    attention weights are those of ``nn.MultiheadAttention``, except nested tensors.
 
     Example:
         >>> dense = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -53,12 +50,10 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
 
     @classmethod
     def blocks_of(cls, dense: nn.MultiheadAttention, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-        """One block for each of q, k and v, whether they are packed into one weight or not."""
         if dense.in_proj_weight is not None:
             return row_blocks("in_proj_weight", dense.in_proj_weight, [f"blocks.{role}" for role in ROLES])
-        names = [f"{role}_proj_weight" for role in ROLES]
-        pairs = zip(ROLES, names, strict=True)
-        return tuple(row_blocks(name, dense.get_parameter(name), [f"blocks.{role}"])[0] for role, name in pairs)
+        names = {role: f"{role}_proj_weight" for role in ROLES}
+        return tuple(row_blocks(n, dense.get_parameter(n), [f"blocks.{role}"])[0] for role, n in names.items())
 
     @classmethod
     def like(cls, dense: nn.MultiheadAttention, num_terms: NumTerms) -> SpectralShardedMultiheadAttention:
@@ -82,7 +77,6 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``; ``is_causal`` is a hint that needs ``attn_mask``, as there."""
         if is_causal and attn_mask is None:
             raise ValueError("`is_causal=True` says that `attn_mask` is causal; give the mask too, as torch asks.")
         batched = query.dim() == 3

@@ -21,8 +21,7 @@ class WeightBlock:
         rows: First row of the matrix, and the row after its last.
         shape: Rows and columns of the matrix.
         transposed: Whether the dense weight is stored with one *column* per output.
-        spatial: Whether the matrix has a row for each output channel and row of a kernel, and a column for each input
-            channel and column of the kernel.
+        spatial: Whether a row is an output channel and a row of a kernel, a column an input channel and a column of it.
         held_rows: Number of leading rows of its left vectors that clients hold; ``None`` for all.
     """
 
@@ -70,12 +69,7 @@ def row_blocks(
 
 
 def as_rows(weight: Tensor, transposed: bool = False, spatial: bool = False) -> Tensor:
-    """A dense weight as a matrix with one row per output; or the spatial one, see `WeightBlock`.
-
-    Example:
-        >>> as_rows(torch.zeros(8, 4, 3, 2), spatial=True).shape
-        torch.Size([24, 8])
-    """
+    """A dense weight as a matrix with one row per output; or the spatial one, see `WeightBlock`."""
     if spatial:
         return weight.transpose(1, 2).flatten(2).flatten(0, 1)
     return weight.T if transposed else weight_to_matrix(weight)

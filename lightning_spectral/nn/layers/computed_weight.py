@@ -20,10 +20,6 @@ class ComputedWeight(Tensor):
 
     It is a new tensor each time it is read, so a value written to it would never reach the layer. Results computed from
     it are plain tensors; views of it, and its ``data``, refuse writes too.
-
-    Attributes:
-        weight_name: Name of the dense weight, for messages.
-        layer_name: Name of the layer, for messages.
     """
 
     weight_name: str
@@ -34,7 +30,6 @@ class ComputedWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` with plain tensors, and raise ``RuntimeError`` if it wrote to one of these."""
         kwargs = kwargs or {}
         weights = list(_weights_in([*args, *kwargs.values()]))
         with torch._C.DisableTorchFunctionSubclass():
@@ -51,7 +46,6 @@ class ComputedWeight(Tensor):
         return copy.deepcopy(self.as_subclass(Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -73,7 +67,7 @@ def computed_weight(compute: Callable[[], Tensor], weight_name: str, layer_name:
 
 
 def refuse_write(weight_name: str, layer_name: str) -> NoReturn:
-    """Raise the error for changes that would be lost."""
+    """Raise the error for a change that would be lost."""
     raise RuntimeError(
         f"`{weight_name}` cannot be written on a client: the layer holds singular terms there, from which this weight "
         "is computed anew each time, so the new value would be lost. Keep the layer dense: "

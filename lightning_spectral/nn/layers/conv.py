@@ -27,13 +27,9 @@ class SpectralShardedConv(SpectralShardedLayer):
     multiplications than rebuilding and applying the weight, the weight is rebuilt once per pass instead.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kernel_size: Size of the kernel in each dimension.
         num_terms: Number n of singular terms held, ``1 <= n <= min(out_channels, in_channels * kernel)``.
-        stride: Stride of the kernel; one number for each dimension, like padding and dilation.
+        kernel_size: One number for each dimension, as are stride, padding and dilation.
         padding: Numbers, or ``"same"`` / ``"valid"``.
-        dilation: Spacing of the kernel.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
 
     Reference:
@@ -76,26 +72,15 @@ class SpectralShardedConv(SpectralShardedLayer):
         (n,), weight = counts(num_terms), dense.weight
         if dense.groups != 1:
             raise ValueError(f"{cls.__name__} has one group, got a convolution with groups={dense.groups}.")
-        return cls(
-            dense.in_channels,
-            dense.out_channels,
-            dense.kernel_size,
-            n,
-            dense.stride,
-            dense.padding,
-            dense.dilation,
-            dense.bias is not None,
-            dense.padding_mode,
-            weight.device,
-            weight.dtype,
-        )
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+        options = {name: getattr(dense, name) for name in names}
+        has_bias = dense.bias is not None
+        return cls(**options, num_terms=n, bias=has_bias, device=weight.device, dtype=weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        padding, channel_dim = self.padding, -len(self.kernel_size) - 1
+        channel_dim = type(self).channel_dim
         input, v = self._leading(input, channel_dim)
-        if self.padding_mode != "zeros":
-            sides = explicit_padding(self.padding, self.kernel_size, self.dilation)
-            input, padding = F.pad(input, sides, mode=self.padding_mode), "valid"
+        input, padding = padded(self, input)
         bias = None if self.bias is None else self.bias[: len(self.u)]
         if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), v.shape[1]):
             out = self._convolve(input, self.scaled_u() @ v, bias, padding)
@@ -105,7 +90,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         return leading_channels(out, self.out_channels, channel_dim)
 
     def _output_positions(self, input: Tensor, padding: str | tuple[int, ...]) -> int:
-        """The same as `num_positions`, but before there is an output."""
+        """Number of positions of the output, before there is one."""
         sizes = input.shape[-len(self.kernel_size) :]
         batch = input.numel() // (input.shape[-len(sizes) - 1] * math.prod(sizes))
         if padding == "same":
@@ -169,6 +154,14 @@ class SpectralShardedConv3d(SpectralShardedConv):
     channel_dim = -4
 
 
+def padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
+    """The input of a convolution, padded unless that is with zeros, and the padding that is left to torch."""
+    if layer.padding_mode == "zeros":
+        return input, layer.padding
+    sides = explicit_padding(layer.padding, layer.kernel_size, layer.dilation)
+    return F.pad(input, sides, mode=layer.padding_mode), "valid"
+
+
 def explicit_padding(
     padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]
 ) -> list[int]:
@@ -191,12 +184,8 @@ def pointwise(
 ) -> Tensor:
     """A convolution whose kernel has size one in each dimension, computed by matrix products where they are faster.
 
-    Args:
-        x: Shape ``(batch, columns, *positions)``, or the same without the batch.
-        matrix: Shape ``(rows, columns)``.
-        bias: Shape ``(rows,)``.
-        stride: One number for each dimension of the positions.
-        conv: The torch convolution with the same number of dimensions.
+    ``x`` has the shape ``(batch, columns, *positions)``, or none of the batch; ``matrix`` has ``(rows, columns)`` and
+    ``bias`` ``(rows,)``. ``conv`` is the torch convolution with as many dimensions as ``stride``.
     """
     ones = (1,) * len(stride)
     if x.device.type == "cpu" and x.is_contiguous() and x.dim() == len(stride) + 2:

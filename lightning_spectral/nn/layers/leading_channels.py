@@ -21,14 +21,10 @@ class LeadingChannels(Tensor):
     A function that acts on each channel separately and leaves zeros zero returns another `LeadingChannels`.
     Normalisation by channel or by groups of channels has fewer channels: absent channels enter no statistics, get no
     shift and stay zero. Every other function sees the whole tensor, including zeros.
-
-    Attributes:
-        num_channels: Number of channels of the whole tensor.
-        channel_dim: Dimension of the channels, counted from the end: -1 after a linear layer.
     """
 
-    num_channels: int
-    channel_dim: int
+    num_channels: int  # of the whole tensor
+    channel_dim: int  # counted from the end: -1 after a linear layer
 
     @property
     def held(self) -> Tensor:
@@ -41,7 +37,6 @@ class LeadingChannels(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` with the leading channels where that is enough, otherwise with the whole tensor."""
         kwargs = dict(kwargs or {})
         args = args or ((kwargs.pop("input"),) if "input" in kwargs else ())
         x = args[0] if args else None
@@ -58,12 +53,7 @@ class LeadingChannels(Tensor):
 
 
 def leading_channels(held: Tensor, num_channels: int, channel_dim: int) -> Tensor:
-    """A tensor with ``num_channels`` channels, all zero except the given ones.
-
-    Args:
-        held: The leading channels; returned as they are if there are no others.
-        num_channels: Number of channels of the whole tensor.
-        channel_dim: Dimension of the channels, negative.
+    """A tensor with ``num_channels`` channels along the negative ``channel_dim``, all zero except the given ones.
 
     Example:
         >>> x = leading_channels(torch.tensor([[1.0, -2.0]]), num_channels=4, channel_dim=-1)
@@ -84,14 +74,6 @@ def as_subclass(tensor: Tensor, subclass: type[SubclassT]) -> SubclassT:
 
     torch before 2.6 can do so neither inside a `TorchDispatchMode`, such as a counter of operations, nor in a compiled
     function. Later versions switch off such modes for this call themselves.
-
-    Example:
-        >>> from torch.utils.flop_counter import FlopCounterMode
-        >>> class Named(Tensor):
-        ...     pass
-        >>> with FlopCounterMode(display=False):
-        ...     type(as_subclass(torch.ones(2) + 1, Named)).__name__
-        'Named'
     """
     return _outside_of_modes(tensor, subclass) if BEFORE_2_6 else tensor.as_subclass(subclass)
 
@@ -103,7 +85,6 @@ def _outside_of_modes(tensor: Tensor, subclass: type[SubclassT]) -> SubclassT:
 
 
 def _whole(value: Any) -> Any:
-    """The same argument with whole tensors."""
     if isinstance(value, LeadingChannels):
         missing = value.num_channels - value.held.shape[value.channel_dim]
         return F.pad(value.held, [0, 0] * (-value.channel_dim - 1) + [0, missing])

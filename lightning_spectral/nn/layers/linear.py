@@ -13,20 +13,16 @@ from lightning_spectral.nn.layers.terms import SingularTerms
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
-    r"""A linear layer ``y = (x V^T) (U diag(omega))^T + b``: two thin products instead of one.
+    """A linear layer ``y = (x V^T) (U diag(omega))^T + b``: two thin products instead of one.
 
-    Args:
-        in_features: Size of each input example.
-        out_features: Size of each output example.
-        num_terms: Number n of singular terms held, ``1 <= n <= min(in_features, out_features)``.
+    It holds n singular terms, ``1 <= n <= min(in_features, out_features)``. If the factors would take more
+    multiplications than rebuilding and applying the weight, the weight is rebuilt once per pass instead.
 
     Shape:
         Input ``(..., in_features)``, output ``(..., out_features)``.
 
     Note:
-        With ``n = N`` the layer computes the same as the dense one, but has more parameters and trains differently. If
-        the factors would take more multiplications than rebuilding and applying the weight, the weight is rebuilt once
-        per pass instead.
+        With ``n = N`` the layer computes the same as the dense one, but has more parameters and trains differently.
 
     Example:
         >>> dense = nn.Linear(6, 4)
@@ -69,10 +65,7 @@ class SpectralShardedLinear(SpectralShardedLayer):
 
 
 class SpectralShardedTransposedLinear(SpectralShardedLinear):
-    """A linear layer whose dense weight is stored transposed, ``(in_features, out_features)``.
-
-    That is the ``Conv1D`` of the transformers library, which is not a convolution.
-    """
+    """A linear layer stored transposed, ``(in_features, out_features)``: the ``Conv1D`` of transformers."""
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
@@ -86,13 +79,7 @@ class SpectralShardedTransposedLinear(SpectralShardedLinear):
 class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
     """A linear layer whose outputs are split into equal parts that are factorised separately.
 
-    Args:
-        in_features: Size of each input example.
-        out_features: Size of each output example, divisible by the number of parts.
-        num_terms: Number of singular terms of each part.
-
-    Shape:
-        Input ``(..., in_features)``, output ``(..., out_features)``.
+    ``num_terms`` has the number of singular terms of each part; the parts divide ``out_features``.
 
     Example:
         >>> qkv = nn.Linear(4, 12)
@@ -140,10 +127,11 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.computed("weight", lambda: self._rows().T if self.transposed else self._rows())
+        return self.computed("weight", self._dense)
 
-    def _rows(self) -> Tensor:
-        return torch.cat([part.matrix() for part in self.held_terms()])
+    def _dense(self) -> Tensor:
+        rows = torch.cat([part.matrix() for part in self.held_terms()])
+        return rows.T if self.transposed else rows
 
 
 class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, from_rows, row_blocks
-from lightning_spectral.nn.layers.conv import explicit_padding
+from lightning_spectral.nn.layers.conv import padded
 from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
 from lightning_spectral.nn.layers.terms import SingularTerms
 
@@ -20,8 +20,7 @@ ConvT = TypeVar("ConvT", bound="SpectralShardedGroupedConv")
 class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
     """Two grouped convolutions: one with n outputs in each group, then a ``1 x 1`` convolution with the bias.
 
-    Create an instance from a dense convolution with ``like`` or ``from_dense``, giving the number of terms of each
-    group, which must be the same for all.
+    Create an instance with ``like`` or ``from_dense``, giving the number of terms of each group, the same for all.
     """
 
     conv: ClassVar[Callable[..., Tensor]]
@@ -48,10 +47,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         return cls(dense, counts(num_terms))
 
     def forward(self, input: Tensor) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            sides = explicit_padding(padding, self.kernel_size, self.dilation)
-            input, padding = F.pad(input, sides, self.padding_mode), 0
+        input, padding = padded(self, input)
         conv, groups = type(self).conv, self.held_terms()
         kernel = torch.cat([group.v for group in groups]).view(-1, *self.weight_shape[1:])
         hidden = conv(input, kernel, None, self.stride, padding, self.dilation, self.groups)
@@ -60,9 +56,9 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.computed("weight", self._kernel)
+        return self.computed("weight", self._dense)
 
-    def _kernel(self) -> Tensor:
+    def _dense(self) -> Tensor:
         return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
 
     def extra_repr(self) -> str:
@@ -126,23 +122,16 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     @classmethod
     def like(cls, dense: Any, num_terms: NumTerms) -> SpectralShardedSpatialConv2d:
-        (n,) = counts(num_terms)
-        return cls(dense, n)
+        return cls(dense, *counts(num_terms))
 
     def forward(self, input: Tensor) -> Tensor:
-        n, padding = self.num_terms, self.padding
-        if self.padding_mode != "zeros":
-            input, padding = F.pad(input, self._sides(), self.padding_mode), "valid"
-        (down, across), (rows, columns) = self.stride, self.kernel_size
-        below: Any = padding if isinstance(padding, str) else (padding[0], 0)
-        beside: Any = padding if isinstance(padding, str) else (0, padding[1])
+        n, (down, across), (rows, columns) = self.num_terms, self.stride, self.kernel_size
+        input, padding = padded(self, input)
+        below, beside = (padding, padding) if isinstance(padding, str) else ((padding[0], 0), (0, padding[1]))
         along = self.v.view(n, -1, 1, columns)
         hidden = F.conv2d(input, along, None, (1, across), beside, (1, self.dilation[1]))
         upright = self.scaled_u().view(-1, rows, n).transpose(1, 2).unsqueeze(-1)
         return F.conv2d(hidden, upright, self.bias, (down, 1), below, (self.dilation[0], 1))
-
-    def _sides(self) -> list[int]:
-        return explicit_padding(self.padding, self.kernel_size, self.dilation)
 
     @property
     def weight(self) -> Tensor:

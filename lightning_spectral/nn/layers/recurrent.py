@@ -24,13 +24,10 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
     """A recurrent layer with each gate's part of ``weight_ih`` and ``weight_hh``, and ``weight_hr``, held as terms.
 
     Each of these blocks is factorised separately. Each pass rebuilds the weights once and hands them to torch's own
-    kernel, which uses them at every time step. Memory between passes and communication are those of the terms; the
-    time is that of the dense layer.
+    kernel, which uses them at every time step. Memory between passes and communication are those of the terms; the time
+    is that of the dense layer, and so are shapes, packed sequences, layers and directions.
 
-    Create an instance from a dense layer with ``like`` or ``from_dense``, giving the number of terms of every block.
-
-    Shape:
-        As the dense layer, including packed sequences, several layers and both directions.
+    Create an instance with ``like`` or ``from_dense``, giving the number of terms of every block.
     """
 
     gates: ClassVar[tuple[str, ...]]
@@ -94,20 +91,12 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
 
 
 def sequence_values(input: Tensor | PackedSequence, hx: Any = None) -> Tensor:
-    """The vectors that a recurrent layer reads when called with ``input`` and ``hx``; shape ``(..., input_size)``.
-
-    Example:
-        >>> from torch.nn.utils.rnn import pack_sequence
-        >>> sequence_values(pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)])).shape
-        torch.Size([5, 4])
-    """
+    """The vectors that a recurrent layer reads when called with ``input`` and ``hx``; shape ``(..., input_size)``."""
     return input.data if isinstance(input, PackedSequence) else input
 
 
 class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):
-    """An ``nn.LSTM`` of singular terms, with the blocks of a weight in the order i, f, g, o.
-
-    See `SpectralShardedRecurrent`.
+    """An ``nn.LSTM`` of singular terms, a `SpectralShardedRecurrent` with blocks in the order i, f, g, o.
 
     Example:
         >>> dense, x = nn.LSTM(4, 6), torch.randn(5, 2, 4)
@@ -120,15 +109,6 @@ class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):
 
 
 class SpectralShardedGRU(SpectralShardedRecurrent, nn.GRU):
-    """An ``nn.GRU`` of singular terms, with the blocks of a weight in the order r, z, n.
-
-    See `SpectralShardedRecurrent`.
-
-    Example:
-        >>> dense, x = nn.GRU(4, 6), torch.randn(5, 2, 4)
-        >>> sharded = SpectralShardedGRU.from_dense(dense, [4] * 3 + [6] * 3)
-        >>> torch.allclose(sharded(x)[0], dense(x)[0], atol=1e-5)
-        True
-    """
+    """An ``nn.GRU`` of singular terms, a `SpectralShardedRecurrent` with blocks in the order r, z, n."""
 
     gates = ("r", "z", "n")

@@ -1,4 +1,4 @@
-"""The interface of a sharded layer: how it is made from a dense one, and what its terms cost."""
+"""The interface of a sharded layer: how it is made from a dense one, and what stands for its weights."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class ShardedLayer(_Base):
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
         """The matrices that are factorised; together they cover every weight they touch, in order of rows.
 
-        ``ValueError`` if the outputs cannot be divided by ``num_parts``, the number of linear layers packed into the
-        layer.
+        ``ValueError`` if the outputs cannot be divided by ``num_parts``, the number of linear layers packed into one.
         """
         raise NotImplementedError
 
@@ -69,7 +68,6 @@ class ShardedLayer(_Base):
         return layer
 
     def terms(self, block: WeightBlock) -> SingularTerms:
-        """The module that holds the terms of a block."""
         holder = self.get_submodule(block.name)
         assert isinstance(holder, SingularTerms)
         return holder
@@ -107,15 +105,9 @@ def counts(num_terms: NumTerms) -> tuple[int, ...]:
 
 
 class SpectralShardedLayer(ShardedLayer, SingularTerms):
-    """A layer with one weight, factorised whole, which holds the terms itself, along with the bias.
+    """A layer with one weight of shape ``(c_out, c_in, ...)``, factorised whole, which holds the terms itself.
 
-    Attributes:
-        bias: Parameter of shape ``(c_out,)`` or ``None``.
-        weight_shape: Shape of the dense weight.
-
-    Args:
-        weight_shape: ``(c_out, c_in, ...)``.
-        num_terms: Number n of singular terms held.
+    Its ``bias`` has the shape ``(c_out,)``, or is ``None``.
     """
 
     cuts_outputs = True

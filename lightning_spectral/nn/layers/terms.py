@@ -14,19 +14,15 @@ from lightning_spectral.nn.layers.leading_channels import LeadingChannels, leadi
 
 
 class SingularTerms(nn.Module):
-    r"""A matrix :math:`W = U\,\mathrm{diag}(\omega)\,V` with n terms.
+    r"""A matrix :math:`W = U\,\mathrm{diag}(\omega)\,V` with n terms, ``1 <= n <= min(shape)``.
+
+    Training and evaluation compute the same. There are ``n (rows + columns)`` trainable values.
 
     Attributes:
         u: Parameter of shape ``(rows, n)``; column i is :math:`\sqrt{s_i}\,u_i`.
         v: Parameter of shape ``(n, columns)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
         num_rows: Number of rows. ``u`` may hold only the leading ones (`keep_rows`); the matrix is zero in the others.
-
-    Training and evaluation compute the same. There are ``n (rows + columns)`` trainable values.
-
-    Args:
-        shape: Rows (outputs) and columns (inputs) of the matrix.
-        num_terms: Number n of singular terms, ``1 <= n <= min(rows, columns)``.
 
     Example:
         >>> terms = SingularTerms((4, 3), num_terms=1)
@@ -64,7 +60,6 @@ class SingularTerms(nn.Module):
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether ``u`` holds every row."""
         return len(self.u) == self.num_rows
 
     def matrix(self) -> Tensor:
@@ -79,12 +74,8 @@ class SingularTerms(nn.Module):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x W^T + bias`` by two thin products, or through the matrix where that is less work.
 
-        Args:
-            x: Shape ``(..., columns)``.
-            bias: Shape ``(rows,)``, or with the rows that ``u`` holds.
-
-        Returns:
-            Shape ``(..., rows)``; `LeadingChannels` if ``u`` does not hold all of them.
+        ``x`` has the shape ``(..., columns)`` and the result ``(..., rows)``; it is `LeadingChannels` if ``u`` does not
+        hold all rows.
         """
         x, v = self._leading(x, -1)
         held = None if bias is None else bias[: len(self.u)]
@@ -108,12 +99,9 @@ class SingularTerms(nn.Module):
 
     @torch.no_grad()
     def load_terms(self, u: Tensor, v: Tensor, multipliers: Tensor) -> None:
-        """Overwrite the terms in place: same parameters, new values, so optimizers and hooks stay valid.
+        """Overwrite the terms in place, so that optimizers and hooks stay valid.
 
-        Args:
-            u: Shape ``(rows, n)``, singular values absorbed.
-            v: Shape ``(n, columns)``, singular values absorbed.
-            multipliers: Shape ``(n,)``.
+        Singular values are absorbed in ``u``, shape ``(rows, n)``, and ``v``, shape ``(n, columns)``.
         """
         self.u.copy_(u)
         self.v.copy_(v)
@@ -141,11 +129,5 @@ def rebuilding_is_cheaper(num_positions: int, num_terms: int, rows: int, columns
 
     The factors cost ``P n (rows + columns)`` and the matrix ``n rows columns + P rows columns``, where P is the number
     of positions. The matrix can only be cheaper if the factors hold more values than it does.
-
-    Example:
-        >>> rebuilding_is_cheaper(num_positions=2048, num_terms=256, rows=256, columns=256)
-        True
-        >>> rebuilding_is_cheaper(num_positions=2048, num_terms=64, rows=256, columns=256)
-        False
     """
     return num_positions * num_terms * (rows + columns) > (num_positions + num_terms) * rows * columns

@@ -66,7 +66,6 @@ class LayerChoices:
         )
 
     def excludes(self, name: str) -> bool:
-        """Whether a pattern of ``exclude`` matches the layer."""
         return matches_any(name, self.exclude)
 
     def held_rows(self, num_rows: int) -> int | None:

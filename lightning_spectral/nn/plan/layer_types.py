@@ -1,16 +1,19 @@
-"""The sharded layers that replace dense ones, and the reasons why some dense layers have none."""
+"""The sharded layers that replace dense ones, and the reasons why some dense layers stay whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention, check_attention
+from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
 from lightning_spectral.nn.layers.linear import (
     SpectralShardedLinear,
@@ -64,17 +67,11 @@ AFFINE = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 def is_affine(layer: nn.Module) -> bool:
     """Whether a layer applies weights that could be factorised, supported or not."""
-    return isinstance(layer, AFFINE) or _qualified_name(layer) in BY_NAME
+    return isinstance(layer, AFFINE) or qualified_name(layer) in BY_NAME
 
 
 def type_name(layer: nn.Module) -> str:
-    """The name of a layer's class, with its package if torch has another affine layer of that name.
-
-    Example:
-        >>> Linear = type("Linear", (nn.Module,), {"__module__": "torch_geometric.nn.dense.linear"})
-        >>> type_name(Linear()), type_name(nn.Linear(1, 1))
-        ('torch_geometric.Linear', 'Linear')
-    """
+    """The name of a layer's class, with its package if torch has another affine layer of that name."""
     kind = type(layer)
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}" if is_namesake(layer) else kind.__name__
 
@@ -97,7 +94,7 @@ def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) ->
         return GROUPED.get(type(layer))
     if spatial and type(layer) is nn.Conv2d and layer.kernel_size != (1, 1):
         return SpectralShardedSpatialConv2d
-    whole = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(_qualified_name(layer))
+    whole = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(qualified_name(layer))
     return whole if whole is None or num_parts == 1 else SPLIT.get(whole)
 
 
@@ -105,10 +102,8 @@ def refusal(layer: nn.Module) -> str | None:
     """The reason why an affine layer has no sharded counterpart; ``None`` if it has one.
 
     Example:
-        >>> refusal(nn.ConvTranspose2d(3, 4, 5))
-        'ConvTranspose2d is not supported'
-        >>> refusal(nn.Conv2d(4, 4, 3, groups=4))
-        'depthwise: a single term in each group'
+        >>> refusal(nn.ConvTranspose2d(3, 4, 5)), refusal(nn.Conv2d(4, 4, 3, groups=4))
+        ('ConvTranspose2d is not supported', 'depthwise: a single term in each group')
     """
     if is_parametrized(layer):
         return "its weight is parametrised"
@@ -136,5 +131,81 @@ def _weights_are_parameters(sharded: ShardedType, layer: nn.Module) -> bool:
         return False
 
 
-def _qualified_name(layer: nn.Module) -> str:
+def qualified_name(layer: nn.Module) -> str:
+    """The name of a layer's class with that of its module, for libraries that this package does not import."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+ZERO, ONE = "zero: it has no singular terms", "constant: its rank of 1 would never grow"
+LOW_RANK = "low-rank factor"
+Shapes = Mapping[str, tuple[int, int]]
+
+
+def missing_rank(layer: nn.Module, blocks: Iterable[WeightBlock]) -> str | None:
+    """The reason to keep a layer whole because of its present weight; ``None`` if a matrix has terms to choose from.
+
+    A term of size zero has no gradient, so the rank of a sharded matrix never grows. Zeros would stay zeros, and a
+    constant matrix would stay of rank one. Other weights of low rank, such as truncated ones, are low on purpose.
+    """
+    blocks = list(blocks)
+    for block in blocks:
+        rank = _constant_rank(block.matrix(layer.get_parameter(block.parameter).detach()))
+        if rank is not None and rank < min(2, block.num_singular):
+            return f"{'its weight' if len(blocks) == 1 else 'a part of its weight'} is {ONE if rank else ZERO}"
+    return None
+
+
+def is_missing_rank(reason: str) -> bool:
+    """Whether a reason to keep a layer whole is one that `missing_rank` gives."""
+    return reason.endswith((ZERO, ONE))
+
+
+def _constant_rank(matrix: Tensor) -> int | None:
+    """The rank of a matrix whose entries are all the same, 0 or 1; ``None`` for any other."""
+    if not matrix.numel():
+        return None
+    first = matrix[0, 0]
+    is_constant = bool((matrix == first).all()) and bool(torch.isfinite(first))
+    return int(bool(first)) if is_constant else None
+
+
+def low_rank_factors(module: nn.Module, trained: Shapes, frozen: Shapes) -> frozenset[str]:
+    """Names of the layers that are a factor of a low-rank update B A of another layer's weight W.
+
+    They are cheap because they have few terms: a client that held some of these would save next to nothing. Also, B is
+    zero at first, so it has no terms at all. A layer is a factor if
+
+    - a part of its dotted name begins with ``lora``, in upper or lower case, as in PEFT (``lora_A.default``); or
+    - it is one of a pair B (c_out, r), A (r, c_in) of trained layers in the same module as a frozen W (c_out, c_in),
+      with r < min(c_out, c_in). A ``ModuleDict`` or ``ModuleList`` between a layer and that module does not count.
+
+    ``trained`` and ``frozen`` have the shapes of the weights of affine layers, as matrices, by name.
+
+    Example:
+        >>> adapted = nn.ModuleDict({"base": nn.Linear(8, 6), "down": nn.Linear(8, 2), "up": nn.Linear(2, 6)})
+        >>> shapes = {"down": (2, 8), "up": (6, 2)}
+        >>> sorted(low_rank_factors(adapted, shapes, {"base": (6, 8)})), low_rank_factors(adapted, shapes, {})
+        (['down', 'up'], frozenset())
+    """
+    named = {name for name in trained if any(part.lower().startswith("lora") for part in name.split("."))}
+    return frozenset(named.union(*_pairs(module, trained, frozen)))
+
+
+def _pairs(module: nn.Module, trained: Shapes, frozen: Shapes) -> Iterator[tuple[str, str]]:
+    beside: dict[str, list[str]] = defaultdict(list)
+    for name in trained:
+        beside[_owner(module, name)].append(name)
+    for base, (rows, columns) in frozen.items():
+        siblings = beside[_owner(module, base)]
+        for down in siblings:
+            rank = trained[down][0]
+            if trained[down] == (rank, columns) and rank < min(rows, columns):
+                yield from ((down, up) for up in siblings if trained[up] == (rows, rank))
+
+
+def _owner(module: nn.Module, name: str) -> str:
+    """Path of the module that a layer belongs to, skipping dictionaries and lists in between."""
+    path = name.rpartition(".")[0]
+    while path and isinstance(module.get_submodule(path), nn.ModuleDict | nn.ModuleList):
+        path = path.rpartition(".")[0]
+    return path

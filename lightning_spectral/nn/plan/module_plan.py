@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.kept_whole import is_missing_rank
-from lightning_spectral.nn.plan.layer_types import ShardedType
+from lightning_spectral.nn.plan.layer_types import ShardedType, is_missing_rank
 from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.exchange import RETURNED
 
@@ -43,11 +42,8 @@ class LayerPlan:
 class BufferPlan:
     """The plan of one buffer of a module: what a federated run does with it.
 
-    Attributes:
-        name: Dotted name.
-        shape: Its shape.
-        policy: ``"averaged"``, possibly with what is done to the average, or the reason why the buffer keeps the
-            server's value.
+    Its ``policy`` is ``"averaged"``, possibly with what is done to the average, or the reason why the buffer keeps the
+    server's value.
     """
 
     name: str

@@ -12,12 +12,14 @@ from torch import nn
 from lightning_spectral.arguments import unmatched
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.kept_whole import LOW_RANK, low_rank_factors, missing_rank
 from lightning_spectral.nn.plan.layer_types import (
+    LOW_RANK,
     ShardedType,
     is_affine,
     is_namesake,
     is_uninitialised,
+    low_rank_factors,
+    missing_rank,
     refusal,
     sharded_type,
     type_name,
@@ -64,23 +66,14 @@ def plan_layers(
 
 @dataclass(frozen=True)
 class _Planner:
-    """Everything that the plan of a layer depends on.
-
-    Attributes:
-        choices: The user's choices.
-        order: Names of the layers in the order of their first call; ``None`` if no pass was traced.
-        ends: Maps the names of the first and the last layer to the reason that keeps them dense.
-        ties: For each layer that shares a parameter, the names of the others.
-        factors: Names of low-rank factors.
-        missing_rank: The layers that lack rank, with the reasons; ``None`` to look at the weights.
-    """
+    """Everything that the plan of a layer depends on."""
 
     choices: LayerChoices
-    order: tuple[str, ...] | None
-    ends: Mapping[str, str]
-    ties: Mapping[str, Sequence[str]]
-    factors: Collection[str]
-    missing_rank: Mapping[str, str] | None
+    order: tuple[str, ...] | None  # of first calls; None if no pass was traced
+    ends: Mapping[str, str]  # the first and the last layer, with the reason that keeps them dense
+    ties: Mapping[str, Sequence[str]]  # for each layer that shares a parameter, the names of the others
+    factors: Collection[str]  # names of low-rank factors
+    missing_rank: Mapping[str, str] | None  # with reasons; None to look at the weights
 
     def plan(self, name: str, layer: nn.Module) -> LayerPlan:
         parts, spatial = self.choices.num_parts(name), self.choices.spatial_convolutions
@@ -181,7 +174,6 @@ def _shapes(layer: nn.Module) -> tuple[tuple[int, ...], ...]:
 def _problems(
     layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], buffers: Sequence[BufferPlan], choices: LayerChoices
 ) -> Iterator[str]:
-    """One sentence with a remedy for each problem."""
     if lazy := [name for name, layer in layers.items() if is_uninitialised(layer)]:
         yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
     yield from unmatched("exclude", choices.exclude, layers, "layer")

@@ -20,7 +20,7 @@ from lightning_spectral.protocol.exchange import copy_module
 _log = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Make = Callable[[ShardedType, Any, Sequence[int]], nn.Module]
+Make = Callable[[ShardedType, Any, Sequence[int]], ShardedLayer]
 
 
 def replace_layers(
@@ -39,9 +39,6 @@ def replace_layers(
         example_input: As in `validate`.
         layers: As in `validate`.
 
-    Returns:
-        The copy, of the same class.
-
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
         >>> replace_layers(mlp, keep_ratio=0.25)[1]
@@ -59,43 +56,35 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
 
     ``make`` makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
     """
+    granularity = plan.choices.term_granularity
     for name, layer_plan in plan.sharded.items():
         assert layer_plan.sharded is not None
         dense = module.get_submodule(name)
-        sharded = make(layer_plan.sharded, dense, _numbers_of_terms(plan, layer_plan, keep_ratio))
-        _name_weights(sharded, layer_plan)
-        _cut_outputs(sharded, layer_plan, dense)
+        num_terms = [num_terms_for(b.num_singular, keep_ratio, granularity) for b in layer_plan.blocks]
+        sharded = make(layer_plan.sharded, dense, num_terms)
+        _follow_plan(sharded, layer_plan, dense)
         sharded.train(dense.training)
         _move_hooks(dense, sharded)
         _log.info("%s: %s -> %s", name, type(dense).__name__, sharded)
         _become(dense, sharded)
-    _leave_fast_paths(module)
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoder):  # nested tensors go to a kernel that reads dense weights
+            layer.use_nested_tensor = False
 
 
-def _numbers_of_terms(plan: ModulePlan, layer: LayerPlan, keep_ratio: float) -> list[int]:
-    granularity = plan.choices.term_granularity
-    return [num_terms_for(block.num_singular, keep_ratio, granularity) for block in layer.blocks]
-
-
-def _name_weights(sharded: nn.Module, layer: LayerPlan) -> None:
-    """Tell a layer the names of the weights that it stands for, so that it can refuse writes to them."""
-    if isinstance(sharded, ShardedLayer):
-        sharded.dense_name = layer.name
-        sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{layer.name}.") for block in layer.blocks)
-
-
-def _cut_outputs(sharded: nn.Module, layer: LayerPlan, dense: nn.Module) -> None:
-    """Reduce a layer to the output channels that clients compute."""
+def _follow_plan(sharded: ShardedLayer, layer: LayerPlan, dense: nn.Module) -> None:
+    """Name the weights that a layer stands for, so that it can refuse writes to them, and cut its outputs."""
+    sharded.dense_name = layer.name
+    sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{layer.name}.") for block in layer.blocks)
     held_rows, bias = layer.blocks[0].held_rows, getattr(dense, "bias", None)
-    if isinstance(sharded, ShardedLayer) and held_rows is not None:
+    if held_rows is not None:
         sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)
 
 
 def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
-    for hooks in [
-        name for name in vars(sharded) if name.endswith("hooks") and ("forward" in name or "backward" in name)
-    ]:
-        getattr(sharded, hooks).update(vars(dense).get(hooks, {}))
+    for name, hooks in vars(sharded).items():
+        if name.endswith("hooks") and ("forward" in name or "backward" in name):
+            hooks.update(vars(dense).get(name, {}))
 
 
 def _become(dense: nn.Module, sharded: nn.Module) -> None:
@@ -103,10 +92,3 @@ def _become(dense: nn.Module, sharded: nn.Module) -> None:
     vars(dense).clear()
     dense.__class__ = type(sharded)
     vars(dense).update(vars(sharded))
-
-
-def _leave_fast_paths(module: nn.Module) -> None:
-    """Keep torch's encoder from packing padded sequences into nested tensors, for a kernel that reads dense weights."""
-    for layer in module.modules():
-        if isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False

@@ -48,7 +48,6 @@ def as_input(module: nn.Module, example_input: Example) -> Example:
 
 
 def _only(found: set[T]) -> T | None:
-    """The element of a set of one, ``None`` for other sets."""
     return next(iter(found)) if len(found) == 1 else None
 
 
@@ -57,11 +56,6 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
 
     The pass runs on a copy, in evaluation mode, and leaves the global random state as it was. An attention's
     ``out_proj`` counts as called with the attention, which reads its weight instead.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> execution_order(net, torch.zeros(1, 2))
-        ('', '0', '1')
     """
     traced = copy_module(module).eval()
     called: dict[str, None] = {}

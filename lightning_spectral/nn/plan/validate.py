@@ -1,4 +1,4 @@
-"""The plan of a module, made from a user's choices or given, and where a run without an example plans otherwise."""
+"""The plan of a module, made from choices or given, and where a run without an example plans otherwise."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def validate(
 
     Args:
         module: The user's module.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that
-            shows which layers run and in which order; ``None`` for the module's ``example_input_array``, as in
-            Lightning, or for no pass if it has none.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that shows
+            which layers run and in which order; ``None`` for the module's ``example_input_array``, or for no pass if it
+            has none.
         layers: Choices that differ from the defaults; or a plan of this module, to print it again.
 
     Returns:
@@ -57,14 +57,8 @@ def plan_of(
 ) -> ModulePlan:
     """A plan of ``module`` without problems: made from choices, or given and checked.
 
-    Args:
-        module: The user's module; it is only read.
-        layers: Choices, or the plan that `validate` returned.
-        example_input: As in `validate`; a given plan needs none.
-        missing_rank: As in `plan_layers`; a given plan needs none.
-
-    Raises:
-        ValueError: If `validate` shows problems, which the message lists, or ``layers`` is the plan of another module.
+    ``ValueError`` if `validate` shows problems, which the message lists, or if ``layers`` is the plan of another
+    module. A given plan needs neither ``example_input`` (as in `validate`) nor ``missing_rank`` (as in `plan_layers`).
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
@@ -101,10 +95,7 @@ def _plan(
 def difference_from_a_run(
     module: nn.Module, plan: ModulePlan, layers: LayerChoices | ModulePlan, example_input: Example
 ) -> str:
-    """A sentence on the layers that a run would hold otherwise, because it does not know the example; else empty.
-
-    A run that is given a plan follows it, and a run knows the module's own example.
-    """
+    """The layers that a run would hold otherwise, because it does not know the example, in a sentence; else empty."""
     if isinstance(layers, ModulePlan) or example_input is None or example_of(module) is not None:
         return ""
     untraced = {layer.name: layer.sharded for layer in plan_layers(module, choices=layers).layers}
@@ -116,7 +107,7 @@ def difference_from_a_run(
 
 
 def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:
-    """A sentence for a run whose plan was made without a forward pass, on what was assumed instead; else empty."""
+    """What a plan made without a forward pass assumes instead, in a sentence for a run's log; else empty."""
     if example_of(server) is not None or any(layer.in_forward is not None for layer in plan.layers):
         return ""
     ends = ", ".join(layer.name for layer in plan.layers if layer.reason in ENDS)

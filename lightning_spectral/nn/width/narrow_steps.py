@@ -17,21 +17,14 @@ from lightning_spectral.nn.width.sub_model import replacements, take
 
 @dataclass(frozen=True)
 class Narrow:
-    """The part of a sub-model that remains at a smaller width.
+    """The part of a sub-model that remains at a smaller width."""
 
-    Attributes:
-        indices: For each tensor that is cut, the indices that stay along each dimension of the sub-model's tensor.
-        sizes: For each layer that changes, its size attributes at this width.
-        buffers: Buffers that belong to this width alone, by name; changes made to them by steps are kept.
-    """
-
-    indices: Mapping[str, tuple[Tensor, ...]]
-    sizes: Mapping[str, Mapping[str, Any]]
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    indices: Mapping[str, tuple[Tensor, ...]]  # that stay along each dimension of a tensor of the sub-model
+    sizes: Mapping[str, Mapping[str, Any]]  # of each layer that changes, by attribute
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of this width alone; they keep what steps change
 
     @property
     def layers(self) -> set[str]:
-        """Names of the layers that are cut."""
         return {name.rpartition(".")[0] for name in self.indices}
 
 
@@ -70,13 +63,7 @@ class NarrowSteps:
     updates of BatchNorm's averages are discarded, unless each width has its own.
 
     The backward pass of each client's first narrow step is watched, because layers that run again in it would be whole.
-
-    Args:
-        client: The sub-model.
-        narrow: The part that remains at each smaller keep ratio.
-
-    Attributes:
-        counts: Number of steps of the client so far at each keep ratio.
+    ``counts`` has the number of steps of the client so far at each keep ratio.
     """
 
     def __init__(self, client: nn.Module, narrow: Mapping[float, Narrow]) -> None:
@@ -92,7 +79,6 @@ class NarrowSteps:
         return {keep_ratio: narrow.buffers for keep_ratio, narrow in self._narrow.items()}
 
     def start_client(self) -> None:
-        """Count from zero, and watch the next narrow step."""
         self.counts.clear()
         self._is_watch_due = True
 
@@ -115,7 +101,6 @@ class NarrowSteps:
         self._put_back()
 
     def end_backward(self) -> None:
-        """Note that the backward pass is over."""
         self._watch.end()
 
     def _put_back(self) -> None:

@@ -40,7 +40,6 @@ class ChannelGroup:
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.tensors))
 
     def holds(self, labels: Labels) -> bool:
-        """Whether any of these labels is one of the group's channels."""
         return bool(((labels >= self.first_label) & (labels < self.first_label + self.num_units)).any())
 
     def num_kept(self, keep_ratio: float) -> int:

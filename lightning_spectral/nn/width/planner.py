@@ -14,9 +14,9 @@ from torch import nn
 from lightning_spectral.arguments import as_patterns, check_matches, matches_any
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of
-from lightning_spectral.nn.width.labelling import fixed
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.search import Problem, wrong_among
+from lightning_spectral.nn.width.shape_rules import fixed
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.nn.width.trace import Found, trace_channels
 from lightning_spectral.nn.width.units import Key, Labels, Splits
@@ -35,8 +35,8 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
 
     Args:
         module: The user's module; it is only read.
-        example_input: One input, a tuple of them, or a dictionary of keyword arguments; ``None`` for the module's
-            ``example_input_array``, as in Lightning. Use two examples or more.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, with two examples or more;
+            ``None`` for the module's ``example_input_array``.
         exclude: Patterns of layers that are not cut at all.
 
     Example:
@@ -91,7 +91,7 @@ class _Planner:
         while True:
             found = self.trace()
             plan = self.grouped(found)
-            wrong = self.wrong(plan)
+            wrong = wrong_among(plan.groups, partial(self.problem, plan))
             if not wrong:
                 return plan
             for group, reason in wrong:
@@ -133,10 +133,6 @@ class _Planner:
             notes.append(f"channels that go through {operations} are held whole: no rule says which belong together")
         shapes = {name: tuple(map(len, dims)) for name, dims in cut.items()}
         return WidthPlan(tuple(groups), cut, shapes, tuple(whole), tuple(notes), found.splits.taken)
-
-    def wrong(self, plan: WidthPlan) -> list[tuple[ChannelGroup, str]]:
-        """The groups that cannot be cut together with those before them, and why."""
-        return wrong_among(plan.groups, partial(self.problem, plan))
 
     def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> Problem | None:
         """The problem if one unit of each of some groups is cut off.

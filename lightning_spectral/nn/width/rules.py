@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_spectral.nn.width import shape_rules as shapes
-from lightning_spectral.nn.width.labelling import (
+from lightning_spectral.nn.width.shape_rules import (
     Axes,
     Call,
     Pass,

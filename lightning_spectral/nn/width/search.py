@@ -14,20 +14,13 @@ from lightning_spectral.nn.width.units import Labels
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem with a module that has lost some channels.
+    """The problem with a module that has lost some channels."""
 
-    Attributes:
-        reason: What is wrong, for the user.
-        place: How far the forward pass came: the number of tensors that it made.
-        trail: Labels of channels that may be at fault, the likeliest first.
-    """
-
-    reason: str
-    place: int
-    trail: Sequence[Labels]
+    reason: str  # for the user
+    place: int  # how far the forward pass came: the number of tensors that it made
+    trail: Sequence[Labels]  # labels of channels that may be at fault, the likeliest first
 
     def named(self, groups: Iterable[ChannelGroup]) -> list[ChannelGroup]:
-        """Those of some groups that are likely at fault."""
         for labels in self.trail:
             if found := [group for group in groups if group.holds(labels)]:
                 return found
@@ -38,9 +31,9 @@ Trial: TypeAlias = Callable[[Sequence[ChannelGroup]], "Problem | None"]  # cuts 
 
 
 def wrong_among(groups: Sequence[ChannelGroup], trial: Trial) -> list[tuple[ChannelGroup, str]]:
-    """The groups that cannot be cut together with those before them, and why.
+    """The groups that cannot be cut together with those before them, and why; ``trial`` cuts some.
 
-    What is wrong with a group does not go away when more groups are cut. ``trial`` returns the problem if some are cut.
+    What is wrong with a group does not go away when more groups are cut.
     """
     search = _Search(trial)
     search.run(groups)
@@ -48,12 +41,7 @@ def wrong_among(groups: Sequence[ChannelGroup], trial: Trial) -> list[tuple[Chan
 
 
 class _Search:
-    """Leaves out the groups that problems name until the others can be cut, then tests each of those left out.
-
-    Attributes:
-        fine: Groups that can be cut together.
-        wrong: Groups that cannot be cut together with those of ``fine`` before them, and why.
-    """
+    """Leaves out the groups that problems name until the others can be cut, then tests each of those left out."""
 
     def __init__(self, trial: Trial) -> None:
         self.fine: list[ChannelGroup] = []

@@ -81,14 +81,12 @@ def _small_tensors(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -
 
 
 def _channels(layer: nn.Module) -> tuple[int, ...]:
-    """The numbers of groups and of channels of a layer, which decide how its channels are cut."""
     if isinstance(layer, _ConvNd):
         return layer.groups, layer.in_channels
     return (layer.num_groups, layer.num_channels) if isinstance(layer, nn.GroupNorm) else ()
 
 
 def _resize(layer: Any, before: tuple[int, ...]) -> None:
-    """Update the sizes that torch's layers store."""
     weight = getattr(layer, "weight", None)
     if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None:
         _resize_attention(layer)
@@ -116,9 +114,8 @@ def _resize_convolution(layer: _ConvNd, weight: Tensor, groups: int, in_channels
     first, second = weight.shape[:2]
     if groups > 1 and is_depthwise(groups, in_channels):
         layer.groups = first if layer.transposed else first * groups // layer.out_channels
-    layer.in_channels, layer.out_channels = (first, second * layer.groups)
-    if not layer.transposed:
-        layer.in_channels, layer.out_channels = second * layer.groups, first
+    inner, outer = (first, second * layer.groups) if layer.transposed else (second * layer.groups, first)
+    layer.in_channels, layer.out_channels = inner, outer
 
 
 def _resize_attention(layer: nn.MultiheadAttention) -> None:

@@ -13,28 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.nn.plan.trace import Example, run_example
-from lightning_spectral.nn.width.labelling import Axes, Call, Pass, Rule, fixed, tensors_of, unknown
 from lightning_spectral.nn.width.rules import pieces, rule_for
+from lightning_spectral.nn.width.shape_rules import Axes, Call, Pass, Rule, fixed, tensors_of, unknown
 from lightning_spectral.nn.width.units import Splits, Units
 
 
 @dataclass
 class Found:
-    """What a pass shows about the channels of a module; what it showed so far, if it failed.
-
-    Attributes:
-        splits: Choices where a dimension of channels becomes several.
-        units: Classes of labels.
-        axes: For each parameter and buffer by name, the labels along its dimensions.
-        unknown: Names of the operations for which there is no rule.
-        made: The labels of each tensor that the pass made, in order.
-    """
+    """What a pass shows about the channels of a module; what it showed so far, if it failed."""
 
     splits: Splits
     units: Units = field(default_factory=Units)
-    axes: Mapping[str, Axes] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
-    made: list[Axes] = field(default_factory=list)
+    axes: Mapping[str, Axes] = field(default_factory=dict)  # of each parameter and buffer
+    unknown: set[str] = field(default_factory=set)  # operations without a rule
+    made: list[Axes] = field(default_factory=list)  # the labels of each tensor that the pass made, in order
 
 
 def trace_channels(module: nn.Module, example: Example, found: Found, known: Mapping[str, Axes] | None = None) -> None:
@@ -130,7 +122,6 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return axes if tuple(map(len, axes)) == tuple(out.shape) else None
 
     def _note(self, name: str, call: Call) -> None:
-        """Remember an operation that keeps channels whole."""
         tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
         if any(self.found.units.find(labels).any() for value in tensors for labels in self.axes(value)):
             self.found.unknown.add(name)

@@ -32,12 +32,10 @@ class Units:
 
     @property
     def size(self) -> int:
-        """Number of labels."""
         return len(self._parent)
 
     @property
     def united(self) -> Labels:
-        """The labels that are in the class of a smaller one."""
         return np.flatnonzero(self._parent != np.arange(self.size))
 
     def fresh(self, count: int) -> Labels:
@@ -77,7 +75,6 @@ class Units:
                 self._is_united = True
 
     def fix(self, labels: Labels) -> None:
-        """Never cut entries with these labels."""
         self.unite(labels, np.array(FIXED))
 
 
@@ -87,20 +84,14 @@ class Splits:
 
     Suppose that a linear layer's ``heads * size`` outputs become ``(heads, size)``. Then either the same places can be
     cut from each head, or whole heads. Either choice unites the channels that are cut together; the one that leaves
-    more units is tried first.
-
-    Attributes:
-        chosen: The dimension among the new ones, for splits where it is given; a split's key is the number of the
-            reshaped tensor in the pass, and the first of the new dimensions.
-        taken: The dimension chosen for every split of the pass.
-        rivals: For each split with a choice, its dimensions in order of preference.
-        labels: The labels that each split divides.
+    more units is tried first. A split's key is the number of the reshaped tensor in the pass, and the first of the new
+    dimensions.
     """
 
-    chosen: Mapping[Key, int] = field(default_factory=dict)
-    taken: dict[Key, int] = field(default_factory=dict)
-    rivals: dict[Key, tuple[int, ...]] = field(default_factory=dict)
-    labels: dict[Key, Labels] = field(default_factory=dict)
+    chosen: Mapping[Key, int] = field(default_factory=dict)  # dimensions given beforehand
+    taken: dict[Key, int] = field(default_factory=dict)  # the dimension of every split of the pass
+    rivals: dict[Key, tuple[int, ...]] = field(default_factory=dict)  # where there is a choice, in order of preference
+    labels: dict[Key, Labels] = field(default_factory=dict)  # that each split divides
     count: int = 0
 
 
@@ -171,6 +162,5 @@ def _split(units: Units, splits: Splits, merged: Labels, key: Key) -> list[Label
 
 
 def _ranked(by_dim: Sequence[Labels]) -> tuple[int, ...]:
-    """Dimensions ranked by the number of units that are left if that dimension is cut."""
     num_units = [len(np.unique(slices.min(1))) for slices in by_dim]
     return tuple(sorted(range(len(by_dim)), key=lambda dim: (num_units[dim], dim), reverse=True))

@@ -26,7 +26,7 @@ from lightning_spectral.arguments import (
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
-from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine
+from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine, qualified_name
 from lightning_spectral.protocol.copying import weight_hooks
 from lightning_spectral.protocol.gradient_hooks import gradient_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
@@ -59,40 +59,20 @@ DOWNLINK_BITS = Whole(at_least=1, at_most=16, optional=True)
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """One parameter that becomes some rows of Qz.
+    """One parameter that becomes some rows of Qz."""
 
-    Attributes:
-        name: The parameter's name; the first one if it is tied.
-        shape: Its shape.
-        fan_in: Number of inputs to each output of its layer; 2 for embeddings, whose initial variance is then 1.
-    """
-
-    name: str
+    name: str  # the first one if it is tied
     shape: tuple[int, ...]
-    fan_in: int
+    fan_in: int  # inputs to each output of its layer; 2 for embeddings, whose initial variance is then 1
 
     @property
     def num_values(self) -> int:
-        """Number of entries."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Compression:
-    """Configuration of the compression: everything that determines Q except the module and the seed.
-
-    Args:
-        factor: Number of weights for each probability, m / n.
-        degree: Number d of probabilities that each weight depends on; ``None`` gives each weight a probability of its
-            own, with a diagonal Q.
-        init: ``"he"`` for weights with He's variance in the forward pass, ``"paper"`` for the printed 6 / (d fan_in).
-        sampled: Whether the forward pass uses bits, with mean square 1/2, or probabilities, with mean square 1/3.
-        values: Distribution of the entries of Q.
-        exclude: Patterns of parameter names that stay dense.
-        include: Patterns of additional parameters, with two or more dimensions, to compress.
-        memory: Bytes of Q that a process may keep.
-        gain: Factor on the standard deviation of the entries of Q.
-    """
+    """What determines Q except the module and the seed, as in `zample`; ``factor`` is its ``compression``."""
 
     factor: float
     degree: int | None = 10
@@ -134,7 +114,6 @@ class Compression:
         return self.gain**2 * 2 * mean_square_inverse / ((self.degree or 1) * fan_in)
 
     def num_probs(self, weights: Sequence[CompressedWeight]) -> int:
-        """Number n of probabilities, the ceiling of m / factor."""
         return math.ceil(sum(weight.num_values for weight in weights) / self.factor)
 
     def first_probs(self, weights: Sequence[CompressedWeight], seed: int) -> Tensor:
@@ -156,11 +135,6 @@ class Compression:
         Parameters that are frozen or have a gradient hook are left as they are. Parameters of normalisation layers, of
         parametrised layers and of modules unknown to this package are sent whole: a scale that should be near 1 cannot
         be a random number around 0.
-
-        Example:
-            >>> net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-            >>> [(weight.name, weight.fan_in) for weight in Compression(2, degree=2).weights_of(net)]
-            [('0.weight', 8), ('0.bias', 8)]
         """
         check_is("module", module, nn.Module)
         named = dict(module.named_parameters(remove_duplicate=False))
@@ -212,7 +186,7 @@ def _of_special_embeddings(module: nn.Module) -> set[int]:
 def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
     if isinstance(owner, nn.Embedding):
         return 2
-    if f"{type(owner).__module__}.{type(owner).__qualname__}" in BY_NAME:  # stored transposed
+    if qualified_name(owner) in BY_NAME:  # stored transposed
         return weight.shape[0]
     if isinstance(owner, _ConvNd) and owner.transposed:
         # An input reaches k outputs, s apart: an output has k / s inputs of each channel, on average.
@@ -223,11 +197,7 @@ def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
 
 @dataclass(frozen=True)
 class Compressions(Sequence[float]):
-    """The compressions that differ in their number of probabilities n, from the fewest to one for each weight.
-
-    Attributes:
-        num_weights: Number m of compressed weights.
-        fewest: Smallest n.
+    """The compressions that differ in their number of probabilities n, from the fewest to one for each of m weights.
 
     Example:
         >>> list(Compressions(num_weights=6, fewest=4))

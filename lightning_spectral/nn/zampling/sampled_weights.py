@@ -22,18 +22,9 @@ NAME = "_zampling"  # of this module within the one whose weights it computes
 class SampledWeights(nn.Module):
     """Replaces some parameters of a module by values that it computes from scores.
 
-    The parameters are removed from the module, and plain tensors of the same names take their place, so that layers
-    compute with them as before and gradients reach the scores. `draw` replaces them by a new sample.
-
-    Args:
-        module: Changed in place: its compressed parameters are removed, and this module becomes its ``_zampling``.
-        weights: The parameters to replace.
-        matrix: Q, with a row for each of their entries.
-        link: Maps scores to probabilities.
-        sampled: Whether weights are Qz with random bits z, or Qp.
-
-    Attributes:
-        scores: The one parameter, shape ``(n,)``.
+    The parameters are removed from the module, of which this one becomes ``_zampling``. Plain tensors of the same names
+    take their place, so that layers compute with them as before and gradients reach the scores, the one parameter,
+    shape ``(n,)``. `draw` replaces them by a new sample.
     """
 
     scores: nn.Parameter
@@ -66,7 +57,6 @@ class SampledWeights(nn.Module):
 
     @torch.no_grad()
     def set_probs(self, probs: Tensor) -> None:
-        """Set the scores to those of the given probabilities."""
         self.scores.copy_(self.link.scores(probs.to(self.scores)))
 
     def forward(self, inputs: Any) -> Any:
@@ -93,7 +83,6 @@ class SampledWeights(nn.Module):
             setattr(owner, name, getattr(owner, name).detach())
 
     def put(self, weights: Sequence[Tensor]) -> None:
-        """Give the module these weights."""
         for owner, name, i in self._sites:
             setattr(owner, name, weights[i])
 
@@ -108,12 +97,7 @@ class SampledWeights(nn.Module):
 
 
 def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Cut one long vector into tensors of the given shapes, which share its memory.
-
-    Example:
-        >>> [tuple(part.shape) for part in split_weights(torch.zeros(7), [(2, 3), (1,)])]
-        [(2, 3), (1,)]
-    """
+    """Cut one long vector into tensors of the given shapes, which share its memory."""
     ends = accumulate((torch.Size(shape).numel() for shape in shapes), initial=0)
     return tuple(flat[a:b].view(shape) for (a, b), shape in zip(pairwise(ends), shapes, strict=True))
 

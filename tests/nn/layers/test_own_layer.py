@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
-from lightning_spectral.nn import (
-    LayerPlan,
-    ModulePlan,
-    SpectralShardedLayer,
-    replace_layers,
-)
+from lightning_spectral.nn import LayerPlan, ModulePlan, SpectralShardedLayer, replace_layers
 from lightning_spectral.testing import check_sharded_layer
 
 

@@ -38,6 +38,7 @@ def net() -> nn.Sequential:
         ({"split": {4: 2}}, r"`split` is a mapping from patterns to numbers of parts, got \{4: 2\}"),
         ({"term_granularity": 0}, "`term_granularity` must be at least 1, got 0"),
         ({"term_granularity": 1.5}, "`term_granularity` must be a whole number, got 1.5"),
+        ({"keep_first_and_last_dense": "no"}, "`keep_first_and_last_dense` must be True or False, got 'no'"),
     ],
 )
 def test_a_wrong_choice_is_refused_with_what_to_write(choices: Any, message: str) -> None:
@@ -59,11 +60,6 @@ def test_layers_of_which_every_client_would_hold_all_terms_are_named() -> None:
         ls.SpectralWarning, match=r"`term_granularity=8` rounds up to all terms of 1 \(N = 8\), 2 \(N = 8"
     ):
         sharding.check(net())  # and not 4, which has 12
-
-
-def test_whether_the_ends_stay_dense_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="`keep_first_and_last_dense` must be True or False, got 'no'"):
-        ls.LayerChoices(keep_first_and_last_dense="no")  # type: ignore[arg-type]
 
 
 def test_equal_choices_are_equal_however_they_are_written() -> None:
@@ -141,19 +137,7 @@ class TestSpectralSharding:
             ls.SpectralSharding(exclude=["4"], layers=layers)
 
     def test_its_repr_shows_every_choice(self) -> None:
-        every: dict[str, Any] = {
-            "exclude": ["1"], "split": {"2": 2}, "keep_first_and_last_dense": False, "keep_buffers": ["x"],
-            "term_granularity": 2, "spatial_convolutions": True,
-        }  # fmt: skip
-        default = repr(ls.SpectralSharding())
-        assert all(
-            repr(ls.SpectralSharding(layers=ls.LayerChoices(**{name: value}))) != default
-            for name, value in every.items()
-        )
+        names = ("exclude", "split", "keep_first_and_last_dense", "keep_buffers", "term_granularity")
+        assert all(f"{name}={getattr(CHOICES, name)!r}" in repr(ls.SpectralSharding(layers=CHOICES)) for name in names)
         finer = ls.SpectralSharding(layers=plan_layers(net(), choices=ls.LayerChoices(term_granularity=2)))
         assert repr(finer) != repr(ls.SpectralSharding(layers=plan_layers(net())))
-
-    def test_it_is_bound_to_the_same_plan_from_choices_and_from_their_plan(self) -> None:
-        plan = ls.SpectralSharding(layers=CHOICES).bind(net()).plan
-        assert ls.SpectralSharding(layers=plan_layers(net(), choices=CHOICES)).bind(net()).plan == plan
-        assert ls.SpectralSharding(layers=plan).bind(net()).plan == plan

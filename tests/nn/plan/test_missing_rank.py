@@ -75,9 +75,7 @@ def test_matrices_that_can_only_have_one_term_are_sharded_with_the_others() -> N
 
 def test_weights_that_are_not_finite_are_left_to_the_checks_of_broken_weights() -> None:
     for broken in (float("nan"), float("inf")):
-        layer = nn.Linear(6, 6)
-        nn.init.constant_(layer.weight, broken)
-        assert reason_of(layer) == "affine"
+        assert reason_of(filled(lambda: nn.Linear(6, 6), broken)) == "affine"
 
 
 def test_validate_names_them_and_costs_count_them_whole(capsys: pytest.CaptureFixture[str]) -> None:

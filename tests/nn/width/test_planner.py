@@ -1,6 +1,7 @@
 """Which channels belong together, against slices by hand, and against what a permutation of channels shows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Standard(nn.Module):
 
 TOKENS = torch.arange(10).reshape(2, 5)
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, int]]] = {
-    "ResNet-18": (lambda: ResNet18(10), IMAGE, {"conv": 32, "blocks.0.conv1": 32, "blocks.6.conv2": 256}),
+    "ResNet-18": (lambda: ResNet18(10), IMAGE[..., :8, :8], {"conv": 32, "blocks.0.conv1": 32, "blocks.6.conv2": 256}),
     "CCT": (
         lambda: CCT(10, image_size=16, width=32, num_layers=2),
         IMAGE,
@@ -102,9 +103,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, int]]] = {
     ),
     "FEMNIST": (FEMNISTCNN, FEMNISTCNN().example_input(), {"conv1": 32, "conv2": 64, "hidden": 2048}),
     "U-Net": (UNet, IMAGE, {"": 16, "down.0": 4, "deep.0": 2, "up": 8, "out.0": 8}),
-    "packed, reshape": (lambda: PackedAttention("reshape"), TOKENS, {"": 16, "qkv": 4, "gated": 12}),
-    "packed, chunk": (lambda: PackedAttention("chunk"), TOKENS, {"": 16, "qkv": 4, "gated": 12}),
-    "packed, whole heads": (lambda: PackedAttention("heads"), TOKENS, {"": 16, "qkv": 4, "gated": 12}),
+    **{
+        f"packed, {split}": (partial(PackedAttention, split), TOKENS, {"": 16, "qkv": 4, "gated": 12})
+        for split in ("reshape", "chunk", "heads")
+    },
     "standard": (Standard, IMAGE, {"conv": 4, "squeeze": 4, "flat": 10}),
 }
 
@@ -292,25 +294,6 @@ def test_a_group_norm_is_cut_as_in_the_whole_module_however_little_is_left(num_g
         check_cut(module, plan, kept / group.num_units)
 
 
-class Counts(nn.Module):
-    """Counts its channels, in a bare assertion."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.into(x).relu()
-        assert hidden.shape[1] == 8
-        return self.out(hidden)
-
-
-def test_a_failed_assertion_that_says_nothing_keeps_the_channels_whole() -> None:
-    plan = width_plan(Counts(), torch.zeros(2, 4))
-    assert plan.groups == ()
-    assert "the module does not run without some channels: AssertionError" in str(plan)
-
-
 class Caches(nn.Module):
     """Computes a table in its first pass in evaluation mode, from weights that may be cut, and keeps it."""
 
@@ -334,11 +317,11 @@ def test_what_a_module_caches_in_one_pass_is_not_there_in_the_next() -> None:
 
 
 class Branches(nn.Module):
-    """Sixteen independent branches; the channels of some are counted."""
+    """Sixteen independent branches; the channels of some are counted, perhaps without a message."""
 
-    def __init__(self, counted: tuple[int, ...]) -> None:
+    def __init__(self, counted: tuple[int, ...], speaks: bool = True) -> None:
         super().__init__()
-        self.counted = counted
+        self.counted, self.speaks = counted, speaks
         self.into = nn.ModuleList(nn.Linear(4, 8) for _ in range(16))
         self.out = nn.ModuleList(nn.Linear(8, 2) for _ in range(16))
 
@@ -346,7 +329,8 @@ class Branches(nn.Module):
         total = torch.zeros(len(x), 2)
         for i, (into, out) in enumerate(zip(self.into, self.out, strict=True)):
             hidden = into(x).relu()
-            assert i not in self.counted or hidden.shape[1] == 8, f"branch {i}"
+            if i in self.counted and hidden.shape[1] != 8:
+                raise AssertionError(*([f"branch {i}"] if self.speaks else []))
             total = total + out(hidden)
         return total
 
@@ -366,3 +350,9 @@ def test_groups_that_cannot_be_cut_are_found_in_few_trials(
     assert [group.name for group in plan.groups] == [f"into.{i}" for i in range(16) if i not in counted]
     assert all(f"AssertionError: branch {i}" in str(plan) for i in counted)
     assert len(trials) <= most + 1  # the last tests the plan without them
+
+
+def test_a_failed_assertion_that_says_nothing_keeps_the_channels_whole() -> None:
+    plan = width_plan(Branches((3,), speaks=False), torch.zeros(2, 4))
+    assert len(plan.groups) == 15
+    assert "into.3: 8 channels are held whole: the module does not run without some channels: Assert" in str(plan)

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.nn.zampling.local_weights import LocalWeights
-from lightning_spectral.nn.zampling.zample import local_weights, sampled_networks
+from lightning_spectral.nn.zampling.zample import LocalWeights, local_weights, sampled_networks
 from lightning_spectral.protocol.rng import derived_generator
 
 
@@ -70,19 +69,18 @@ def fit(model: Classifier, epochs: int, **options: Any) -> None:
     trainer(epochs, val_check_interval=0.3, **options).fit(model, data, data)
 
 
-@torch.no_grad()
-def accuracy(model: Classifier) -> float:
-    """Of the expected network, on the data it is trained with."""
-    x, y = toy_data().tensors
-    training, right = model.training, model.eval().net(x).argmax(1) == y
-    model.train(training)
-    return float(right.float().mean())
-
-
 def test_a_stock_trainer_trains_the_scores() -> None:
+    x, y = toy_data().tensors
+
+    @torch.no_grad()
+    def accuracy(model: Classifier) -> float:  # of the expected network
+        right = model.eval().net(x).argmax(1) == y
+        model.train()
+        return float(right.float().mean())
+
     model = ls.nn.zample(Classifier(), 2, degree=4)
     untrained = accuracy(model)
-    fit(model, epochs=40)
+    fit(model, epochs=40, limit_val_batches=0)
     assert untrained < 0.6
     assert accuracy(model) > 0.85
 
@@ -90,10 +88,10 @@ def test_a_stock_trainer_trains_the_scores() -> None:
 def test_frozen_scores_learn_nothing() -> None:
     model = ls.nn.zample(Classifier(nn.Sequential(*mlp(), nn.BatchNorm1d(3, affine=True))), 2, degree=4)
     scores = local_weights(model).scores.requires_grad_(False)
-    before = scores.clone()
-    fit(model, epochs=40)  # of the two parameters of the normalisation
+    before, dense = scores.clone(), model.net[3].weight.clone()
+    fit(model, epochs=1)  # of the two parameters of the normalisation
     assert torch.equal(scores, before)
-    assert accuracy(model) < 0.6
+    assert not torch.equal(model.net[3].weight, dense)
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
@@ -253,21 +251,6 @@ def test_weights_made_in_inference_mode_serve_outside_of_it() -> None:
     assert x.grad is not None
 
 
-def test_weights_follow_the_type_of_the_scores() -> None:
-    net = small()
-    net(inputs(4, 6))
-    assert net.double()(inputs(4, 6).double()).dtype == torch.float64
-
-
-def test_saved_scores_and_draws_give_the_same_module_again() -> None:
-    net, other, x = small(), small(), inputs(4, 6)
-    net(x).sum().backward()
-    torch.optim.SGD(net.parameters(), lr=0.1).step()
-    assert list(net.state_dict()) == ["_zampling.scores", "_zampling.num_draws", "_zampling.matrix_id"]
-    other.load_state_dict(net.state_dict())
-    assert torch.equal(other(x), net(x))
-
-
 @pytest.mark.parametrize("other", [{"seed": 1}, {"degree": 5}, {"values": "sign"}, {"init": "paper"}])
 def test_scores_of_another_matrix_are_not_loaded(other: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="belong to another matrix Q"):
@@ -315,7 +298,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     ended.fit(second, data, data, ckpt_path=tmp_path / "half.ckpt", **tensors_only(ended))
     assert first.losses + second.losses == whole.losses
     states = [model.state_dict() for model in (whole, second)]
-    assert states[0].keys() == states[1].keys()
+    assert list(states[0]) == list(states[1]) == [f"_zampling.{name}" for name in ("scores", "num_draws", "matrix_id")]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert int(states[0]["_zampling.num_draws"]) == 40
 
@@ -330,9 +313,8 @@ def test_validation_within_an_epoch_and_global_draws_do_not_disturb_training() -
 
 def test_the_trainer_accumulates_gradients() -> None:
     model = ls.nn.zample(Classifier(), 2, degree=4)
-    fit(model, epochs=40, accumulate_grad_batches=2)
-    assert accuracy(model) > 0.8
-    assert int(local_weights(model).num_draws) == 400
+    fit(model, epochs=2, accumulate_grad_batches=2)
+    assert int(local_weights(model).num_draws) == 2 * 10  # each batch has its own draw
 
 
 def test_a_sampled_network_becomes_a_plain_one() -> None:

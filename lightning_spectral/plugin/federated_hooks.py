@@ -57,7 +57,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._default_dtype = torch.get_default_dtype()
 
     def data_of(self, name: str) -> FederatedDataModule:
-        """The data of one model's clients."""
         raise NotImplementedError
 
     def data_or_none(self, name: str) -> FederatedDataModule | None:
@@ -65,7 +64,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         raise NotImplementedError
 
     def population(self) -> Population:
-        """Which client can train which model."""
         raise NotImplementedError
 
     def available_for(self, name: str) -> torch.Tensor | None:
@@ -92,7 +90,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return with_boundaries(self.trainer, own)
 
     def prepare_data(self) -> None:
-        """Call the users' hooks."""
         for member in self.federation.members.values():
             member.owner.module.prepare_data()
 
@@ -140,7 +137,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return optimizers, schedulers
 
     def cut_cohort(self, limit: int | float) -> None:
-        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
         if isinstance(self.participation, Sampler):
             check_limit(limit, self.trainer)
         self.federation.cohorts.begin(limit)
@@ -152,7 +148,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self.federation.begin_fit(self._saved.progress.resumed is not None)
 
     def on_train_start(self) -> None:
-        """Call the users' hooks, and go on with a resumed run."""
         self.call_users("on_train_start")
         self._saved.go_on(self)
 
@@ -166,7 +161,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
     @property
     def processes(self) -> Processes:
-        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
         return processes_of(self.trainer)
 
     def cohort(self, round_idx: int) -> list[WorkUnit]:
@@ -174,18 +168,15 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return self.federation.cohorts.units(round_idx)
 
     def share(self, round_idx: int) -> Share:
-        """The clients that this process trains in a round, and those of the others."""
         return self.federation.cohorts.share(round_idx)
 
     def start_round(self, round_idx: int) -> None:
-        """Open the round of every model that some client trains, and call the round callbacks."""
         self._runtime.note_shares(round_idx)
         self._saved.progress.before_validation = None
         self._saved.progress.logged.mark(self.trainer)
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> None:
-        """Train this process's clients, one model after another; then `Aggregation` ends the round."""
         self._runtime.note_shares(batch.round_idx, batch)
         with full_precision(self.device, self._default_dtype):
             self.federation.play(batch)
@@ -194,11 +185,9 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
     def finish_round(self) -> None:
-        """Close the round, step the server on its pseudo-gradients, step the schedules and log the round."""
         self.federation.finish_round()
 
     def abandon_round(self) -> None:
-        """End a round that failed; it has changed nothing at the server and can be repeated."""
         self.federation.abandon_round()
 
     def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:
@@ -219,7 +208,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._saved.progress.ended = self.current_epoch
 
     def on_validation_epoch_end(self) -> None:
-        """Call the users' hooks, and log the round, so that loggers can plot evaluation against it."""
         self.call_users("on_validation_epoch_end")
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.log("fl/round", float(self.current_epoch), batch_size=1)
@@ -233,11 +221,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
         The checkpoint of a LightningCLI run contains all that is needed. For any other checkpoint, pass the modules and
         the federation's arguments that differ from the defaults. `load_user_module` loads only your own module.
-
-        Args:
-            checkpoint_path: The checkpoint.
-            *args: As for any LightningModule.
-            **kwargs: As for any LightningModule, including arguments of the federation.
 
         Raises:
             TypeError: If an argument is missing.
@@ -299,7 +282,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # as text, because a limit of 1 is not 1.0
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
         self._saved.write(checkpoint, self.full_configuration())
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -307,9 +289,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
         Lightning restores weights before it converts the module to the Trainer's precision, which would round those of
         ``"64-true"``.
-
-        Raises:
-            ValueError: If a fit is resumed from a checkpoint of another configuration.
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._saved.read(checkpoint, self.full_configuration())

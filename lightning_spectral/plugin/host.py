@@ -105,6 +105,16 @@ def is_host(module: nn.Module | None) -> TypeGuard[Host]:
     return Host in type(module).__mro__
 
 
+def as_host(module: nn.Module | None, claim: str, otherwise: str = "") -> Host:
+    """A module as a `Host`; raise ``TypeError``, with what needs one and another way out, if it is none."""
+    if is_host(module):
+        return module
+    raise TypeError(
+        f"{claim}, and {type(module).__name__} trains on batches; wrap it: "
+        f"FederatedModule(module, clients_per_round=...){otherwise}."
+    )
+
+
 def is_trained(module: nn.Module | None) -> TypeGuard[Trained]:
     """Whether a module declares itself `Trained`, which means one model, not several."""
     return Trained in type(module).__mro__

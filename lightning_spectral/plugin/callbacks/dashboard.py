@@ -77,21 +77,16 @@ class RoundDashboard(RoundCallback):
         return sum(self._bytes.values())
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the loggers; one process writes."""
         self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
         if trainer.is_global_zero and not (self._writers or trainer.fast_dev_run):  # type: ignore[attr-defined]
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove what an earlier fit wrote about rounds that are trained again."""
-        if trainer.is_global_zero:
+        if trainer.is_global_zero:  # what an earlier fit wrote about rounds that are trained again
             remove_stale(trainer.loggers, trainer.current_epoch)
 
-    def on_round_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, opened: Any
-    ) -> None:
-        """Keep the round until it ends, if it is to be shown."""
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         if self._diagnostics.is_due(trainer.current_epoch):
             if self._source(trainer) is self._diagnostics:
                 self._diagnostics.on_round_start(trainer, pl_module, opened)
@@ -107,7 +102,6 @@ class RoundDashboard(RoundCallback):
     def on_round_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
     ) -> None:
-        """Count the model's bytes, and record what there is to show."""
         before = self._bytes.get(summary.model, 0) if summary.round_idx else 0  # another fit begins at round 0
         self._bytes[summary.model] = before + round_bytes(summary)
         if summary.model:
@@ -119,16 +113,13 @@ class RoundDashboard(RoundCallback):
             self._records += of_model(summary.model, shown)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before."""
         self._new.mark(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the bytes alongside the validation metrics, so that any logger can plot the metrics over them."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            _log(pl_module, self.total_bytes)
+            _log(pl_module, self.total_bytes)  # so that any logger can plot the metrics over them
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the validation metrics over the bytes."""
         new = self._new.take(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._draw(trainer, {name: value for name, value in new.items() if name not in ("fl/round", BYTES)})
@@ -143,8 +134,7 @@ class RoundDashboard(RoundCallback):
             write(round_idx, records)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the round, now that its model has been validated."""
-        _log(pl_module, self.total_bytes)
+        _log(pl_module, self.total_bytes)  # the model has been validated
         summaries, records = self._summaries, self._records
         self._summaries, self._records = [], []
         self._draw(trainer, {s.metric("fl/loss"): mean_loss(s) for s in summaries if s.averaged})
@@ -161,14 +151,11 @@ class RoundDashboard(RoundCallback):
         return [client_table(summary, known), keep_ratio_table(summary)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The bytes so far by model, for the checkpoint."""
         return {"bytes": dict(self._bytes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the bytes of earlier rounds."""
         self._bytes = dict(state_dict["bytes"])
 
 
 def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
-    """Log the bytes so far, of one model or of all."""
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)

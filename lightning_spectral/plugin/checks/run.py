@@ -35,11 +35,7 @@ def check_stage(stage: str, module: pl.LightningModule) -> None:
 
 
 def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
-    """A Trainer's data module.
-
-    Raises:
-        TypeError: If the data does not come from a data module of the right kind.
-    """
+    """A Trainer's data module; raise ``TypeError`` if it has none of the right kind."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(datamodule, kind):
         return datamodule
@@ -56,13 +52,7 @@ def _named(datamodule: pl.LightningDataModule | None) -> str:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Check what a Trainer is asked to do in a fit.
-
-    Raises:
-        TypeError: If the number of rounds is not an ``int``.
-        ValueError: If a callback cannot be honoured, or there are several processes with a strategy other than
-            ``"client_parallel"``.
-    """
+    """Check that a Trainer counts rounds, and spreads clients over processes if it has several."""
     check_rounds(trainer)
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
         raise ValueError(
@@ -78,14 +68,7 @@ def check_member(
     faults: Faults,
     local_hooks: Sequence[LocalHook] = (),
 ) -> None:
-    """Check that a module can be trained on the clients of its data.
-
-    Raises:
-        TypeError: If its ``averaged_parameters`` are not patterns.
-        ValueError: If it has lazy layers, cannot be copied, has complex parameters, or has validation data without a
-            ``validation_step``; if a client has no examples and `Faults` says `Raise` (a sampler never draws such a
-            client); or if a local hook cannot act on it.
-    """
+    """Check that a module, its local hooks and the clients of its data suit each other, before the first round."""
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_copyable(module)

@@ -29,9 +29,6 @@ REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """Refuse, by name, callbacks of Lightning that would act differently on a federation, or break it.
 
-    Raises:
-        ValueError: If there is such a callback, or a subclass of one.
-
     Example:
         >>> check_callbacks([pl.callbacks.GradientAccumulationScheduler({0: 2})])
         Traceback (most recent call last):

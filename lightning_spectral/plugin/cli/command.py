@@ -67,7 +67,6 @@ class FederatedCLI(LightningCLI):
         report_differences(self.config[command].model, given, command)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of the Trainer, of either module and of either data module."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         for key, classes in {

@@ -131,7 +131,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _keys(parser: Any) -> set[str]:
-    """The keys of a parser and of its subcommands."""
     found = set()
     for action in parser._actions:  # there is no public way to ask
         found.add(action.dest)
@@ -141,7 +140,6 @@ def _keys(parser: Any) -> set[str]:
 
 
 def _class_names() -> list[str]:
-    """Classes that need no dotted path."""
     packages = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE.__name__}.")]
     ours = [getattr(package, name) for package in packages for name in getattr(package, "__all__", ())]
     others = [value for place in (callbacks, loggers, torch.optim) for value in vars(place).values()]

@@ -16,14 +16,7 @@ LayerFigures = Mapping[str, Mapping[str, float]]
 def algorithm_records(
     opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures
 ) -> list[Histogram | Table]:
-    """All records of a finished round of one model, apart from its clients; none for a dense algorithm.
-
-    Args:
-        opened: The round as the algorithm opened it.
-        state: The algorithm's state between rounds, after this round.
-        round_idx: Communication round, from 0.
-        figures: Figures of each sharded layer, by name: its discrepancy, effective ranks and the like.
-    """
+    """All records of a finished round of one model, apart from its clients; none for a dense algorithm."""
     if isinstance(opened, DrawsTerms):
         return [*spectral_histograms(opened.term_draws), layer_table(opened, round_idx, figures)]
     shown: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
@@ -40,13 +33,7 @@ def spectral_histograms(layers: Mapping[str, TermDraws]) -> Iterator[Histogram]:
 
 
 def layer_table(opened: DrawsTerms, round_idx: int, figures: LayerFigures) -> Table:
-    """One row per sharded layer.
-
-    Args:
-        opened: The round, after its clients were added.
-        round_idx: Communication round, from 0.
-        figures: Further columns of each layer.
-    """
+    """One row per sharded layer, of a round whose clients were added, with further figures of each layer."""
     visited = opened.visited_terms()
     return table(
         "tables/layers",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_spectral.arguments import Number, flag
+from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
 from lightning_spectral.partition import (
     Labels,
@@ -30,7 +30,6 @@ from lightning_spectral.plugin.data.checks import (
     check_collate,
     check_dealt,
     check_evaluation,
-    plain_sizes,
 )
 from lightning_spectral.plugin.data.round_loader import RoundLoader, round_loader
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
@@ -102,21 +101,20 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         check_dealt(train, partitioner)
         check_evaluation(val=val, test=test)
         check_collate(collate_fn)
-        batch_size, eval_batch_size, num_workers, seed = plain_sizes(batch_size, eval_batch_size, num_workers, seed)
-        client_val_fraction = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self.train = train
         self.partitioner = partitioner
         self.val = val
         self.test = test
-        self.batch_size = batch_size
+        self.batch_size: int = Whole(at_least=1)("batch_size", batch_size)
         self.drop_last = flag("drop_last", drop_last)
-        self.eval_batch_size = eval_batch_size or max(batch_size, 256)
+        size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size)
+        self.eval_batch_size: int = size or max(self.batch_size, 256)
         self.collate_fn = collate_fn
-        self.num_workers = num_workers
-        self.seed = seed
-        self.client_val_fraction = client_val_fraction
+        self.num_workers: int = Whole(at_least=0)("num_workers", num_workers)
+        self.seed: int = Whole()("seed", seed)
+        self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self._labels = None if labels is None else class_indices(labels, _length(train))
-        self._source = BatchSource(train, collate_fn, num_workers)
+        self._source = BatchSource(train, collate_fn, self.num_workers)
         self._fix(("train", "collate_fn", "num_workers"))
 
     @cached_property
@@ -155,7 +153,6 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Number of clients."""
         return self.partition.num_clients
 
     @property
@@ -169,20 +166,13 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
             self.partition  # noqa: B018
 
     def teardown(self, stage: str) -> None:
-        """Stop the worker processes."""
         self._source.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Stop the worker processes."""
         self._source.close()
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        """What the server knows of the clients.
-
-        Args:
-            capacities: Keep ratio of each client.
-            available: Whether each client can train the model, bool, shape ``(num_clients,)``; ``None`` if all can.
-        """
+        """What the server knows of clients: their sizes and keep ratios, and which of them can train the model."""
         return ClientDirectory(self.partition.sizes, capacities, available, self.examples_per_epoch)
 
     def client_data(self, download: Download) -> ClientData:
@@ -192,7 +182,6 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
 
     def examples_per_epoch(self, num_examples: int) -> int:
-        """Number of a client's examples that it trains on in a local epoch."""
         return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
 
     def client_val_batches(self, client_id: int) -> Iterator[Any]:
@@ -203,10 +192,7 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
     def shuffled_batches(self, seed: int, ids: tuple[int | str, ...], max_batches: int | None = None) -> Iterator[Any]:
         """The training examples of all clients, shuffled, in nearly equal batches of at most ``eval_batch_size``.
 
-        Args:
-            seed: The run's seed.
-            ids: Together with ``seed``, they determine the order and every random draw of the examples.
-            max_batches: Stop after this number of batches; ``None`` for all.
+        Seed and ids determine the order and every random draw of the examples.
         """
         dealt = self.partition.indices
         order = dealt[torch.randperm(len(dealt), generator=derived_generator(seed, "data order", *ids))]
@@ -214,16 +200,13 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         return self._source.batches(index_batches[:max_batches], seed, ids)
 
     def train_dataloader(self) -> RoundLoader:
-        """One item per client of the round that Lightning is about to run."""
         return round_loader(self.trainer, type(self).__name__)
 
     def val_dataloader(self) -> Any:
-        """The validation data in order, or nothing."""
         check_asked(self.trainer, "validate", "val", self.val)
         return self._evaluation_loader(self.val)
 
     def test_dataloader(self) -> Any:
-        """The test data in order, or nothing."""
         check_asked(self.trainer, "test", "test", self.test)
         return self._evaluation_loader(self.test)
 

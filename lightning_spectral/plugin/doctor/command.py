@@ -22,15 +22,7 @@ Federations = Mapping[str, Callable[[], ModuleAndData]]
 
 
 def main(argv: Sequence[str] | None = None, federations: Federations = FEDERATIONS) -> int:
-    """Run the command.
-
-    Args:
-        argv: Command-line arguments, without the name of the program; those of this process by default.
-        federations: What to check, by name.
-
-    Returns:
-        0, or 1 if an algorithm fails or gives other weights, or if there is no such accelerator.
-    """
+    """Run the command; return 0, or 1 if an algorithm fails or gives other weights, or there is no such accelerator."""
     parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
     parser.add_argument(
         "--accelerator", default="auto", help="as for Lightning's Trainer, e.g. gpu (default: %(default)s)"
@@ -41,7 +33,7 @@ def main(argv: Sequence[str] | None = None, federations: Federations = FEDERATIO
     except Exception as error:  # Lightning raises errors of several types
         print(f"error: --accelerator {accelerator}: {_first_line(error)}", file=sys.stderr)
         return 1
-    _print_all(["versions", *version_lines(), "", "devices", *device_lines(), "", *_heading(device)])
+    print("versions", *version_lines(), "", "devices", *device_lines(), "", *_heading(device), sep="\n", flush=True)
     problems = _check_all(federations, accelerator)
     print(f"\n{', '.join(problems)}: not as on the CPU" if problems else "\nall is well", flush=True)
     return 1 if problems else 0
@@ -79,7 +71,3 @@ def _line(name: str, finding: Finding) -> str:
 def _first_line(error: Exception) -> str:
     message = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {message}"
-
-
-def _print_all(lines: Sequence[str]) -> None:
-    print("\n".join(lines), flush=True)

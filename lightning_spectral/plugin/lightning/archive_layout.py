@@ -26,15 +26,7 @@ class DamagedFile(Exception):
 
 
 def check_layout(file: IO[bytes], archive: ZipFile) -> None:
-    """Check that entries, directory and end follow one another without a gap, and that no entry is compressed.
-
-    Args:
-        file: The file, opened.
-        archive: The same file, with its directory read.
-
-    Raises:
-        DamagedFile: If anything else is found.
-    """
+    """Check that entries, directory and end follow one another without a gap, and that no entry is compressed."""
     entries = archive.infolist()
     _check_names([entry.filename for entry in entries])
     starts = [*(entry.header_offset for entry in entries), archive.start_dir]

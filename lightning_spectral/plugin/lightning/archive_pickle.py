@@ -26,10 +26,7 @@ PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
 def read_structure(archive: ZipFile) -> Any:
-    """The object in a checkpoint, with stand-ins for everything but plain values and their containers.
-
-    Args:
-        archive: The checkpoint, whose layout has been checked.
+    """The object in a checkpoint whose layout is right, with stand-ins for everything but plain values and containers.
 
     Raises:
         DamagedFile: If it is not an archive of `torch.save`, or describes more than it holds.

@@ -36,11 +36,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            TypeError: If ``storage_options`` is given.
-        """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -55,11 +50,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _sync_folder(target.parent)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Raises:
-            ValueError: If the file is empty, incomplete or damaged.
-        """
         check_loadable(path)
         return super().load_checkpoint(path, *args, **options)
 

@@ -33,17 +33,14 @@ class RoundStages(pl.Callback):
         self._is_open = False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start recording validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             trainer.profiler.start(action_name("validate"))  # type: ignore[attr-defined]
             self._is_open = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop recording validation."""
         if self._is_open:
             trainer.profiler.stop(action_name("validate"))  # type: ignore[attr-defined]
             self._is_open = False
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop recording after an error: a profiler cannot restart an action that it has not stopped."""
-        self.on_validation_end(trainer, pl_module)
+        self.on_validation_end(trainer, pl_module)  # a profiler cannot restart what it has not stopped

@@ -15,15 +15,7 @@ from lightning_spectral.plugin.lightning.stages import RoundStages
 
 
 def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
-    """The user's callbacks, then those boundaries of a round that the Trainer does not have yet.
-
-    Args:
-        trainer: The Trainer.
-        own: Callbacks that the user's modules configured.
-
-    Raises:
-        ValueError: If a callback of a fit cannot act on a federation.
-    """
+    """The callbacks of the user's modules, then those boundaries of a round that the Trainer does not have yet."""
     own = list(own)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn == "fit":

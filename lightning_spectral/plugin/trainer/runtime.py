@@ -36,11 +36,7 @@ from lightning_spectral.server.run import Run
 
 
 class TrainerRuntime:
-    """Runs a federation's rounds with the Trainer that fits a module.
-
-    Args:
-        host: The module that the Trainer fits.
-    """
+    """Runs a federation's rounds with the Trainer that fits a module."""
 
     def __init__(self, host: pl.LightningModule) -> None:
         self._host = host
@@ -48,26 +44,21 @@ class TrainerRuntime:
 
     @property
     def trainer(self) -> pl.Trainer:
-        """The Trainer."""
         return self._host.trainer
 
     @property
     def round_idx(self) -> int:
-        """The current round, from 0."""
         return self._host.current_epoch
 
     @property
     def processes(self) -> Processes:
-        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
         return processes_of(self.trainer)
 
     @property
     def averages_are_set(self) -> bool:
-        """Whether a callback sets the averages of BatchNorm."""
         return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
 
     def profile(self, stage: str) -> AbstractContextManager[Any]:
-        """Record the block as one stage in the Trainer's profiler."""
         return stage_profile(self.trainer, stage)
 
     def round_callbacks(self) -> list[RoundCallback]:
@@ -76,7 +67,6 @@ class TrainerRuntime:
         return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=_place)
 
     def begin(self) -> None:
-        """Begin a fit."""
         self._told_to_end = False
 
     def note_shares(self, round_idx: int, share: Share | None = None) -> None:
@@ -85,7 +75,6 @@ class TrainerRuntime:
             self.trainer.strategy.note_shares(round_idx, () if share is None else share.everywhere)
 
     def until_told(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
-        """Yield the units whose turns may begin: none once a process was told to end, by SIGTERM."""
         strategy = self.trainer.strategy
         for unit in units:
             if isinstance(strategy, ClientParallelStrategy):
@@ -116,21 +105,13 @@ class TrainerRuntime:
                     self.trainer.strategy.optimizer_step(server, _nothing)
 
     def log(self, summaries: Sequence[RoundSummary]) -> None:
-        """Log a finished round of all models to callbacks, progress bar and loggers."""
         log_round(self.trainer, summaries)
 
 
 def sequential_executor(
     owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer | None = None
 ) -> SequentialExecutor:
-    """An executor that trains clients one after another, on a device in this process.
-
-    Args:
-        owner: The `FederatedModule` of the model that they train.
-        run: Settings and state shared by its rounds.
-        schedules: The user's learning-rate schedules.
-        local_trainer: Runs a client's local epochs; ``None`` for the client engine that the owner asks for.
-    """
+    """An executor that trains the clients of a `FederatedModule` one after another, on a device in this process."""
     device = Device(
         run.server,
         run.half.device_half,

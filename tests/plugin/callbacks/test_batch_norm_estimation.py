@@ -9,11 +9,13 @@ import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
+from observed_runs import with_and_without
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.plugin.callbacks import BatchNormEstimation
 
 KEEP = ["*.running_*"]
 AVERAGES = ("net.1.running_mean", "net.1.running_var", "net.4.running_mean", "net.4.running_var")
@@ -70,14 +72,6 @@ def assert_close(state: Any, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name].double(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_one_batch_of_all_examples_gives_their_mean_and_variance(toy: TensorDataset, fit: Fit) -> None:
-    fitted = fit(seeded(LitTwo), clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
-    assert_close(fitted.state, written_out(fitted.module, [toy.tensors[0]]))  # 120 examples, batches of up to 256
-    assert fitted.state["net.1.num_batches_tracked"] == 1
-    with pytest.raises(AssertionError):
-        assert_close(fit(seeded(LitTwo), clients(toy)).state, written_out(fitted.module, [toy.tensors[0]]))
-
-
 class LitTeacher(LitTwo):
     """Takes part of its input from a frozen network in eval mode, and has a layer that steps do not call."""
 
@@ -97,7 +91,7 @@ class LitTeacher(LitTwo):
 def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fit: Fit) -> None:
     lit = seeded(LitTeacher)
     before = {name: value.clone() for name, value in lit.state_dict().items()}
-    fitted = fit(lit, clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
+    fitted = fit(lit, clients(toy), callbacks=[BatchNormEstimation()])
     frozen = [name for name, _ in lit.named_buffers() if name.startswith(("teacher", "aside"))]
     assert len(frozen) == 6
     assert all(torch.equal(fitted.state[name], before[name]) for name in frozen)
@@ -109,7 +103,7 @@ def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fi
 @pytest.mark.parametrize("max_batches", [None, 3])
 def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy: TensorDataset, fit: Fit) -> None:
     data = clients(toy, eval_batch_size=17, client_val_fraction=0.25)
-    fitted = fit(seeded(LitTwo), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation(max_batches=max_batches)])
+    fitted = fit(seeded(LitTwo), data, callbacks=[BatchNormEstimation(max_batches=max_batches)])
     batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 2), max_batches)]
     assert [len(x) for x in batches] == [16, 16, 16, 16, 16, 16][:max_batches]  # 96 of 120 examples are for training
     trained = {tuple(row) for row in toy.tensors[0][data.partition.indices].tolist()}
@@ -134,9 +128,7 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
 def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        ours = fit(
-            seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]
-        )
+        ours = fit(seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[BatchNormEstimation()])
         after = torch.rand(3)
         torch.manual_seed(5)
         plain = fit(seeded(LitTwo), clients(toy), algorithm=algorithm)
@@ -144,11 +136,9 @@ def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: Ten
     assert torch.equal(ours.weights, plain.weights)
     assert torch.equal(plain.state["net.1.running_mean"], torch.zeros(12))  # the server's own, unchanged
     assert ours.state["num_steps"] == 0  # the steps were taken by a copy
+    assert ours.state["net.1.num_batches_tracked"] == 1  # 120 examples, batches of up to 256
     assert_close(ours.state, written_out(ours.module, [toy.tensors[0]]))
-    one, two = (
-        [{name: value for name, value in row.items() if not name.startswith("val")} for row in fitted.rows]
-        for fitted in (ours, plain)
-    )
+    one, two = (with_and_without(fitted.rows, "val")[1] for fitted in (ours, plain))
     assert one == two
     assert ours.rows != plain.rows
     assert ours.ledger.rows == plain.ledger.rows
@@ -174,7 +164,7 @@ def test_validation_evaluation_and_checkpoints_have_the_new_averages(
         seeded(LitTwo),
         data,
         algorithm=ls.FedAvg(keep_buffers=KEEP),
-        callbacks=[Evaluation(), ls.plugin.callbacks.BatchNormEstimation(), saver],
+        callbacks=[Evaluation(), BatchNormEstimation(), saver],
         trainer={"enable_checkpointing": True},
     )
     trained = toy.tensors[0][data.partition.indices]
@@ -196,7 +186,7 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(toy: Tensor
             means.append(pl_module.module.net[1].running_mean.clone())
 
     means: list[Tensor] = []
-    callbacks = [ls.plugin.callbacks.BatchNormEstimation(every_n_rounds=2), Seen()]
+    callbacks = [BatchNormEstimation(every_n_rounds=2), Seen()]
     fit(
         seeded(LitTwo),
         clients(toy),
@@ -215,34 +205,17 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(toy: Tensor
 
 
 def test_a_run_resumes(toy: TensorDataset, fit: Fit, tmp_path: Path) -> None:
-    check_resumes(
-        fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]
-    )
+    check_resumes(fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[BatchNormEstimation()])
 
 
 def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDataset, quiet: Any) -> None:
     models = {name: ls.FederatedModule(seeded(lit)) for name, lit in (("two", LitTwo), ("none", LitMLP))}
     federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
     data = ls.MultiModelDataModule({name: clients(toy) for name in models})
-    trainer = pl.Trainer(
-        max_epochs=2, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], num_sanity_val_steps=0, **quiet
-    )
+    trainer = pl.Trainer(max_epochs=2, callbacks=[BatchNormEstimation()], num_sanity_val_steps=0, **quiet)
     trainer.fit(federation, data)
     lit = models["two"].module
     assert_close(lit.state_dict(), written_out(lit, [toy.tensors[0]]))
-
-
-def test_no_model_with_averages_is_refused(data: Any, fit: Fit) -> None:
-    for lit in (seeded(LitMLP), ls.nn.use_batch_statistics(seeded(LitSmall))):
-        with pytest.raises(ValueError, match="finds no BatchNorm layer with averages"):
-            fit(lit, data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
-
-
-def test_manual_optimisation_is_refused(data: Any, fit: Fit) -> None:
-    lit = seeded(LitSmall)
-    lit.automatic_optimization = False
-    with pytest.raises(ValueError, match="that of LitSmall optimises manually"):
-        fit(lit, data, client_engine="trainer", callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
 
 
 def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy: TensorDataset, fit: Fit) -> None:
@@ -252,7 +225,7 @@ def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy:
             seeded(LitTwo),
             clients(toy),
             algorithm=algorithm,
-            callbacks=[ls.plugin.callbacks.BatchNormEstimation()],
+            callbacks=[BatchNormEstimation()],
             max_epochs=1,
         )
 
@@ -261,11 +234,23 @@ def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy:
         run(0.5, (0.25, 0.5))
 
 
-def test_a_module_that_is_not_federated_is_refused(toy: TensorDataset, quiet: Any) -> None:
-    trainer = pl.Trainer(max_epochs=1, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], **quiet)
-    loader = torch.utils.data.DataLoader(toy, batch_size=10)
-    with pytest.raises(TypeError, match="LitSmall trains on batches; wrap it"):
-        trainer.fit(seeded(LitSmall), loader, loader)
+def test_what_has_no_averages_to_estimate_is_refused(quiet: Any) -> None:
+    manual = seeded(LitSmall)
+    manual.automatic_optimization = False
+    of_manual = ls.FederatedModule(manual, clients_per_round=1, client_engine="trainer")
+    refused: list[tuple[Any, Any, str]] = [
+        (ls.FederatedModule(seeded(LitMLP), clients_per_round=1), ValueError, "finds no BatchNorm layer with averages"),
+        (
+            ls.FederatedModule(ls.nn.use_batch_statistics(seeded(LitSmall)), clients_per_round=1),
+            ValueError,
+            "finds no BatchNorm layer with averages",
+        ),
+        (of_manual, ValueError, "that of LitSmall optimises manually"),
+        (seeded(LitSmall), TypeError, "LitSmall trains on batches; wrap it"),
+    ]
+    for model, error, message in refused:
+        with pytest.raises(error, match=message):
+            BatchNormEstimation().setup(pl.Trainer(**quiet), model, "fit")
 
 
 def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
@@ -278,7 +263,7 @@ def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
     with pytest.raises(
         ls.errors.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"
     ):
-        fit(lit, clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
+        fit(lit, clients(toy), callbacks=[BatchNormEstimation()])
     plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
     assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept
 
@@ -296,7 +281,7 @@ class TestFaults:
     def test_a_batch_with_nan_is_left_out_where_such_clients_are(self, toy: TensorDataset, fit: Fit) -> None:
         data = self.broken(toy, eval_batch_size=10)
         with pytest.warns(ls.SpectralWarning, match="Round 0, BatchNorm estimation: 1 of 12 batches are left out"):
-            fitted = fit(seeded(LitTwo), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], max_epochs=1)
+            fitted = fit(seeded(LitTwo), data, callbacks=[BatchNormEstimation()], max_epochs=1)
         batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 0)) if not x.isnan().any()]
         assert len(batches) == 11
         assert fitted.state["net.1.num_batches_tracked"] == 11
@@ -307,7 +292,7 @@ class TestFaults:
         self, toy: TensorDataset, fit: Fit
     ) -> None:
         options: dict[str, Any] = {
-            "callbacks": [ls.plugin.callbacks.BatchNormEstimation()],
+            "callbacks": [BatchNormEstimation()],
             "max_epochs": 1,
             "clients_per_round": 1,
         }
@@ -335,7 +320,7 @@ class TestFaults:
             fitted = fit(
                 seeded(LitPicky),
                 self.broken(toy, eval_batch_size=10),
-                callbacks=[ls.plugin.callbacks.BatchNormEstimation()],
+                callbacks=[BatchNormEstimation()],
                 max_epochs=1,
                 faults=faults,
             )

@@ -1,6 +1,5 @@
 """The server's model on each client's held-out examples: the figures, and that the run is unaffected."""
 
-import random
 from functools import partial
 from typing import Any
 
@@ -8,8 +7,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from federation import Fit, Fitted, same_state, seeded
-from torch import Tensor, nn
+from federation import Fit, Fitted, seeded
+from observed_runs import Draws, Stirring, assert_only_adds, metrics_by_hand
+from one_by_one import Noisy
+from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 import lightning_spectral as ls
@@ -37,14 +38,6 @@ def data(toy: TensorDataset) -> ls.FederatedDataModule:
     return with_held_out(toy)
 
 
-@torch.no_grad()
-def by_hand(module: Any, toy: TensorDataset, examples: Tensor) -> dict[str, float]:
-    x, y = (tensor[examples] for tensor in toy.tensors)
-    logits = module.eval()(x)
-    picked = logits.double().log_softmax(1)[torch.arange(len(y)), y]
-    return {"val_loss": float(-picked.mean()), "val_acc": float((logits.argmax(1) == y).double().mean())}
-
-
 def test_the_table_is_what_the_final_model_does_on_examples_nobody_trained_on(
     lit_mlp: Any, toy: TensorDataset, data: ls.FederatedDataModule, fit: Fit
 ) -> None:
@@ -64,7 +57,7 @@ def test_the_table_is_what_the_final_model_does_on_examples_nobody_trained_on(
     for row in table.rows:
         held_out = data.held_out[row.client_id]
         assert row.num_examples == len(held_out)
-        assert row.metrics == pytest.approx(by_hand(fitted.module, toy, held_out), rel=1e-5)
+        assert row.metrics == pytest.approx(metrics_by_hand(fitted.module, toy[held_out]), rel=1e-5)
     seen = {tuple(x.tolist()) for x in torch.cat(trained_on)}
     assert not seen & {tuple(x.tolist()) for x in toy.tensors[0][data.held_out.indices]}
     assert len(seen) == 120 - data.held_out.num_assigned
@@ -99,64 +92,15 @@ def test_a_value_that_may_be_negative_has_no_share() -> None:
     }
 
 
-class Draws(pl.Callback):
-    """The states of the global generators after each round."""
-
-    def __init__(self) -> None:
-        self.states: list[Any] = []
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        numpys = np.random.get_state()[1]
-        self.states.append((torch.get_rng_state().tolist(), random.getstate(), numpys.tolist()))  # type: ignore[union-attr]
-
-
-class Noisy(Dataset[Any]):
-    """Examples with fresh noise on every read, returned as lists."""
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.dataset[index]
-        return [x + 0.1 * torch.rand(()), y]
-
-
-def test_the_run_is_the_same_with_and_without(lit_mlp: Any, toy: TensorDataset, fit: Fit) -> None:
-    class Stirring(lit_mlp):  # type: ignore[misc]
-        """Has a buffer that its steps change, and draws from the global generator."""
-
-        def __init__(self) -> None:
-            super().__init__(dropout=0.3)
-            self.net.insert(1, nn.BatchNorm1d(12))
-            self.register_buffer("num_validated", torch.zeros(()))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            assert not self.training
-            assert self.trainer.validating
-            y, x = batch.pop(), batch[0]
-            self.num_validated += 1
-            super().validation_step((x + 0.1 * torch.randn_like(x), y), batch_idx)
-
-    runs: list[tuple[Fitted, Draws]] = []
-    for callbacks in ([], [ls.ClientEvaluation()]):
+def test_the_run_is_the_same_with_and_without(toy: TensorDataset, fit: Fit) -> None:
+    runs: list[Fitted] = []
+    for callbacks in ([ls.ClientEvaluation()], []):
         torch.manual_seed(3)
-        drawn = Draws()
-        noisy, partitioner = Noisy(toy), ls.IIDPartitioner(12)
-        data = ls.FederatedDataModule(noisy, partitioner, val=noisy, batch_size=4, client_val_fraction=0.2)
-        runs.append((fit(seeded(Stirring), data, callbacks=[*callbacks, drawn]), drawn))
-    (plain, drawn), (watched, again) = runs
-    assert same_state(plain.state, watched.state)
-    without = [{n: v for n, v in row.items() if "fl/clients/" not in n} for row in watched.rows]
-    assert repr(plain.rows) == repr(without)
-    assert without != watched.rows
-    assert plain.ledger.rows == watched.ledger.rows
-    assert drawn.states == again.states
+        data = ls.FederatedDataModule(
+            Noisy(toy), ls.IIDPartitioner(12), val=Noisy(toy), batch_size=4, client_val_fraction=0.2
+        )
+        runs.append(fit(seeded(Stirring), data, callbacks=[*callbacks, Draws()]))
+    assert_only_adds("fl/clients/", *runs)
 
 
 def test_without_held_out_examples_the_partition_is_the_partitioners_own(toy: TensorDataset) -> None:
@@ -238,10 +182,10 @@ def test_batches_come_through_the_users_hooks(lit_mlp: Any, toy: TensorDataset, 
 
     evaluation = ls.ClientEvaluation()
     fitted = fit(seeded(Doubling), data, callbacks=[evaluation])
-    x, y = toy.tensors
     assert evaluation.table is not None
     row = evaluation.table.rows[-1]
-    expected = by_hand(fitted.module, TensorDataset(2 * x, y), data.held_out[row.client_id])
+    x, y = toy[data.held_out[row.client_id]]
+    expected = metrics_by_hand(fitted.module, (2 * x, y))
     assert row.metrics == pytest.approx(expected, rel=1e-5)
 
 
@@ -255,7 +199,7 @@ def test_a_data_module_may_bring_test_examples_of_its_own(lit: Any, toy: TensorD
     evaluation = ls.ClientEvaluation()
     fitted = fit(lit, WithTests(toy, ls.IIDPartitioner(3)), clients_per_round=2, callbacks=[evaluation])
     assert evaluation.table is not None
-    expected = by_hand(fitted.module, toy, torch.tensor([3, 4]))
+    expected = metrics_by_hand(fitted.module, toy[[3, 4]])
     assert evaluation.table.rows[0] == ls.plugin.callbacks.ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
     assert evaluation.table.rows[1].num_examples == 1
 

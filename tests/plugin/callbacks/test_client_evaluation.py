@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.partition import Partition
+from lightning_spectral.plugin.callbacks import ClientRow, ClientTable
 from lightning_spectral.protocol.rng import derived_generator
 
 SIZES = (1, 2, 7, 9, 11, 13, 14, 15, 20, 28)  # client 0 has none to spare
@@ -86,8 +87,8 @@ def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any
 
 
 def test_a_value_that_may_be_negative_has_no_share() -> None:
-    rows = tuple(ls.plugin.callbacks.ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
-    assert set(ls.plugin.callbacks.ClientTable(0, rows).figures()) == {
+    rows = tuple(ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
+    assert set(ClientTable(0, rows).figures()) == {
         f"score/{figure}" for figure in ("mean", "weighted_mean", "std", "lowest_decile", "highest_decile")
     }
 
@@ -113,7 +114,7 @@ def test_without_held_out_examples_the_partition_is_the_partitioners_own(toy: Te
     assert plain.held_out.num_assigned == 0
 
 
-def ids(table: ls.plugin.callbacks.ClientTable | None) -> list[int]:
+def ids(table: ClientTable | None) -> list[int]:
     assert table is not None
     return [row.client_id for row in table.rows]
 
@@ -200,7 +201,7 @@ def test_a_data_module_may_bring_test_examples_of_its_own(lit: Any, toy: TensorD
     fitted = fit(lit, WithTests(toy, ls.IIDPartitioner(3)), clients_per_round=2, callbacks=[evaluation])
     assert evaluation.table is not None
     expected = metrics_by_hand(fitted.module, toy[[3, 4]])
-    assert evaluation.table.rows[0] == ls.plugin.callbacks.ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
+    assert evaluation.table.rows[0] == ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
     assert evaluation.table.rows[1].num_examples == 1
 
 
@@ -230,10 +231,6 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
 
     with pytest.raises(ValueError, match=r"needs `WithoutStep\.validation_step`; define it"):
         fit(seeded(WithoutStep), data, callbacks=[callback])
-    for options in ({"every_n_rounds": 0}, {"clients": 0}):
-        (name,) = options
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-            ls.ClientEvaluation(**options)
     for clients in ("some", True, 0.5):
         with pytest.raises(TypeError, match=f"`clients` must be a whole number, got {clients!r}; "):
             ls.ClientEvaluation(clients=clients)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.plugin.callbacks import RoundLines
 
 LINE = re.compile(
     r"Round (?P<round>\d+)(?P<total>/\d+)?: (?P<values>.*), (?P<bytes>[\d.]+) MB so far, [\d.e-]+ s a round"
@@ -38,8 +39,8 @@ def fit(fit: Fit) -> Fit:
     return partial(fit, max_epochs=3)
 
 
-def every_round() -> ls.plugin.callbacks.RoundLines:
-    return ls.plugin.callbacks.RoundLines(every_n_seconds=0)
+def every_round() -> RoundLines:
+    return RoundLines(every_n_seconds=0)
 
 
 class Clock:
@@ -147,7 +148,7 @@ def test_lines_stand_in_for_a_bar_that_is_not_drawn(
 
 def test_lines_can_be_switched_off(lit: Any, data: Any, fit: Fit, lines: list[str], monkeypatch: Any) -> None:
     clock = Clock(monkeypatch)
-    fit(lit, data, callbacks=[Ticks(clock), ls.plugin.callbacks.RoundLines(math.inf)])
+    fit(lit, data, callbacks=[Ticks(clock), RoundLines(math.inf)])
     logging.getLogger("lightning.pytorch.rounds").setLevel(logging.WARNING)
     try:
         fit(lit, data, callbacks=[Ticks(clock), every_round()])
@@ -160,8 +161,3 @@ def test_other_processes_are_silent(lit: Any, data: Any, fit: Fit, lines: list[s
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero.rank_zero_only.rank", 1)
     fit(lit, data, callbacks=[every_round()])
     assert lines == []
-
-
-def test_a_negative_number_of_seconds_is_refused() -> None:
-    with pytest.raises(ValueError, match="`every_n_seconds` must be at least 0, got -1"):
-        ls.plugin.callbacks.RoundLines(-1)

@@ -190,9 +190,7 @@ class TestWholeRounds:
         assert resumed.trainer.global_step == 3
         assert same_state(resumed.state, whole.state)
 
-    def test_a_step_of_the_server_that_failed_is_not_saved(
-        self, lit: Any, data: Any, quiet: Any, tmp_path: Path
-    ) -> None:
+    def test_a_servers_step_that_failed_is_not_saved(self, lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
         class HalfStep(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 with torch.no_grad():
@@ -210,7 +208,7 @@ class TestWholeRounds:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK, and then the disk was full", b"epoch: 3"])
-def test_a_file_that_is_no_whole_checkpoint_is_refused_by_name(
+def test_a_file_that_is_not_whole_is_refused_by_name(
     content: bytes, lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     path = tmp_path / "last.ckpt"

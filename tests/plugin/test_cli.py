@@ -193,9 +193,7 @@ def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
         command.run("fit", ckpt_path="gone.ckpt")
 
 
-def test_what_print_config_shows_loads_again(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_print_config_shows_loads(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
     with pytest.raises(SystemExit):
         command.start(args=["fit", "--config", str(tmp_path / "run.yaml"), "--print_config"])
@@ -246,7 +244,7 @@ def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors would be loaded onto the GPU, as they should")
-def test_a_users_module_comes_back_on_a_machine_without_the_device(
+def test_a_users_module_comes_back_without_its_device(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = fit(LitToy(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
@@ -310,9 +308,7 @@ def test_classes_have_a_help(option: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_configs_run_with_the_command_that_they_show(
-    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
     shown = f"-m lightning_spectral fit --config examples/configs/{config.name}"
     assert shown in config.read_text()

@@ -190,9 +190,7 @@ def test_a_failing_callback_names_the_client_too(num_processes: int, results: Re
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("algorithm", ["dense", "spectral"])
-def test_broken_weights_of_the_server_end_every_process_alike(
-    algorithm: str, num_processes: int, results: Results
-) -> None:
+def test_broken_server_weights_end_every_process_alike(algorithm: str, num_processes: int, results: Results) -> None:
     """The weights are the same everywhere, so the error is too, whichever process saw a client fail."""
     for one in results(f"the server's step fails, {algorithm}", num_processes):
         assert one["error"].startswith(

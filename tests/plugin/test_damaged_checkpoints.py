@@ -102,7 +102,7 @@ class TestNothingRuns:
             ls.FederatedModule.load_from_checkpoint(script, module=lit)
 
     @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-    def test_of_torchscript_when_a_trainer_loads_it(
+    def test_of_torchscript_when_a_fit_loads_it(
         self, stage: str, script: Path, lit: Any, data: Any, quiet: Any
     ) -> None:
         model = ls.FederatedModule(lit, clients_per_round=2)
@@ -150,9 +150,7 @@ class TestDamage:
             (b"K\x00K\x05\x85", b"K\x00K\x02\x85", None),
         ],
     )
-    def test_tensors_lie_within_their_own_bytes(
-        self, before: bytes, after: bytes, message: str | None, path: Path
-    ) -> None:
+    def test_tensors_lie_within_their_bytes(self, before: bytes, after: bytes, message: str | None, path: Path) -> None:
         rewrite(path, lambda pickled: pickled.replace(before, after, 1))
         if message is None:
             return check_loadable(path)

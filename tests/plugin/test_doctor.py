@@ -22,7 +22,7 @@ from lightning_spectral.protocol.stage_clock import STAGES
 CPU = ["--accelerator", "cpu"]
 
 
-def test_every_algorithm_is_right_and_nothing_is_left_behind(
+def test_every_algorithm_is_right_and_nothing_stays_behind(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

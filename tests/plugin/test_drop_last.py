@@ -44,7 +44,7 @@ def with_batch_norm(lit_mlp: Any) -> Any:
 
 
 @pytest.mark.parametrize("client_engine", ENGINES)
-def test_batch_norm_on_one_example_ends_with_the_remedy(
+def test_batch_norm_on_one_example_is_an_error(
     client_engine: str, with_batch_norm: Any, toy: TensorDataset, fit: Fit
 ) -> None:
     with pytest.raises(ls.ClientError, match=r"client [01], local .*one example: leave such .* drop_last=True\)"):
@@ -75,9 +75,7 @@ def test_the_clock_predicts_what_is_trained(drop_last: bool, examples: int, lit:
     assert row["fl/virtual_seconds"] == pytest.approx(examples * 2)
 
 
-def test_a_checkpoint_of_another_choice_is_refused_and_an_older_one_had_the_default(
-    lit: Any, toy: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_another_choice_than_the_checkpoints_is_refused(lit: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
     ckpt, older = tmp_path / "1.ckpt", tmp_path / "older.ckpt"
     fit(lit, uneven(toy)).trainer.save_checkpoint(ckpt)
     content = torch.load(ckpt, weights_only=True)

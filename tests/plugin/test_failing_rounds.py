@@ -41,20 +41,12 @@ class FailingLogger(DummyLogger):
             raise OSError("the disk is full")
 
 
-def test_a_round_whose_logger_fails_is_saved_with_its_schedules(
-    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_a_round_whose_logger_fails_is_saved_whole(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     """Weights, count of rounds and learning rate belong together: the resumed run equals the uninterrupted one."""
     whole = fit(seeded(lit_mlp), data, max_epochs=4)
     ckpt = tmp_path / "failed.ckpt"
     with pytest.raises(OSError, match="the disk is full"):
-        fit(
-            seeded(lit_mlp),
-            data,
-            max_epochs=4,
-            callbacks=[SaveWhenItFails(ckpt)],
-            trainer={"logger": FailingLogger()},
-        )
+        fit(seeded(lit_mlp), data, max_epochs=4, callbacks=[SaveWhenItFails(ckpt)], trainer={"logger": FailingLogger()})
     resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=ckpt)
     assert same_state(whole.state, resumed.state)
     assert resumed.rows[-1]["fl/lr"] == whole.rows[-1]["fl/lr"]

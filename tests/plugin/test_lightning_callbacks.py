@@ -53,9 +53,7 @@ def refused() -> list[type[pl.Callback]]:
 
 
 @pytest.mark.parametrize("kind", refused(), ids=lambda kind: kind.__name__)
-def test_these_are_refused_by_name_before_anything_happens(
-    kind: type[pl.Callback], lit: Any, data: Any, fit: Fit
-) -> None:
+def test_these_are_refused_before_anything_happens(kind: type[pl.Callback], lit: Any, data: Any, fit: Fit) -> None:
     callback = object.__new__(kind)  # whatever its arguments
     with pytest.raises(ValueError, match=f"^{kind.__name__} cannot act on a federation: .*; "):
         fit(lit, data, callbacks=[callback])
@@ -82,7 +80,7 @@ def test_learning_rates_come_once_a_round(interval: Any, lit: Any, data: Any, fi
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
-def test_learning_rates_of_several_models_have_their_names(
+def test_learning_rates_have_their_models_names(
     scheduled: bool, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
 ) -> None:
     class Plain(lit_mlp):  # type: ignore[misc]
@@ -147,7 +145,7 @@ def test_the_wrapping_page_names_every_callback() -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("monitor", [None, "fl/loss"])
-def test_checkpoints_by_the_clock_are_written_after_whole_rounds(
+def test_checkpoints_by_the_clock_hold_whole_rounds(
     monitor: Any, lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     save = theirs.ModelCheckpoint(

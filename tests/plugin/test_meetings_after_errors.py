@@ -31,9 +31,7 @@ def strategy() -> ls.plugin.ClientParallelStrategy:
 @pytest.mark.parametrize(
     "error", [KeyError("mine"), KeyboardInterrupt(), ls.errors.LostProcessError("another is gone")]
 )
-def test_nobody_waits_after_an_error_of_one_process(
-    error: BaseException, strategy: ls.plugin.ClientParallelStrategy
-) -> None:
+def test_nobody_waits_after_an_error_of_one(error: BaseException, strategy: ls.plugin.ClientParallelStrategy) -> None:
     try:
         raise error
     except BaseException:
@@ -41,9 +39,7 @@ def test_nobody_waits_after_an_error_of_one_process(
         assert strategy.broadcast("mine") == "mine"
 
 
-def test_processes_that_end_with_the_same_error_wait_for_the_checkpoint(
-    strategy: ls.plugin.ClientParallelStrategy,
-) -> None:
+def test_processes_with_the_same_error_wait_for_the_checkpoint(strategy: ls.plugin.ClientParallelStrategy) -> None:
     """Otherwise a launcher might end process 0 while it writes."""
     try:
         raise ls.ClientError("Round 3, client 7, local training: KeyError")

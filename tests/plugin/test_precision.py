@@ -105,7 +105,7 @@ class TestEveryAlgorithm:
         assert history.column("fl/loss") == pytest.approx([third] * 2, rel=1e-12)
 
     @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
-    def test_losses_differ_by_roundings_of_the_type(
+    def test_losses_differ_by_roundings(
         self, precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
         history = fit(seeded(lit_mlp), data, algorithm=algorithm, trainer={"precision": precision}).history
@@ -117,7 +117,7 @@ class TestEveryAlgorithm:
 
 @pytest.mark.parametrize("algorithm", [ls.SpectralSharding(), ls.WidthSharding()], ids=["spectral", "width"])
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_an_example_input_is_cast_as_batches_are(
+def test_an_example_input_is_cast_like_batches(
     precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
     """Plans are those of the module in single precision, the type of the example."""
@@ -155,7 +155,7 @@ def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
-def test_weights_stay_on_the_device_and_are_those_of_the_cpu(
+def test_weights_on_a_device_are_those_of_the_cpu(
     device: str, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]

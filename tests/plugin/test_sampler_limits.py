@@ -82,9 +82,7 @@ def test_norms_of_new_values_are_known(algorithm: Any) -> None:
     check_sampler(NORMS, {"": algorithm})
 
 
-def test_a_logged_variance_does_not_need_a_matrix_of_all_clients(
-    data: Any, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logged_variance_needs_no_matrix_of_all_clients(data: Any, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = ls.Uniform(4, design=ls.ConditionalPoisson())
 
     def logged() -> dict[str, float]:

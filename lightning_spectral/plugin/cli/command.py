@@ -31,11 +31,7 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, **options: Any) -> None:
-        defaults = {
-            "seed_everything_default": 0,
-            "auto_configure_optimizers": False,
-            "parser_class": OneLineParser,
-        }
+        defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False, "parser_class": OneLineParser}
         super().__init__(
             FederatedHooks,  # the common base, whose subclasses remember what they were built from, for checkpoints
             pl.LightningDataModule,

@@ -24,13 +24,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.plugin.data.checks import (
-    are_several,
-    check_asked,
-    check_collate,
-    check_dealt,
-    check_evaluation,
-)
+from lightning_spectral.plugin.data.checks import are_several, check_asked, check_collate, check_dealt, check_evaluation
 from lightning_spectral.plugin.data.round_loader import RoundLoader, round_loader
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned

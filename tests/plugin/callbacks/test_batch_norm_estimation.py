@@ -147,9 +147,7 @@ def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: Ten
         assert averaged.ledger.rows[0].uplink_bytes - ours.ledger.rows[0].uplink_bytes == 4 * len(AVERAGES) * 12
 
 
-def test_validation_evaluation_and_checkpoints_have_the_new_averages(
-    toy: TensorDataset, fit: Fit, tmp_path: Path
-) -> None:
+def test_validation_and_checkpoints_have_the_new_averages(toy: TensorDataset, fit: Fit, tmp_path: Path) -> None:
     """`ClientEvaluation` precedes it in the list but acts after it."""
 
     class Evaluation(ls.ClientEvaluation):
@@ -221,13 +219,7 @@ def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDatase
 def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy: TensorDataset, fit: Fit) -> None:
     def run(keep_ratio: Any, widths: Any) -> None:
         algorithm = ls.WidthSharding(keep_ratio=keep_ratio, step_widths=widths, averages_per_width=True)
-        fit(
-            seeded(LitTwo),
-            clients(toy),
-            algorithm=algorithm,
-            callbacks=[BatchNormEstimation()],
-            max_epochs=1,
-        )
+        fit(seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[BatchNormEstimation()], max_epochs=1)
 
     run({0.5: 0.5, 1.0: 0.5}, (0.25, 0.5, 1.0))
     with pytest.raises(ValueError, match=r"estimates averages of the whole model, .* those of width 0.5"):
@@ -288,14 +280,8 @@ class TestFaults:
         assert_close(fitted.state, written_out(fitted.module, batches))
 
     @pytest.mark.filterwarnings("ignore:.*not finite:lightning_spectral.SpectralWarning")
-    def test_where_such_clients_end_a_run_or_no_batch_is_left_it_is_an_error(
-        self, toy: TensorDataset, fit: Fit
-    ) -> None:
-        options: dict[str, Any] = {
-            "callbacks": [BatchNormEstimation()],
-            "max_epochs": 1,
-            "clients_per_round": 1,
-        }
+    def test_where_such_clients_end_a_run_it_is_an_error(self, toy: TensorDataset, fit: Fit) -> None:
+        options: dict[str, Any] = {"callbacks": [BatchNormEstimation()], "max_epochs": 1, "clients_per_round": 1}
         with pytest.raises(
             ls.errors.RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"
         ):
@@ -305,9 +291,7 @@ class TestFaults:
             fit(seeded(LitTwo), self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
 
     @pytest.mark.filterwarnings("ignore:.*failed:lightning_spectral.SpectralWarning")
-    def test_a_batch_on_which_the_step_fails_is_left_out_where_such_clients_are(
-        self, toy: TensorDataset, fit: Fit
-    ) -> None:
+    def test_a_batch_on_which_the_step_fails_is_left_out_too(self, toy: TensorDataset, fit: Fit) -> None:
         class LitPicky(LitTwo):
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 loss = super().training_step(batch, batch_idx)

@@ -39,7 +39,7 @@ def data(toy: TensorDataset) -> ls.FederatedDataModule:
     return with_held_out(toy)
 
 
-def test_the_table_is_what_the_final_model_does_on_examples_nobody_trained_on(
+def test_the_table_is_of_the_final_model_on_examples_nobody_trained_on(
     lit_mlp: Any, toy: TensorDataset, data: ls.FederatedDataModule, fit: Fit
 ) -> None:
     trained_on: list[Tensor] = []
@@ -150,7 +150,7 @@ def test_rounds_and_clients_are_chosen(lit: Any, data: Any, fit: Fit) -> None:
     assert all(len(set(chosen)) == 3 and set(chosen) <= set(everybody) for chosen in drawn)
 
 
-def test_several_models_have_tables_of_their_own_and_resume_with_them(
+def test_several_models_have_tables_and_resume_with_them(
     lit_mlp: Any, toy: TensorDataset, quiet: Any, tmp_path: Any
 ) -> None:
     def run(max_epochs: int, **options: Any) -> tuple[Fitted, ls.ClientEvaluation]:

@@ -115,7 +115,7 @@ def test_csv_files_hold_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, t
     assert all(12 >= counts[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
 
 
-def test_another_fit_in_the_same_folder_leaves_no_files_of_the_one_before(
+def test_another_fit_in_the_same_folder_leaves_no_older_files(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     folder, ckpt = tmp_path / "csv/dashboard", tmp_path / "first.ckpt"
@@ -206,7 +206,7 @@ def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, q
 
 
 @pytest.mark.filterwarnings("ignore:RoundDashboard shows:lightning_spectral.SpectralWarning")
-def test_bytes_go_on_when_a_run_is_resumed_and_begin_again_with_another(
+def test_bytes_go_on_when_a_run_is_resumed_and_not_in_another(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     fit = partial(fit, data=data, trainer={"logger": False})
@@ -225,9 +225,7 @@ def test_the_run_is_the_same_with_and_without(lit_mlp: Any, data: Any, fit: Fit)
     assert same_state(plain.state, watched.state)
 
 
-def test_tensorboard_holds_histograms_tables_as_text_and_curves_over_bytes(
-    lit: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_tensorboard_holds_histograms_tables_and_curves(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="comes with the `test` extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -12,12 +12,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 
 INTERVALS = [ls.plugin.callbacks.SpectralDiagnostics, ls.plugin.callbacks.UpdateAlignment]
-OF_ROUNDS = [
-    ls.RoundHistory,
-    ls.CommunicationLedger,
-    ls.RoundDashboard,
-    *INTERVALS,
-]
+OF_ROUNDS = [ls.RoundHistory, ls.CommunicationLedger, ls.RoundDashboard, *INTERVALS]
 
 
 @pytest.mark.filterwarnings("ignore:RoundDashboard shows:lightning_spectral.SpectralWarning")

@@ -59,9 +59,7 @@ class Ticks(ls.RoundCallback):
         self.clock.now += 4
 
 
-def test_a_line_has_the_loss_the_metrics_the_bytes_and_the_time(
-    lit: Any, data: Any, fit: Fit, lines: list[str]
-) -> None:
+def test_a_line_has_loss_metrics_bytes_and_time(lit: Any, data: Any, fit: Fit, lines: list[str]) -> None:
     rows = fit(lit, data, callbacks=[every_round()]).rows
     found = [LINE.fullmatch(line) for line in lines]
     assert all(found), lines
@@ -109,9 +107,7 @@ def test_a_resumed_run_goes_on_counting_bytes(lit: Any, data: Any, fit: Fit, lin
     assert three == pytest.approx(1.5 * two, rel=0.01)
 
 
-def test_without_a_limit_there_is_no_time_left_to_tell(
-    lit: Any, toy: TensorDataset, fit: Fit, lines: list[str]
-) -> None:
+def test_without_a_limit_no_time_is_left_to_tell(lit: Any, toy: TensorDataset, fit: Fit, lines: list[str]) -> None:
     class Stop(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             trainer.should_stop = True

@@ -55,9 +55,7 @@ def networks(fitted: Fitted, num_samples: int) -> list[Any]:
     return found
 
 
-def test_figures_are_those_of_networks_made_and_evaluated_by_hand(
-    lit: Any, data: Any, toy: TensorDataset, fit: Fit
-) -> None:
+def test_figures_are_those_of_networks_evaluated_by_hand(lit: Any, data: Any, toy: TensorDataset, fit: Fit) -> None:
     fitted = fit(lit, data, callbacks=[SampledNetworks(num_samples=5)])
     row = fitted.rows[-1]
     by_hand = [metrics_by_hand(network, toy.tensors) for network in networks(fitted, 5)]
@@ -110,7 +108,7 @@ def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit:
 
 
 @needs_2_5_3
-def test_several_dataloaders_and_limits_are_those_of_the_validation(
+def test_dataloaders_and_limits_are_those_of_the_validation(
     lit_mlp: Any, data: Any, toy: TensorDataset, fit: Fit
 ) -> None:
     class Several(lit_mlp):  # type: ignore[misc]

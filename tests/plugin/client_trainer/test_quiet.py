@@ -15,12 +15,7 @@ import lightning_spectral as ls
 
 
 def test_clients_write_no_line_and_no_file(
-    lit: Any,
-    data: Any,
-    fit: Fit,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    lit: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     records: list[logging.LogRecord] = []

@@ -18,9 +18,7 @@ from lightning_spectral.participation import FullParticipation, Sampler
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_one_model_is_the_federation_that_it_would_be_alone(
-    name: str, toy: TensorDataset, lit_mlp: Any, fit: Fit, run: Any
-) -> None:
+def test_one_model_trains_as_it_would_alone(name: str, toy: TensorDataset, lit_mlp: Any, fit: Fit, run: Any) -> None:
     """Uniform, one processor, a fixed number of clients: the same bits, ledger and metrics."""
     both = one_model(toy)
     alone = fit(

@@ -62,7 +62,7 @@ def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save:
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(), ls.Zampling(degree=2)], ids=["dense", "sharded", "bits"]
 )
 @pytest.mark.filterwarnings(HARDLY_MOVED)
-def test_restored_weights_are_not_rounded(
+def test_restored_weights_keep_every_bit(
     algorithm: Any, precision: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     """Nor is what an optimizer or the algorithm remembers."""
@@ -173,7 +173,7 @@ def test_checkpoint_of_another_configuration_is_refused(
         ({"precision": "bf16-mixed"}, {}, "precision: 'bf16-mixed' in the checkpoint, '32-true' now"),
     ],
 )
-def test_checkpoint_of_another_trainer_is_refused(
+def test_checkpoint_of_another_trainer(
     saved: Any, now: Any, named: str, lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     data.val = None
@@ -183,9 +183,7 @@ def test_checkpoint_of_another_trainer_is_refused(
     assert fit(lit, data, max_epochs=2, trainer=saved, ckpt_path=tmp_path / "1.ckpt").trainer.global_step == 2
 
 
-def test_checkpoint_that_names_no_settings_of_the_trainer_is_resumed(
-    lit: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_checkpoint_without_settings_of_the_trainer_is_resumed(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     fit(lit, data).trainer.save_checkpoint(tmp_path / "1.ckpt")
     older = torch.load(tmp_path / "1.ckpt", weights_only=True)
     for name in TRAINER_SETTINGS:
@@ -203,7 +201,7 @@ def test_checkpoint_of_another_split_is_refused(lit: Any, toy: Any, data: Any, f
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
-def test_checkpoint_evaluates_whatever_the_configuration(
+def test_checkpoint_evaluates_in_any_configuration(
     lit: Any, lit_mlp: Any, data: Any, quiet: Any, fit: Fit, tmp_path: Path
 ) -> None:
     fitted = fit(lit, data)

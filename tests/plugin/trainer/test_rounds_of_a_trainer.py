@@ -72,9 +72,7 @@ def test_own_boundary_callbacks_replace_ours(lit: Any, data: Any, fit: Fit) -> N
 
 
 @pytest.mark.parametrize("place", [None, 0, 1, 2])
-def test_aggregation_acts_after_all_others_wherever_it_is_listed(
-    place: int | None, lit: Any, data: Any, fit: Fit
-) -> None:
+def test_aggregation_acts_last_wherever_it_is_listed(place: int | None, lit: Any, data: Any, fit: Fit) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Spy(ls.RoundCallback):

@@ -177,7 +177,7 @@ class FailingLogger(DummyLogger):
 
 @needs_2_5_3
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_logger_that_fails_when_a_round_ends_keeps_it_from_no_callback(
+def test_a_logger_that_fails_keeps_a_round_from_no_callback(
     error: type[BaseException], run: Any, tmp_path: Path
 ) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
@@ -196,7 +196,7 @@ def test_a_logger_that_fails_when_a_round_ends_keeps_it_from_no_callback(
     [(Falling, {}), (Falling, {"check_val_every_n_epoch": 2}), (WaitsForTraining, {})],
     ids=["every round", "every other round", "on training"],
 )
-def test_a_plateau_schedule_misses_no_round(
+def test_a_plateau_schedule_misses_nothing(
     make: type[LitMLP], settings: Any, when: Any, run: Any, tmp_path: Path
 ) -> None:
     """Some rounds are without clients: schedules and early stopping then go by an earlier round's metrics, or wait."""

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, seeded
+from one_by_one import OneByOne
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 
@@ -15,24 +16,11 @@ SIZES = (9, 5, 2, 4)  # in batches of 4: short last batches of one, one, two and
 ENGINES = ["loop", "trainer"]
 
 
-class Loaded(Dataset[Any]):
-    """The same examples, one by one: such data may have workers."""
-
-    def __init__(self, whole: TensorDataset) -> None:
-        self.whole = whole
-
-    def __len__(self) -> int:
-        return len(self.whole)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.whole[index]
-
-
 def uneven(toy: TensorDataset, in_memory: bool = True, **options: Any) -> ls.FederatedDataModule:
     owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
     few = TensorDataset(*(tensor[: len(owners)] for tensor in toy.tensors))
     return ls.FederatedDataModule(
-        few if in_memory else Loaded(few), ls.NaturalPartitioner(owners), batch_size=4, **options
+        few if in_memory else OneByOne(few), ls.NaturalPartitioner(owners), batch_size=4, **options
     )
 
 

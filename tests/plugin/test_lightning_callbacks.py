@@ -53,10 +53,15 @@ def refused() -> list[type[pl.Callback]]:
 
 
 @pytest.mark.parametrize("kind", refused(), ids=lambda kind: kind.__name__)
-def test_these_are_refused_before_anything_happens(kind: type[pl.Callback], lit: Any, data: Any, fit: Fit) -> None:
+def test_these_are_refused_by_name(kind: type[pl.Callback]) -> None:
     callback = object.__new__(kind)  # whatever its arguments
     with pytest.raises(ValueError, match=f"^{kind.__name__} cannot act on a federation: .*; "):
-        fit(lit, data, callbacks=[callback])
+        check_callbacks([callback])
+
+
+def test_they_are_refused_before_anything_happens(lit: Any, data: Any, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"^BackboneFinetuning cannot act on a federation"):
+        fit(lit, data, callbacks=[object.__new__(theirs.BackboneFinetuning)])
     assert all(parameter.requires_grad for parameter in lit.parameters())
 
 

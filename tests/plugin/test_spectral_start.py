@@ -105,14 +105,6 @@ class TestResume:
 
         return rounds
 
-    @pytest.mark.parametrize("stop_after", [1, 2])
-    def test_a_resumed_run_equals_the_uninterrupted_one(self, stop_after: int, rounds: Any, tmp_path: Path) -> None:
-        whole = rounds(3)
-        rounds(stop_after).trainer.save_checkpoint(tmp_path / "part.ckpt")
-        resumed = rounds(3, tmp_path / "part.ckpt")
-        assert resumed.trainer.global_step == 3
-        assert same_state(resumed.state, whole.state)
-
     def test_an_algorithm_sets_weights_once_and_not_when_resumed(
         self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -129,16 +121,6 @@ class TestResume:
         begun.trainer.save_checkpoint(tmp_path / "1.ckpt")
         assert same_state(rounds(2, tmp_path / "1.ckpt").state, doubled)
         assert [record.getMessage() for record in caplog.records].count("doubled all parameters") == 1
-
-    @pytest.mark.parametrize(
-        "other", [None, ls.algorithms.SpectralStart(tail=0.2), ls.algorithms.SpectralStart(trained=True)]
-    )
-    def test_a_checkpoint_with_another_start_is_refused(self, other: Any, rounds: Any, tmp_path: Path) -> None:
-        rounds(1).trainer.save_checkpoint(tmp_path / "1.ckpt")
-        with pytest.raises(
-            ValueError, match=r"(?s)another configuration.*spectral_start=SpectralStart\(tail=0.1, .*now"
-        ):
-            rounds(2, tmp_path / "1.ckpt", spectral_start=other)
 
     def test_it_is_said_once(self, rounds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)

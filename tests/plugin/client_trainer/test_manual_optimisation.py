@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both_engines import DENSE, MIXED, UNCLIPPED, assert_same_run
-from federation import Fit, same_state
+from federation import Fit, check_resumes
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -152,13 +152,7 @@ def test_steps_are_those_of_all_optimizers(data: Any, fit: Fit) -> None:
 
 def test_resumed_run_equals_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
     data.val = None
-    settings: dict[str, Any] = {"algorithm": UNCLIPPED, "clients_per_round": 3}
-    whole = fit(LitGAN(), data, max_epochs=3, **settings)
-    first = fit(LitGAN(), data, max_epochs=1, **settings)
-    first.trainer.save_checkpoint(tmp_path / "first.ckpt")
-    resumed = fit(LitGAN(), data, max_epochs=3, ckpt_path=tmp_path / "first.ckpt", **settings)
-    assert same_state(resumed.state, whole.state)
-    assert not same_state(first.state, whole.state)
+    check_resumes(fit, LitGAN, data, tmp_path, algorithm=UNCLIPPED, clients_per_round=3)
 
 
 def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) -> None:

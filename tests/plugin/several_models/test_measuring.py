@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 import pytest
-from linear_models import SIZES, WIDTHS, LitLine, lines, two_lines, update
+from linear_models import SIZES, WIDTHS, LitLine, two_lines, update
 
 import lightning_spectral as ls
+from lightning_spectral.plugin.checks.sampler import check_measurable
 
 
 def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
@@ -52,22 +53,8 @@ def test_fewer_may_be_measured(measure: Any, expected: int, run: Any) -> None:
     assert [row.get("words/fl/measured_clients", 0) for row in history.rows] == [expected] * 3
 
 
-def test_losses_of_manual_optimisation_are_not_measured(run: Any) -> None:
-    class Manual(LitLine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    part = ls.FederatedModule(Manual(), client_engine="trainer")
-    model = ls.MultiModelModule({"words": part}, participation=ls.LossVarianceReduced(active=2))
-    with pytest.raises(ValueError, match=r"Manual.training_step \('words'\) uses manual optimisation and would train"):
-        run(model, ls.MultiModelDataModule({"words": lines(3, (3, 4, 5))}))
-
-
-def test_norms_of_bits_are_refused(run: Any) -> None:
-    model = ls.MultiModelModule(
-        {"bits": ls.FederatedModule(LitLine(8), algorithm=ls.Zampling(1, degree=2))},
-        participation=ls.UpdateVarianceReduced(active=2),
-    )
-    with pytest.raises(ValueError, match="LossVarianceReduced"):
-        run(model, ls.MultiModelDataModule({"bits": lines(8, (3, 4, 5))}))
+def test_losses_of_manual_optimisation_are_not_measured() -> None:
+    module = LitLine()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"LitLine.training_step \('words'\) uses manual optimisation and would train"):
+        check_measurable(ls.LossVarianceReduced(active=2), {"words": module})

@@ -6,28 +6,15 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from one_by_one import Noisy
 
 import lightning_spectral as ls
-
-
-class Augmented(torch.utils.data.Dataset[Any]):
-    """Not in memory, and with noise."""
-
-    def __init__(self, inner: torch.utils.data.TensorDataset) -> None:
-        self.inner = inner
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.inner[index]
-        return x + 0.1 * torch.randn(x.shape), y
 
 
 def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, fit: Fit) -> None:
     runs = []
     for num_workers in (0, 2):
-        data = ls.FederatedDataModule(Augmented(toy), ls.IIDPartitioner(12), batch_size=4, num_workers=num_workers)
+        data = ls.FederatedDataModule(Noisy(toy), ls.IIDPartitioner(12), batch_size=4, num_workers=num_workers)
         runs.append(fit(seeded(lit_mlp), data, clients_per_round=3, max_epochs=2).state)
         assert not multiprocessing.active_children()
     assert same_state(*runs)

@@ -11,9 +11,15 @@ from lightning.fabric.utilities.data import AttributeDict
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checks.run import check_member, check_same_everywhere, check_stage, check_trainer
+from lightning_spectral.plugin.checks.run import (
+    check_clipping,
+    check_member,
+    check_own_optimizers,
+    check_same_everywhere,
+    check_stage,
+    check_trainer,
+)
 from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
-from lightning_spectral.plugin.checks.trainer import check_clipping, check_own_optimizers
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
@@ -27,9 +33,8 @@ from lightning_spectral.plugin.lightning.client_parallel import ClientParallelSt
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
 from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
-from lightning_spectral.plugin.trainer.round_boundaries import with_boundaries
 from lightning_spectral.plugin.trainer.run_config import data_config
-from lightning_spectral.plugin.trainer.runtime import TrainerRuntime
+from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
 from lightning_spectral.plugin.trainer.saved_run import SavedRun
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory

@@ -70,10 +70,6 @@ class FederatedModule(FederatedHooks, Trained):
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
 
-    Raises:
-        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``, or an argument has the wrong type.
-        ValueError: If a count is out of range, or the module does something that federated training cannot honour.
-
     Note:
         Each client starts with fresh optimizer state. The learning rate comes from your scheduler, read once per
         round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients; other buffers keep

@@ -48,10 +48,8 @@ class MultiModelModule(FederatedHooks):
         seed: Seed of the draws, and of which clients have how many processors.
 
     Raises:
-        TypeError: If a model is not a `FederatedModule`, or ``participation`` is not a sampler.
-        ValueError: If there is no model, a name cannot be part of a metric's name, a model has a participation of its
-            own, or two models share weights; at set-up, if no client can train a model, or there are fewer processors
-            than the sampler asks for.
+        ValueError: If a name is not an identifier, a model has a participation of its own, or two models share weights;
+            at set-up, if no client can train a model, or there are fewer processors than the sampler asks for.
 
     Reference:
         Zhang et al. (2024), Towards optimal heterogeneous client sampling in multi-model federated learning.

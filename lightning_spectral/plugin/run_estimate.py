@@ -118,14 +118,12 @@ def estimate(trainer: pl.Trainer, model: Federation, data: FederationData) -> Ru
         raise ValueError(
             f"An estimate runs in one process, got a Trainer of {trainer.world_size}; give it one with devices=1."
         )
-    found = RunEstimate(*_one_round(trainer, model, data))
+    found = _one_round(trainer, model, data)
     print(found)
     return found
 
 
-def _one_round(
-    trainer: pl.Trainer, model: Federation, data: FederationData
-) -> tuple[dict[str, float], int | None, int, int | None]:
+def _one_round(trainer: pl.Trainer, model: Federation, data: FederationData) -> RunEstimate:
     device = trainer.strategy.root_device
     profiler, clock = SimpleProfiler(), _Clock()
     scratch = quiet_trainer(
@@ -146,7 +144,7 @@ def _one_round(
     rounds = num_rounds(trainer)
     validates = action_name("validate") in profiler.recorded_durations
     validations = (rounds or 0) // (trainer.check_val_every_n_epoch or 1) if validates else 0
-    return seconds, rounds, validations, _peak_memory(device)
+    return RunEstimate(seconds, rounds, validations, _peak_memory(device))
 
 
 def _copy(model: Federation) -> Federation:

@@ -57,10 +57,9 @@ class BatchNormEstimation(RoundCallback):
         max_batches: Largest number of batches to use; ``None`` for all.
 
     Raises:
-        TypeError: If a number has the wrong type; at set-up, if the module is not federated.
-        ValueError: If a number is below 1; at set-up, if no model has a BatchNorm layer with averages, if a model that
-            has one optimises manually, since its ``training_step`` cannot run without taking steps, or if, with
-            ``averages_per_width``, no client has the whole width, whose averages are estimated.
+        ValueError: At set-up, if no model has a BatchNorm layer with averages, if a model that has one optimises
+            manually, since its ``training_step`` cannot run without taking steps, or if, with ``averages_per_width``,
+            no client has the whole width, whose averages are estimated.
 
     Note:
         The server of a real federation does not have this data; HeteroFL, which evaluates in this way, reads it

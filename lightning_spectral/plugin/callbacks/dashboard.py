@@ -9,15 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.records import Curve, Histogram, Record, Table, of_model
-from lightning_spectral.plugin.dashboard.spectra import algorithm_records
-from lightning_spectral.plugin.dashboard.writers import Write, remove_stale, writers_of
+from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table, round_bytes
+from lightning_spectral.plugin.dashboard.writers import Write, prefixed, remove_stale, writers_of
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -159,3 +159,18 @@ class RoundDashboard(RoundCallback):
 
 def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
+
+
+class WandbRounds(pl.Callback):
+    """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
+
+    Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
+    """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Define the axis once the run exists."""
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                axis = prefixed(logger, "fl/round")
+                logger.experiment.define_metric(axis)
+                logger.experiment.define_metric("*", step_metric=axis, step_sync=True)

@@ -14,7 +14,7 @@ from lightning_spectral.arguments import Number
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.progress import loss_title, megabytes
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.cohort import round_bytes
+from lightning_spectral.plugin.dashboard.tables import round_bytes
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss

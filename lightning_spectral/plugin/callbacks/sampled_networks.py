@@ -42,8 +42,8 @@ class SampledNetworks(pl.Callback):
         every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check does not count.
 
     Raises:
-        TypeError: If an argument has the wrong type; at set-up, if the algorithm is not `Zampling`.
-        ValueError: If a number is below 1; at set-up, if several processes share the data for validation.
+        TypeError: At set-up, if the algorithm is not `Zampling`.
+        ValueError: At set-up, if several processes share the data for validation.
 
     Example:
         >>> callback = SampledNetworks(num_samples=20)  # Trainer(callbacks=[callback])

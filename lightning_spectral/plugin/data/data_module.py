@@ -57,12 +57,6 @@ class FederatedDataModule(FixedArguments, pl.LightningDataModule):
         seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
 
-    Raises:
-        TypeError: If ``train`` is not a map-style data set, ``val`` or ``test`` is a dictionary or no data at all,
-            ``partitioner`` is not a partitioner, or a number has the wrong type.
-        ValueError: If a size is not positive, ``num_workers`` is negative, the fraction is not in ``[0, 1)``, or there
-            is not one label per example.
-
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
 

@@ -18,11 +18,7 @@ class MultiModelDataModule(pl.LightningDataModule):
     A client may have no examples of some models: it never trains those.
 
     Args:
-        modules: The data by model name; all must have the same number of clients.
-
-    Raises:
-        TypeError: If one is not a `FederatedDataModule`.
-        ValueError: If there is none; when a fit begins, if the numbers of clients differ.
+        modules: The data by model name; the same number of clients in all.
 
     Example:
         >>> import torch

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 from zipfile import ZipFile
 
-from lightning_spectral.plugin.lightning.archive_layout import DamagedFile, check_layout
-from lightning_spectral.plugin.lightning.archive_pickle import read_structure
+from lightning_spectral.plugin.lightning.archive import DamagedFile, check_layout, read_structure
 
 NEEDED = ("epoch", "global_step", "loops", "optimizer_states")
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.lightning.archive_layout import DamagedFile
+from lightning_spectral.plugin.lightning.archive import DamagedFile
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_contents, check_loadable, saved_progress
 
 

@@ -67,7 +67,7 @@ def load_user_module(
 
     Raises:
         ValueError: If the file is empty, damaged or not of a federation, or ``name`` is not among its models.
-        TypeError: If an argument is missing, or ``kind`` is not a class of LightningModules.
+        TypeError: If an argument of your module is missing.
 
     Example:
         >>> import tempfile

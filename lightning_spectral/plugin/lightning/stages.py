@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import lightning.pytorch as pl
 
 PROFILED = ("plan", "refresh", "sample", "load", "train", "aggregate", "apply", "validate")
@@ -18,12 +15,6 @@ def action_name(stage: str) -> str:
         '[Federated]train'
     """
     return f"[Federated]{stage}"
-
-
-def stage_profile(trainer: pl.Trainer, stage: str) -> AbstractContextManager[Any]:
-    """A context manager that records the block as one stage in the Trainer's profiler."""
-    profile: AbstractContextManager[Any] = trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
-    return profile
 
 
 class RoundStages(pl.Callback):

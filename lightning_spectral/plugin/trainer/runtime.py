@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
@@ -17,15 +19,24 @@ from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
 from lightning_spectral.client.user_step import Recorder
-from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, SubmodelSampling
+from lightning_spectral.plugin.callbacks import (
+    Aggregation,
+    BatchNormEstimation,
+    RoundLines,
+    SubmodelSampling,
+    SVDRefresh,
+    WandbRounds,
+)
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.checks.run import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
 from lightning_spectral.plugin.lightning.precision import scaled_by
+from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.lightning.round_log import log_round
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler
-from lightning_spectral.plugin.lightning.stages import stage_profile
+from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines, is_overridden
 from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.records import RoundSummary
@@ -59,7 +70,8 @@ class TrainerRuntime:
         return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
 
     def profile(self, stage: str) -> AbstractContextManager[Any]:
-        return stage_profile(self.trainer, stage)
+        profile: AbstractContextManager[Any] = self.trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
+        return profile
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
@@ -161,3 +173,21 @@ def _place(callback: RoundCallback) -> int:
 
 def _nothing() -> None:
     """The closure for an optimizer whose gradients already exist."""
+
+
+def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
+    """The callbacks of the user's modules, then those boundaries of a round that the Trainer does not have yet."""
+    own = list(own)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn == "fit":
+        check_callbacks([*callbacks, *own])  # before Lightning refuses some of them with its own messages
+    boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+    present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
+    return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
+
+
+def _watchers(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Callbacks for this Trainer's profiler and loggers: only those with something to do, since Lightning calls all."""
+    profiled = not isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+    at_wandb = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
+    return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, diagnostics
-from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.records import histogram
+from lightning_spectral.plugin.dashboard.tables import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 

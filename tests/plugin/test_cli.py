@@ -24,8 +24,10 @@ from lightning_spectral.__main__ import main
 from lightning_spectral.old_names import NEW_PATHS
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
+from jsonargparse import Namespace, dict_to_namespace
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_spectral.plugin.cli.checkpoint import report_differences
 from lightning_spectral.plugin.cli.command import FederatedCLI
 
 ROOT = Path(__file__).parents[2]
@@ -153,21 +155,27 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
 
-@pytest.mark.parametrize(("setting", "value"), [("local_epochs", 3), ("algorithm", SHARDED_MORE), ("algorithm", None)])
-def test_a_fit_with_other_arguments_than_its_checkpoint_is_refused(command: Command, setting: str, value: Any) -> None:
+def test_other_arguments_than_the_checkpoints_are_refused_or_not_used(command: Command) -> None:
     if type(command.cli) is not FederatedCLI:
         pytest.skip("Lightning's own takes the checkpoint's")
-    model = {"models": {**TWO["model"]["models"], "b": {**MODEL, setting: value}}}
-    changed = {**TWO["model"], **model}
-    differs = {
-        "local_epochs": r"models\.b\.local_epochs: 1 in the checkpoint, 3 now$",
-        "algorithm": r"models\.b\.algorithm.*: .* in the checkpoint, (0.4|None) now$",
-    }[setting]
-    ckpt = {"ckpt_path": str(command.checkpoint)}
-    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:\n  - model\.{differs}"):
-        command.run("fit", max_epochs=2, model=changed, **ckpt)
-    with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:\n  - model\.{differs}"):
-        assert command.run("validate", model=changed, **ckpt).model.configuration() == command.model.configuration()
+    models = {**TWO["model"]["models"], "b": {**MODEL, "local_epochs": 3}}
+    changed = {"model": {**TWO["model"], "models": models}, "ckpt_path": str(command.checkpoint)}
+    differs = r"\n  - model\.models\.b\.local_epochs: 1 in the checkpoint, 3 now$"
+    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:{differs}"):
+        command.run("fit", max_epochs=2, **changed)
+    with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:{differs}"):
+        assert command.run("validate", **changed).model.configuration() == command.model.configuration()
+
+
+@pytest.mark.parametrize(
+    ("now", "named"), [(SHARDED_MORE, r"algorithm\.keep_ratio: .*, 0\.4"), (None, "algorithm.*: .*, None")]
+)
+def test_a_difference_is_named_where_it_begins(now: Any, named: str) -> None:
+    def arguments(algorithm: Any) -> Any:
+        return Namespace(class_path="ls.FederatedModule", init_args=dict_to_namespace({"algorithm": algorithm}))
+
+    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:\n  - model\.{named} now$"):
+        report_differences(arguments(SHARDING), arguments(now), "fit")
 
 
 def test_a_checkpoint_of_0_1_has_paths_of_its_time(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The spectral start in a fit: from the first round on, for the smallest clients, once, and not when resumed."""
+"""Initial weights of sharded layers: the spectral start in a fit, and layers whose weights lack rank."""
 
 import copy
 import logging
@@ -11,8 +11,10 @@ import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
 from torch import Tensor, nn
+from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import SpectralStart
 from lightning_spectral.algorithms.fed_avg import DenseHalf
 
 
@@ -33,14 +35,14 @@ class TestInAFit:
     @pytest.mark.parametrize(
         ("keep_ratio", "start", "share"),
         [
-            (0.3, ls.algorithms.SpectralStart(), 0.3),
-            ({0.6: 0.5, 0.2: 0.5}, ls.algorithms.SpectralStart(), 0.2),
-            ([0.9] * 6 + [0.4] * 6, ls.algorithms.SpectralStart(), 0.4),
-            ({0.6: 0.5, 0.2: 0.5}, ls.algorithms.SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
+            (0.3, SpectralStart(), 0.3),
+            ({0.6: 0.5, 0.2: 0.5}, SpectralStart(), 0.2),
+            ([0.9] * 6 + [0.4] * 6, SpectralStart(), 0.4),
+            ({0.6: 0.5, 0.2: 0.5}, SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
         ],
     )
     def test_weights_begin_as_the_function_leaves_them_for_the_smallest_clients(
-        self, keep_ratio: Any, start: ls.algorithms.SpectralStart, share: float, lit: Any, data: Any, fit: Fit
+        self, keep_ratio: Any, start: SpectralStart, share: float, lit: Any, data: Any, fit: Fit
     ) -> None:
         expected = started(lit, share, tail=start.tail)
         others = [started(lit, other, tail=start.tail) for other in (0.2, 0.3, 0.4, 0.5, 0.6, 0.9) if other != share]
@@ -68,7 +70,7 @@ class TestInAFit:
         expected = started(lit, 0.3, trained=True)
         left = fit(copy.deepcopy(lit), data, algorithm=ls.SpectralSharding(keep_ratio=0.3), local_epochs=0)
         assert same_state(left.state, before)
-        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=ls.algorithms.SpectralStart(trained=True))
+        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=SpectralStart(trained=True))
         assert same_state(fit(lit, data, algorithm=request, local_epochs=0).state, expected)
         assert not same_state(before, expected)
 
@@ -144,3 +146,61 @@ def test_callbacks_see_the_started_weights_from_the_first_round_on(lit: Any, dat
     fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3), callbacks=[Watch()], max_epochs=2)
     assert same_state(seen[0], expected)
     assert not same_state(seen[1], expected)
+
+
+class LitDeep(LitMLP):
+    """Two layers between the first and the last, of which one starts with a constant weight."""
+
+    def __init__(self, value: float | None = None) -> None:
+        super().__init__()
+        self.net.insert(2, nn.Linear(12, 12))
+        if value is not None:
+            nn.init.constant_(self.net[2].weight, value)
+
+
+SHARDING = ls.SpectralSharding(keep_ratio=0.5)
+
+
+def rank(weight: torch.Tensor) -> int:
+    return int(torch.linalg.matrix_rank(weight.detach().double(), rtol=1e-5))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.05])
+def test_they_are_trained_whole_and_gain_rank(value: float, data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitDeep, value), data, algorithm=SHARDING, max_epochs=2)
+    assert rank(fitted.module.net[2].weight) > 2
+    plan = SHARDING.plan(seeded(LitDeep, value))
+    assert list(plan.missing_rank) == ["net.2"]
+    assert list(plan.sharded) == ["net.3"]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.05, None])
+def test_a_resumed_run_keeps_the_same_layers_whole(value: float | None, data: Any, fit: Fit, tmp_path: Path) -> None:
+    """By then they have rank."""
+
+    def rounds(max_epochs: int, ckpt_path: Path | None = None) -> Fitted:
+        return fit(seeded(LitDeep, value), data, algorithm=SHARDING, max_epochs=max_epochs, ckpt_path=ckpt_path)
+
+    whole = rounds(3)
+    for stop_after, path in enumerate([tmp_path / "1.ckpt", tmp_path / "2.ckpt"], start=1):
+        before = tmp_path / f"{stop_after - 1}.ckpt" if stop_after > 1 else None
+        rounds(stop_after, before).trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        assert ("federation_decisions" in saved) == (value is not None)
+    resumed = rounds(3, tmp_path / "2.ckpt")
+    assert same_state(resumed.state, whole.state)
+    assert [row.uplink_bytes for row in resumed.ledger.rows] == [row.uplink_bytes for row in whole.ledger.rows]
+
+
+def test_clients_that_would_hold_empty_terms_are_warned_of_by_name(data: Any, fit: Fit) -> None:
+    def of_rank(rows: int) -> LitDeep:
+        lit = seeded(LitDeep)
+        with torch.no_grad():
+            lit.net[2].weight[rows:] = 0.0
+        return lit
+
+    message = r"net\.2 \(rank 3 of 12; clients hold at least 6 terms\)\. Their rank never grows"
+    with pytest.warns(ls.SpectralWarning, match=message):
+        fit(of_rank(3), data, algorithm=SHARDING)
+    fit(of_rank(6), data, algorithm=SHARDING)
+    fit(seeded(LitDeep), data, algorithm=ls.SpectralSharding(spectral_start=ls.algorithms.SpectralStart(tail=0.0)))

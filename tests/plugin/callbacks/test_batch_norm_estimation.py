@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.errors import RoundError
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 
 KEEP = ["*.running_*"]
@@ -252,9 +253,7 @@ def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
             return loss + torch.autograd.grad(loss, self.net[0].bias, create_graph=True)[0].square().sum()
 
     lit = seeded(LitPenalty)
-    with pytest.raises(
-        ls.errors.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"
-    ):
+    with pytest.raises(RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"):
         fit(lit, clients(toy), callbacks=[BatchNormEstimation()])
     plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
     assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept
@@ -282,12 +281,10 @@ class TestFaults:
     @pytest.mark.filterwarnings("ignore:.*not finite:lightning_spectral.SpectralWarning")
     def test_where_such_clients_end_a_run_it_is_an_error(self, toy: TensorDataset, fit: Fit) -> None:
         options: dict[str, Any] = {"callbacks": [BatchNormEstimation()], "max_epochs": 1, "clients_per_round": 1}
-        with pytest.raises(
-            ls.errors.RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"
-        ):
+        with pytest.raises(RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"):
             fit(seeded(LitTwo), self.broken(toy), **options)
         strict = ls.server.Faults(on_not_finite=ls.server.Raise())
-        with pytest.raises(ls.errors.RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
+        with pytest.raises(RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
             fit(seeded(LitTwo), self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
 
     @pytest.mark.filterwarnings("ignore:.*failed:lightning_spectral.SpectralWarning")

@@ -1,7 +1,7 @@
 """Runs with callbacks that evaluate: the same metrics by hand, and a module that shows if they disturb a run."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +10,8 @@ import torch
 from federation import Fitted, same_state
 from torch import Tensor, nn
 from toy_models import LitMLP
+
+import lightning_spectral as ls
 
 
 @torch.no_grad()
@@ -49,6 +51,12 @@ class Draws(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         numpys: Any = np.random.get_state()[1]
         self.states.append((torch.get_rng_state().tolist(), random.getstate(), numpys.tolist()))
+
+
+def acting(**hooks: Callable[..., Any]) -> ls.RoundCallback:
+    """A callback with the given hooks, functions of the Trainer, the module and whatever else a hook is told."""
+    callback: ls.RoundCallback = type("Acting", (ls.RoundCallback,), {n: staticmethod(h) for n, h in hooks.items()})()
+    return callback
 
 
 def states_of(fitted: Fitted) -> list[Any]:

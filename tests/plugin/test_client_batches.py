@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from observed_runs import acting
 from one_by_one import Noisy, OneByOne
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -47,12 +48,13 @@ def test_every_client_trains_without_short_last_batches(
 ) -> None:
     steps: dict[int, int] = {}
 
-    class Count(ls.RoundCallback):
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            steps.update({client.client_id: client.num_steps for client in summary.clients})
+    def count(trainer: Any, model: Any, summary: Any) -> None:
+        steps.update({client.client_id: client.num_steps for client in summary.clients})
 
     data = uneven(toy, drop_last=True, **options)
-    found = fit(with_batch_norm, data, callbacks=[Count()], local_epochs=3, client_engine=client_engine)
+    found = fit(
+        with_batch_norm, data, callbacks=[acting(on_round_end=count)], local_epochs=3, client_engine=client_engine
+    )
     assert steps == {0: 6, 1: 3, 2: 3, 3: 3}
     assert found.rows[0]["fl/examples"] == sum(SIZES)  # weights still count all examples
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from federation import Fit, seeded
 from lightning.pytorch.plugins import MixedPrecision
+from observed_runs import acting
 from torch.amp.grad_scaler import GradScaler
 
 import lightning_spectral as ls
@@ -143,11 +144,8 @@ def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             seen["hook"].add(torch.get_default_dtype())
 
-    class Spy(ls.RoundCallback):
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            seen["callback"].add(torch.get_default_dtype())
-
-    fit(Lit(), data, clients_per_round=2, max_epochs=1, callbacks=[Spy()], trainer={"precision": precision})
+    spy = acting(on_round_end=lambda *_: seen["callback"].add(torch.get_default_dtype()))
+    fit(Lit(), data, clients_per_round=2, max_epochs=1, callbacks=[spy], trainer={"precision": precision})
     narrow = {"bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
     assert seen == {"forward": {narrow}, "hook": {torch.float32}, "callback": {torch.float32}}
     assert torch.get_default_dtype() == torch.float32

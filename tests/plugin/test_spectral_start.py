@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
+from observed_runs import acting
 from torch import Tensor, nn
 from toy_models import LitMLP
 
@@ -138,12 +138,8 @@ class TestResume:
 
 def test_callbacks_see_the_started_weights_from_the_first_round_on(lit: Any, data: Any, fit: Fit) -> None:
     expected, seen = started(lit, 0.3), []
-
-    class Watch(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            seen.append(copy.deepcopy(pl_module.module.state_dict()))
-
-    fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3), callbacks=[Watch()], max_epochs=2)
+    watch = acting(on_train_epoch_start=lambda trainer, model: seen.append(copy.deepcopy(model.module.state_dict())))
+    fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3), callbacks=[watch], max_epochs=2)
     assert same_state(seen[0], expected)
     assert not same_state(seen[1], expected)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
 from lightning_versions import needs_2_5_3
-from observed_runs import Draws, Stirring, assert_only_adds, metrics_by_hand, with_and_without
+from observed_runs import Draws, Stirring, acting, assert_only_adds, metrics_by_hand, with_and_without
 from one_by_one import Noisy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,16 +91,15 @@ def test_a_resumed_run_repeats_the_numbers(lit_mlp: Any, data: Any, fit: Fit, tm
     assert first != third
 
 
+def decide(trainer: pl.Trainer, model: Any, *_: Any) -> None:
+    """Make all bits certain."""
+    with torch.no_grad():
+        model.state.probs.round_()
+    model.engine.settle()
+
+
 def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit: Fit) -> None:
-    class Decides(ls.RoundCallback):
-        """Makes all bits certain before validation starts."""
-
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            with torch.no_grad():
-                pl_module.state.probs.round_()
-            pl_module.engine.settle()
-
-    row = fit(lit, data, max_epochs=1, callbacks=[Decides(), SampledNetworks(2)]).rows[0]
+    row = fit(lit, data, max_epochs=1, callbacks=[acting(on_round_end=decide), SampledNetworks(2)]).rows[0]
     for name in ("val_acc", "val_loss"):
         assert row[f"{name}/sampled_std"] == 0.0
         assert row[f"{name}/sampled_max"] == row[f"{name}/sampled_min"] == pytest.approx(row[name], rel=1e-6)
@@ -122,19 +121,13 @@ def test_dataloaders_and_limits_are_those_of_the_validation(
             self.log("alone", 1.0, on_step=True, on_epoch=False)
             self.log("largest", x.max(), reduce_fx="max")
 
-    class Decides(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            with torch.no_grad():
-                pl_module.state.probs.round_()
-            pl_module.engine.settle()
-
     data.val = [toy, TensorDataset(*(tensor[:70] for tensor in toy.tensors))]
     fitted = fit(
         seeded(Several),
         data,
         max_epochs=1,
         local_epochs=0,  # so bits stay certain, and every sampled network is the expected one
-        callbacks=[Decides(), SampledNetworks(2)],
+        callbacks=[acting(on_train_start=decide), SampledNetworks(2)],
         trainer={"limit_val_batches": 2},
         faults=ls.server.Faults(),
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded, without_seconds
 from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two_lines, update, vector
+from observed_runs import acting
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -85,12 +86,10 @@ def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
     model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))
     states: list[dict[str, Any]] = []
 
-    class Watch(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            states.append({n: copy.deepcopy(m.module.state_dict()) for n, m in pl_module.members.items()})
+    def watch(trainer: pl.Trainer, model: Any) -> None:
+        states.append({n: copy.deepcopy(m.module.state_dict()) for n, m in model.members.items()})
 
-    trainer, history, _ = run(model, data, 12, callbacks=[Watch()])
-
+    trainer, history, _ = run(model, data, 12, callbacks=[acting(on_validation_start=watch)])
     rested = [
         (row, name)
         for row, name in ((r, n) for r in range(1, 12) for n in WIDTHS)
@@ -113,13 +112,12 @@ def test_stale_updates_move_the_server_in_a_round_without_clients(run: Any) -> N
     data = ls.MultiModelDataModule({"words": lines(3, (4, 9, 2))})
     seen: list[tuple[Tensor, Tensor]] = []
 
-    class Watch(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            pieces = part.state.pieces()  # type: ignore[union-attr, operator]
-            stale = torch.cat([pieces[name].flatten() for name, _ in part.module.named_parameters()])
-            seen.append((vector(part.module).double(), stale.clone()))
+    def watch(*_: Any) -> None:
+        pieces = part.state.pieces()  # type: ignore[union-attr, operator]
+        stale = torch.cat([pieces[name].flatten() for name, _ in part.module.named_parameters()])
+        seen.append((vector(part.module).double(), stale.clone()))
 
-    _, history, _ = run(model, data, 12, callbacks=[Watch()])
+    _, history, _ = run(model, data, 12, callbacks=[acting(on_validation_start=watch)])
     empty = [r for r in range(1, 12) if history.rows[r]["words/fl/clients"] == 0]
     assert any(float(seen[r - 1][1].norm()) > 0 for r in empty)
     for r in empty:

@@ -99,7 +99,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
             member.owner.module.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Call the users' hooks; for a fit, check everything that can be checked before training."""
         self.federation.take_members()
         for member in self.federation.members.values():
             member.owner.module.setup(stage)
@@ -121,11 +120,9 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
 
     def move_batches(self) -> None:
-        """Let the users' batch hooks act on evaluation batches."""
         raise NotImplementedError
 
     def teardown(self, stage: str) -> None:
-        """Drop the engines, and call the users' hooks."""
         for member in self.federation.members.values():
             member.end_fit()
             member.owner.module.teardown(stage)

@@ -133,7 +133,6 @@ class FederatedModule(FederatedHooks, Trained):
 
     @property
     def members(self) -> Mapping[str, FederatedModule]:
-        """The models by name: only this module, whose name is empty."""
         return {"": self}
 
     @property

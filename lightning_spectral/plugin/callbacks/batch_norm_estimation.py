@@ -202,7 +202,6 @@ def _run_steps(
 
 
 def _check_left_out(left_out: int, count: int, faults: Faults, where: str) -> None:
-    """Warn about batches that were left out, or raise if they are too many."""
     if not left_out:
         return
     shares = [answer.max_share for answer in (faults.on_error, faults.on_not_finite) if isinstance(answer, LeaveOut)]

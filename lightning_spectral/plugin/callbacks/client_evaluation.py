@@ -90,7 +90,6 @@ class ClientEvaluation(RoundCallback):
         log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
 
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
-        """The metrics of the clients that were evaluated after this round."""
         table = self.tables.get(summary.model)
         if table is None or table.round_idx != summary.round_idx:
             return {}

@@ -94,7 +94,6 @@ class ClientTable:
         return [f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics]
 
     def state_dict(self) -> dict[str, Any]:
-        """The table in plain numbers and text."""
         rows = [(row.client_id, row.num_examples, dict(row.metrics)) for row in self.rows]
         return {"round_idx": self.round_idx, "rows": rows, "model": self.model}
 

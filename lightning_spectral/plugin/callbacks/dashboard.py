@@ -168,7 +168,6 @@ class WandbRounds(pl.Callback):
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Define the axis once the run exists."""
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 axis = prefixed(logger, "fl/round")

@@ -69,7 +69,6 @@ class ValidatedCopy:
         self._batch = None
 
     def logged(self) -> dict[str, float]:
-        """The values that it has logged over all batches, by name."""
         return {**self._so_far(), **self._ended}
 
     def _so_far(self) -> dict[str, float]:

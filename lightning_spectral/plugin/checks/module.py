@@ -61,7 +61,6 @@ def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) 
 
 
 def _check_server_optimizer(server_optimizer: Any) -> None:
-    """Check a function from parameters to an optimizer, as which torch's classes and ours can be used."""
     if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
         name = server_optimizer.__name__
         got = f"the class {name}; write {name}(...)"

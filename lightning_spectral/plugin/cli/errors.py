@@ -42,7 +42,6 @@ class OneLineParser(LightningArgumentParser):
     _config_file: object = None
 
     def parse_path(self, cfg_path: Any, *args: Any, **options: Any) -> Any:
-        """Remember which file is read, for messages."""
         self._config_file = cfg_path
         return super().parse_path(cfg_path, *args, **options)
 

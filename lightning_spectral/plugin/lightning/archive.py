@@ -87,7 +87,6 @@ def _check_end(file: IO[bytes], count: int, start: int) -> None:
 
 
 def _cut(*values: int) -> list[int]:
-    """Numbers as a field of four bytes holds them."""
     return [min(value, 0xFFFFFFFF) for value in values]
 
 

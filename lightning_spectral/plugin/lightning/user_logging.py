@@ -53,7 +53,6 @@ def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Ite
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise ``ValueError`` for names under which a value would replace one of the federation's."""
     if taken := sorted(ALWAYS.intersection(names)):
         raise ValueError(
             f"An evaluation hook logs {', '.join(taken)}, under which the federation logs a metric of its own; choose "

@@ -59,7 +59,7 @@ def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save:
     assert whole.rows == resumed.rows
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(), ls.Zampling(degree=2)], ids=["dense", "sharded", "bits"]
 )

@@ -66,10 +66,8 @@ class Clients(ls.FederatedDataModule):
 
 
 def part(kind: Any, **options: Any) -> dict[str, Any]:
-    return {
-        "class_path": kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
-        "init_args": options,
-    }
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return {"class_path": name, "init_args": options}
 
 
 SHARDING = part("SpectralSharding", keep_ratio={0.2: 0.5, 0.4: 0.5}, spectral_start=None)
@@ -91,16 +89,12 @@ CASES = {
 }
 
 
-class Command:
-    """A command line with a config, in a folder of its own.
+SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", **dict.fromkeys(SILENT, False)}
 
-    Attributes:
-        start: The function that starts it.
-        config: The configuration of model and data.
-        name: The name of one of the models.
-        cli: The first run, of one round.
-        checkpoint: The checkpoint of that run.
-    """
+
+class Command:
+    """A command line with a config, in a folder of its own, and the checkpoint of its first run, of one round."""
 
     def __init__(self, folder: Path, cli: Any, config: dict[str, Any], name: str) -> None:
         self.start, self.config, self.name = partial(cli, save_config_callback=None), config, name
@@ -110,15 +104,7 @@ class Command:
         self.cli.trainer.save_checkpoint(self.checkpoint)
 
     def run(self, command: str, *, max_epochs: int = 1, **options: Any) -> Any:
-        trainer = {
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "max_epochs": max_epochs,
-            "default_root_dir": str(self._folder),
-        }
+        trainer = {**QUIET, "max_epochs": max_epochs, "default_root_dir": str(self._folder)}
         config = {**self.config, "trainer": trainer, **options}
         return self.start(args={"subcommand": command, command: config})
 

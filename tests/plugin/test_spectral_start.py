@@ -3,6 +3,8 @@
 import copy
 import logging
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,41 +101,30 @@ class Doubles(ls.FedAvg):
 
 
 class TestResume:
-    @pytest.fixture
-    def rounds(self, fit: Fit, lit_mlp: Any, data: Any) -> Any:
-        def rounds(max_epochs: int, ckpt_path: Path | None = None, **options: Any) -> Fitted:
-            algorithm = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, **options)
-            return fit(seeded(lit_mlp), data, algorithm=algorithm, max_epochs=max_epochs, ckpt_path=ckpt_path)
-
-        return rounds
-
-    def test_an_algorithm_sets_weights_once_and_not_when_resumed(
+    def test_an_algorithm_sets_weights_once(
         self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """A repetition would show in every weight."""
         caplog.set_level(logging.INFO)
-
-        def rounds(max_epochs: int, ckpt_path: Path | None = None) -> Fitted:
-            options: dict[str, Any] = {"algorithm": Doubles(), "local_epochs": 0, "ckpt_path": ckpt_path}
-            return fit(seeded(lit_mlp), data, max_epochs=max_epochs, **options)
-
+        rounds = partial(fit, data=data, algorithm=Doubles(), local_epochs=0)
         doubled = {name: 2 * value for name, value in seeded(lit_mlp).state_dict().items()}
-        begun = rounds(1)
+        begun = rounds(seeded(lit_mlp))
         assert same_state(begun.state, doubled)
         begun.trainer.save_checkpoint(tmp_path / "1.ckpt")
-        assert same_state(rounds(2, tmp_path / "1.ckpt").state, doubled)
+        assert same_state(rounds(seeded(lit_mlp), max_epochs=2, ckpt_path=tmp_path / "1.ckpt").state, doubled)
         assert [record.getMessage() for record in caplog.records].count("doubled all parameters") == 1
 
-    def test_it_is_said_once(self, rounds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_it_is_said_once(
+        self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         caplog.set_level(logging.INFO)
-        rounds(2).trainer.save_checkpoint(tmp_path / "2.ckpt")
-        assert sentences(caplog) == [
-            "Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms."
-        ]
-        caplog.clear()
-        rounds(3, tmp_path / "2.ckpt")
-        rounds(1, spectral_start=None)
-        assert sentences(caplog) == []
+        sharding = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
+        fit(seeded(lit_mlp), data, algorithm=sharding).trainer.save_checkpoint(tmp_path / "1.ckpt")
+        said = ["Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms."]
+        assert sentences(caplog) == said
+        fit(seeded(lit_mlp), data, algorithm=sharding, max_epochs=2, ckpt_path=tmp_path / "1.ckpt")
+        fit(seeded(lit_mlp), data, algorithm=replace(sharding, spectral_start=None))
+        assert sentences(caplog) == said
 
 
 def test_callbacks_see_the_started_weights_from_the_first_round_on(lit: Any, data: Any, fit: Fit) -> None:

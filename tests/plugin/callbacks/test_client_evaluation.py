@@ -34,6 +34,11 @@ def with_held_out(train: Dataset[Any]) -> ls.FederatedDataModule:
     return ls.FederatedDataModule(train, partitioner, batch_size=4, eval_batch_size=3, client_val_fraction=0.25)
 
 
+def table_of(evaluation: ls.ClientEvaluation) -> ClientTable:
+    assert evaluation.table is not None
+    return evaluation.table
+
+
 @pytest.fixture
 def data(toy: TensorDataset) -> ls.FederatedDataModule:
     return with_held_out(toy)
@@ -51,8 +56,7 @@ def test_the_table_is_of_the_final_model_on_examples_nobody_trained_on(
 
     evaluation = ls.ClientEvaluation()
     fitted = fit(seeded(Watched), data, clients_per_round=10, callbacks=[evaluation])
-    table = evaluation.table
-    assert table is not None
+    table = table_of(evaluation)
     assert table.round_idx == 1
     assert [row.client_id for row in table.rows] == list(range(1, 10))
     for row in table.rows:
@@ -67,9 +71,8 @@ def test_the_table_is_of_the_final_model_on_examples_nobody_trained_on(
 def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any, fit: Fit) -> None:
     evaluation = ls.ClientEvaluation()
     fitted = fit(lit, data, callbacks=[evaluation])
-    assert evaluation.table is not None
-    values = np.array(list(evaluation.table.column("val_loss").values()))
-    sizes = np.array([row.num_examples for row in evaluation.table.rows])
+    values = np.array(list(table_of(evaluation).column("val_loss").values()))
+    sizes = np.array([row.num_examples for row in table_of(evaluation).rows])
     figures = {
         "mean": values.mean(),
         "weighted_mean": np.average(values, weights=sizes),
@@ -114,8 +117,7 @@ def test_without_held_out_examples_the_partition_is_the_partitioners_own(toy: Te
     assert plain.held_out.num_assigned == 0
 
 
-def ids(table: ClientTable | None) -> list[int]:
-    assert table is not None
+def ids(table: ClientTable) -> list[int]:
     return [row.client_id for row in table.rows]
 
 
@@ -127,8 +129,7 @@ class Tables(ls.RoundCallback):
         self.found: list[tuple[int, int, list[int], list[int]]] = []
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
-        table = self.evaluation.table
-        assert table is not None
+        table = table_of(self.evaluation)
         trained = sorted(client.client_id for client in summary.averaged)
         self.found.append((summary.round_idx, table.round_idx, ids(table), trained))
 
@@ -183,8 +184,7 @@ def test_batches_come_through_the_users_hooks(lit_mlp: Any, toy: TensorDataset, 
 
     evaluation = ls.ClientEvaluation()
     fitted = fit(seeded(Doubling), data, callbacks=[evaluation])
-    assert evaluation.table is not None
-    row = evaluation.table.rows[-1]
+    row = table_of(evaluation).rows[-1]
     x, y = toy[data.held_out[row.client_id]]
     expected = metrics_by_hand(fitted.module, (2 * x, y))
     assert row.metrics == pytest.approx(expected, rel=1e-5)
@@ -199,10 +199,9 @@ def test_a_data_module_may_bring_test_examples_of_its_own(lit: Any, toy: TensorD
 
     evaluation = ls.ClientEvaluation()
     fitted = fit(lit, WithTests(toy, ls.IIDPartitioner(3)), clients_per_round=2, callbacks=[evaluation])
-    assert evaluation.table is not None
     expected = metrics_by_hand(fitted.module, toy[[3, 4]])
-    assert evaluation.table.rows[0] == ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
-    assert evaluation.table.rows[1].num_examples == 1
+    assert table_of(evaluation).rows[0] == ClientRow(1, 2, pytest.approx(expected, rel=1e-5))
+    assert table_of(evaluation).rows[1].num_examples == 1
 
 
 def test_a_failing_step_says_where(lit: Any, data: Any, fit: Fit) -> None:

@@ -166,9 +166,7 @@ class FailingLogger(DummyLogger):
 
 @needs_2_5_3
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_logger_that_fails_keeps_a_round_from_no_callback(
-    error: type[BaseException], run: Any, interrupted: Any
-) -> None:
+def test_a_logger_that_fails_costs_no_round(error: type[BaseException], run: Any, interrupted: Any) -> None:
     ckpt = interrupted(Falling, trainer={"logger": FailingLogger(error)})
     assert_same(run(Falling, ckpt_path=ckpt), run(Falling))
 

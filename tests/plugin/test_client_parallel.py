@@ -72,12 +72,10 @@ class Results:
         return [self.of(name, num_processes, rank) for rank in range(num_processes)]
 
     def of(self, name: str, num_processes: int, rank: int) -> dict[str, Any]:
-        """The results of one process."""
         found: dict[str, Any] = torch.load(self.folder / f"{name} {num_processes} {rank}.pt", weights_only=True)
         return found
 
     def checkpoint(self, name: str, num_processes: int) -> Path:
-        """The checkpoint after the first round."""
         return self.folder / str(num_processes) / name / "0.ckpt"
 
 

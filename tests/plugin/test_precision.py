@@ -21,7 +21,6 @@ DEVICES = [
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of two rounds."""
     return partial(fit, max_epochs=2)
 
 

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `skip_n
 
 @dataclass(frozen=True)
 class Cautious(ls.FedAvg):
-    """A user's own algorithm."""
-
     caution: float = 0.5
 
 

@@ -54,14 +54,6 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 )
 
 
-def check_rounds(trainer: pl.Trainer) -> None:
-    """Raise ``TypeError`` unless the number of rounds is an ``int``, which Lightning asserts without a message."""
-    if not isinstance(trainer.max_epochs, int):
-        raise TypeError(
-            f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
-        )
-
-
 def check_clipping(trainer: pl.Trainer) -> None:
     """Raise ``ValueError`` if the Trainer is asked to clip gradients: it would clip only the server's."""
     if trainer.state.fn == "fit" and trainer.gradient_clip_val:
@@ -115,7 +107,10 @@ def _named(datamodule: pl.LightningDataModule | None) -> str:
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Check that a Trainer counts rounds, and spreads clients over processes if it has several."""
-    check_rounds(trainer)
+    if not isinstance(trainer.max_epochs, int):  # which Lightning asserts without a message
+        raise TypeError(
+            f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
+        )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
         raise ValueError(
             f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "

@@ -44,13 +44,11 @@ class LitTwo(LitMLP):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 
 @pytest.fixture
 def train(fit: Fit, toy: TensorDataset) -> Train:
-    """Such a fit of `LitTwo`, by default on the clients below."""
     return lambda data=None, **options: fit(seeded(LitTwo), data or clients(toy), **options)
 
 

@@ -23,7 +23,6 @@ SIZES = (1, 2, 7, 9, 11, 13, 14, 15, 20, 28)  # client 0 has none to spare
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of two rounds of four clients."""
     return partial(fit, max_epochs=2)
 
 

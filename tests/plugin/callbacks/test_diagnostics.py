@@ -30,7 +30,6 @@ class Logged(pl.Callback):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 

@@ -25,7 +25,6 @@ FIGURES = ("sampled_mean", "sampled_max", "sampled_min", "sampled_std", "samplin
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of two rounds of Zampling."""
     return partial(fit, algorithm=ZAMPLING, max_epochs=2)
 
 

@@ -46,9 +46,7 @@ class UpdateAlignment(RoundCallback):
             options = [options_of(template) for template in pl_module.templates()]
             self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         units = [client.unit for client in summary.clients if not client.left_out]
         before, options = self._begun.pop(pl_module.name, ({}, []))
         if not before or not units:

@@ -85,9 +85,7 @@ class BatchNormEstimation(RoundCallback):
             if isinstance(member.algorithm, ChecksAverageEstimation):
                 member.algorithm.check_average_estimation()
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         round_idx = summary.round_idx
         is_due = (round_idx + 1) % self.every_n_rounds == 0 or round_idx + 1 == num_rounds(trainer)
         names = averages(pl_module.module)

@@ -69,9 +69,7 @@ class ClientEvaluation(RoundCallback):
             return
         check_evaluated(as_host(pl_module, "ClientEvaluation needs federated clients"))
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         round_idx = summary.round_idx
         if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
             return

@@ -99,9 +99,7 @@ class RoundDashboard(RoundCallback):
         others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         before = self._bytes.get(summary.model, 0) if summary.round_idx else 0  # another fit begins at round 0
         self._bytes[summary.model] = before + round_bytes(summary)
         if summary.model:

@@ -67,9 +67,7 @@ class RoundsAsSteps(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore()
 
-    def on_exception(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Host, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: Host, exception: BaseException) -> None:  # type: ignore[override]
         pl_module.abandon_round()
         self._restore()  # after an error Lightning does not call `teardown`
 

@@ -26,8 +26,7 @@ def save_peft_adapter(model: FederatedModule, folder: str | PathLike[str], submo
         submodule: Name of the part of your module that PEFT is to adapt, such as ``"net"``; by default all of it.
 
     Raises:
-        TypeError: If ``model`` is not a `FederatedModule`.
-        ValueError: If it has another algorithm; if its module brings adapters of PEFT, which has its own
+        ValueError: If the federation has another algorithm; if its module brings adapters of PEFT, which has its own
             ``save_pretrained``; if the aggregation changes the base; or if something that is trained is not part of
             ``submodule``, or cannot be named in PEFT's configuration.
 
@@ -65,9 +64,8 @@ def narrow_model(model: FederatedModule, width: float) -> Any:
         A copy, without a Trainer.
 
     Raises:
-        TypeError: If ``model`` is not a `FederatedModule`.
-        ValueError: If it has another algorithm, channels other than the first ones, or ``scaler``; if ``width`` is out
-            of range, or each width has its own averages and ``width`` is not among ``step_widths``.
+        ValueError: If the federation has another algorithm, channels other than the first ones, or ``scaler``; if
+            ``width`` is out of range, or each width has its own averages and ``width`` is not among ``step_widths``.
 
     Example:
         >>> import torch

@@ -11,9 +11,15 @@ from lightning.fabric.utilities.data import AttributeDict
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checks.run import check_member, check_same_everywhere, check_stage, check_trainer
+from lightning_spectral.plugin.checks.run import (
+    check_clipping,
+    check_member,
+    check_own_optimizers,
+    check_same_everywhere,
+    check_stage,
+    check_trainer,
+)
 from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
-from lightning_spectral.plugin.checks.trainer import check_clipping, check_own_optimizers
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
@@ -27,9 +33,8 @@ from lightning_spectral.plugin.lightning.client_parallel import ClientParallelSt
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
 from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
-from lightning_spectral.plugin.trainer.round_boundaries import with_boundaries
 from lightning_spectral.plugin.trainer.run_config import data_config
-from lightning_spectral.plugin.trainer.runtime import TrainerRuntime
+from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
 from lightning_spectral.plugin.trainer.saved_run import SavedRun
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
@@ -57,7 +62,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._default_dtype = torch.get_default_dtype()
 
     def data_of(self, name: str) -> ServerData:
-        """The data of one model's clients."""
         raise NotImplementedError
 
     def data_or_none(self, name: str) -> ServerData | None:
@@ -65,7 +69,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         raise NotImplementedError
 
     def population(self) -> Population:
-        """Which client can train which model."""
         raise NotImplementedError
 
     def available_for(self, name: str) -> torch.Tensor | None:
@@ -92,12 +95,10 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return with_boundaries(self.trainer, own)
 
     def prepare_data(self) -> None:
-        """Call the users' hooks."""
         for member in self.federation.members.values():
             member.owner.module.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Call the users' hooks; for a fit, check everything that can be checked before training."""
         self.federation.take_members()
         for member in self.federation.members.values():
             member.owner.module.setup(stage)
@@ -119,11 +120,9 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
 
     def move_batches(self) -> None:
-        """Let the users' batch hooks act on evaluation batches."""
         raise NotImplementedError
 
     def teardown(self, stage: str) -> None:
-        """Drop the engines, and call the users' hooks."""
         for member in self.federation.members.values():
             member.end_fit()
             member.owner.module.teardown(stage)
@@ -140,7 +139,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return optimizers, schedulers
 
     def cut_cohort(self, limit: int | float) -> None:
-        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
         if isinstance(self.participation, Sampler):
             check_limit(limit, self.trainer)
         self.federation.cohorts.begin(limit)
@@ -152,7 +150,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self.federation.begin_fit(self._saved.progress.resumed is not None)
 
     def on_train_start(self) -> None:
-        """Call the users' hooks, and go on with a resumed run."""
         self.call_users("on_train_start")
         self._saved.go_on(self)
 
@@ -166,7 +163,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
     @property
     def processes(self) -> Processes:
-        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
         return processes_of(self.trainer)
 
     def cohort(self, round_idx: int) -> list[WorkUnit]:
@@ -174,18 +170,15 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return self.federation.cohorts.units(round_idx)
 
     def share(self, round_idx: int) -> Share:
-        """The clients that this process trains in a round, and those of the others."""
         return self.federation.cohorts.share(round_idx)
 
     def start_round(self, round_idx: int) -> None:
-        """Open the round of every model that some client trains, and call the round callbacks."""
         self._runtime.note_shares(round_idx)
         self._saved.progress.before_validation = None
         self._saved.progress.logged.mark(self.trainer)
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> None:
-        """Train this process's clients, one model after another; then `Aggregation` ends the round."""
         self._runtime.note_shares(batch.round_idx, batch)
         with full_precision(self.device, self._default_dtype):
             self.federation.play(batch)
@@ -194,11 +187,9 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
     def finish_round(self) -> None:
-        """Close the round, step the server on its pseudo-gradients, step the schedules and log the round."""
         self.federation.finish_round()
 
     def abandon_round(self) -> None:
-        """End a round that failed; it has changed nothing at the server and can be repeated."""
         self.federation.abandon_round()
 
     def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:
@@ -219,7 +210,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._saved.progress.ended = self.current_epoch
 
     def on_validation_epoch_end(self) -> None:
-        """Call the users' hooks, and log the round, so that loggers can plot evaluation against it."""
         self.call_users("on_validation_epoch_end")
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.log("fl/round", float(self.current_epoch), batch_size=1)
@@ -233,11 +223,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
         The checkpoint of a LightningCLI run contains all that is needed. For any other checkpoint, pass the modules and
         the federation's arguments that differ from the defaults. `load_user_module` loads only your own module.
-
-        Args:
-            checkpoint_path: The checkpoint.
-            *args: As for any LightningModule.
-            **kwargs: As for any LightningModule, including arguments of the federation.
 
         Raises:
             TypeError: If an argument is missing.
@@ -297,7 +282,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # as text, because a limit of 1 is not 1.0
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
         self._saved.write(checkpoint, self.full_configuration())
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -305,9 +289,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
         Lightning restores weights before it converts the module to the Trainer's precision, which would round those of
         ``"64-true"``.
-
-        Raises:
-            ValueError: If a fit is resumed from a checkpoint of another configuration.
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._saved.read(checkpoint, self.full_configuration())

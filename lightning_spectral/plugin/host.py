@@ -58,16 +58,14 @@ class Trained(Protocol):
         """The engine that runs its rounds."""
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
-        """Build another engine with the clients, the seed and the settings of the run."""
+        """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
 
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
 
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log one value, as any LightningModule does."""
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None: ...
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        """Log several values."""
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None: ...
 
 
 class Host(Protocol):
@@ -81,28 +79,37 @@ class Host(Protocol):
     def members(self) -> Mapping[str, Trained]:
         """The models by name."""
 
-    def data_of(self, name: str) -> Any:
-        """The `ServerData` of one model's clients."""
+    def data_of(self, name: str) -> Any: ...
 
     def share(self, round_idx: int) -> Share:
-        """The clients that this process trains in a round."""
+        """The clients that this process trains in a round, and those of the others."""
 
     def cut_cohort(self, limit: int | float) -> None:
-        """Begin a fit: limit each cohort to a number of clients, or to a share of it."""
+        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
 
     def start_round(self, round_idx: int) -> None:
-        """Open a round for its cohort."""
+        """Open the round of every model that some client trains, and call the round callbacks."""
 
     def finish_round(self) -> None:
-        """Close the round and step the server."""
+        """Close the round, step the server on its pseudo-gradients, step the schedules and log the round."""
 
     def abandon_round(self) -> None:
-        """End a round that failed."""
+        """End a round that failed; it has changed nothing at the server and can be repeated."""
 
 
 def is_host(module: nn.Module | None) -> TypeGuard[Host]:
     """Whether a module declares itself a `Host`, by its bases rather than by the names of its methods."""
     return Host in type(module).__mro__
+
+
+def as_host(module: nn.Module | None, claim: str, otherwise: str = "") -> Host:
+    """A module as a `Host`; raise ``TypeError``, with what needs one and another way out, if it is none."""
+    if is_host(module):
+        return module
+    raise TypeError(
+        f"{claim}, and {type(module).__name__} trains on batches; wrap it: "
+        f"FederatedModule(module, clients_per_round=...){otherwise}."
+    )
 
 
 def is_trained(module: nn.Module | None) -> TypeGuard[Trained]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,16 +12,17 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
+from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_task import LocalTrainer
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
+from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.checks.module import (
     check_algorithm,
     check_module,
     check_settings,
     check_suits,
-    plain_numbers,
     warn_of_compiled_in_place,
 )
 from lightning_spectral.plugin.checks.run import check_datamodule
@@ -70,10 +72,6 @@ class FederatedModule(FederatedHooks, Trained):
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
 
-    Raises:
-        TypeError: If ``module`` is not a ``lightning.pytorch.LightningModule``, or an argument has the wrong type.
-        ValueError: If a count is out of range, or the module does something that federated training cannot honour.
-
     Note:
         Each client starts with fresh optimizer state. The learning rate comes from your scheduler, read once per
         round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients; other buffers keep
@@ -113,20 +111,19 @@ class FederatedModule(FederatedHooks, Trained):
         super().__init__()
         check_module(module)
         check_settings(client_engine, server_optimizer, local_hooks)
-        local_epochs, clients_per_round, seed = plain_numbers(local_epochs, clients_per_round, seed)
+        self.local_epochs: int = Whole(at_least=0)("local_epochs", local_epochs)
+        self.clients_per_round = replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round)
+        self.seed: int = Whole()("seed", seed)
         check_user_module(module, client_engine)
         warn_of_compiled_in_place(module)
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
         check_algorithm(self.algorithm)
         check_suits(self.algorithm, module)
-        self.clients_per_round = clients_per_round
-        self.participation = _participation(clients_per_round, participation)
-        self.local_epochs = local_epochs
+        self.participation = _participation(self.clients_per_round, participation)
         self.client_engine = client_engine
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
-        self.seed = seed
         self.faults = Faults() if faults is None else faults
         check_is("faults", self.faults, Faults)
         self.update_bound = update_bound
@@ -134,7 +131,7 @@ class FederatedModule(FederatedHooks, Trained):
             check_is("update_bound", update_bound, MaxUpdateNorm)
             update_bound.check(self.algorithm)
         self.conditions = Conditions(dropout, clock)
-        self.state = self.algorithm.new_state(module, seed)
+        self.state = self.algorithm.new_state(module, self.seed)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
         self.member = Member(self)
         self._federate({"": self.member})
@@ -143,17 +140,14 @@ class FederatedModule(FederatedHooks, Trained):
 
     @property
     def members(self) -> Mapping[str, FederatedModule]:
-        """The models by name: this module, the only one, has an empty name."""
         return {"": self}
 
     @property
     def name(self) -> str:
-        """The model's name; empty if it is trained alone."""
         return self.member.name
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs its rounds; exists only while fitting."""
         return self.member.engine
 
     @property
@@ -162,21 +156,17 @@ class FederatedModule(FederatedHooks, Trained):
         return self.member.plan.data_of(self.name)
 
     def data_of(self, name: str) -> ServerData:
-        """The data module of the run."""
         return check_datamodule(self.trainer, ServerData)
 
     def data_or_none(self, name: str) -> ServerData | None:
-        """The data module of the run; ``None`` when evaluating with the user's own loader."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         return datamodule if isinstance(datamodule, ServerData) else None
 
     def population(self) -> Population:
-        """The clients, each with one processor."""
         sizes = self.clients_of("", self.algorithm).sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
 
     def templates(self) -> list[Optimizer]:
-        """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
         return self.member.templates
 
     def make_executor(self, run: Run) -> Executor:
@@ -193,12 +183,10 @@ class FederatedModule(FederatedHooks, Trained):
         return remote or sequential_executor(self, run, schedules, local_trainer)
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
-        """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
         return self.member.build_engine(server, algorithm)
 
     @property
     def trains_manually(self) -> bool:
-        """Whether clients' own Trainers run a ``training_step`` with manual optimisation."""
         return self.client_engine == "trainer" and not self.module.automatic_optimization
 
     def settings(self) -> dict[str, Any]:
@@ -213,7 +201,6 @@ class FederatedModule(FederatedHooks, Trained):
         }
 
     def configuration(self) -> dict[str, str | int]:
-        """The settings that must match for a checkpoint to be resumed, apart from the data."""
         return {
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
@@ -235,16 +222,13 @@ class FederatedModule(FederatedHooks, Trained):
 
     @contextmanager
     def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:
-        """Let the user's module log within the block; all batches are its own."""
         with forwarded_logging(self.module, self):
             yield self.module, args
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's ``forward`` with the server's weights."""
         return self.module(*args, **kwargs)
 
     def move_batches(self) -> None:
-        """Let the batch hooks of the user's module and data act on evaluation batches only."""
         spare_shares(self, of=self.module)
         if (data := self.data_or_none("")) is not None:
             spare_shares(data, of=data)
@@ -269,12 +253,7 @@ class FederatedModule(FederatedHooks, Trained):
 
 
 def _participation(clients_per_round: int | None, sampler: Sampler | None) -> UniformParticipation | Sampler | None:
-    """Return who takes part in a round; ``None`` if a federation of several models decides that.
-
-    Raises:
-        ValueError: If both arguments are given.
-        TypeError: If ``sampler`` is not a sampler.
-    """
+    """Who takes part in a round; ``None`` if a federation of several models decides that."""
     if sampler is None:
         return None if clients_per_round is None else UniformParticipation(clients_per_round)
     check_is("participation", sampler, Sampler)

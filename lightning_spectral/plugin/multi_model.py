@@ -48,10 +48,8 @@ class MultiModelModule(FederatedHooks):
         seed: Seed of the draws, and of which clients have how many processors.
 
     Raises:
-        TypeError: If a model is not a `FederatedModule`, or ``participation`` is not a sampler.
-        ValueError: If there is no model, a name cannot be part of a metric's name, a model has a participation of its
-            own, or two models share weights; at set-up, if no client can train a model, or there are fewer processors
-            than the sampler asks for.
+        ValueError: If a name is not an identifier, a model has a participation of its own, or two models share weights;
+            at set-up, if no client can train a model, or there are fewer processors than the sampler asks for.
 
     Reference:
         Zhang et al. (2024), Towards optimal heterogeneous client sampling in multi-model federated learning.
@@ -99,20 +97,13 @@ class MultiModelModule(FederatedHooks):
 
     @property
     def members(self) -> Mapping[str, FederatedModule]:
-        """The models by name."""
         return cast(Mapping[str, FederatedModule], dict(self.models.items()))
 
     @property
     def multi_data(self) -> MultiModelDataModule:
-        """The data module of the run."""
         return check_datamodule(self.trainer, MultiModelDataModule)
 
     def data_of(self, name: str) -> ServerData:
-        """The data of one model's clients.
-
-        Raises:
-            ValueError: If there is no data for it.
-        """
         modules = self.multi_data.modules
         if modules.keys() != self.members.keys():
             raise ValueError(
@@ -122,7 +113,6 @@ class MultiModelModule(FederatedHooks):
         return modules[name]
 
     def population(self) -> Population:
-        """Which client can train which model, and with how many processors."""
         directories = [self.clients_of(name, member.algorithm) for name, member in self.members.items()]
         num_clients = self.multi_data.num_clients
         check_num_entries("processors", self.processors, num_clients)
@@ -132,7 +122,6 @@ class MultiModelModule(FederatedHooks):
         return Population(torch.stack([clients.sizes for clients in directories], dim=1), counts, available)
 
     def available_for(self, name: str) -> Tensor:
-        """Whether each client can train a model, if it has examples of it."""
         num_clients = self.multi_data.num_clients
         if unknown := [client for client in self.unavailable if client >= num_clients]:
             raise ValueError(f"`unavailable` names clients {unknown}, and there are {num_clients}; ids begin at 0.")
@@ -141,12 +130,10 @@ class MultiModelModule(FederatedHooks):
         return available
 
     def settings(self) -> dict[str, Any]:
-        """All settings in plain nested dictionaries, as loggers show them."""
         own = config_of(self, ("participation", "processors", "unavailable", "seed"))
         return {**own, "models": {name: m.settings() for name, m in self.members.items()}}
 
     def configuration(self) -> dict[str, str | int]:
-        """The settings that must match for a checkpoint to be resumed, apart from the data."""
         own: dict[str, str | int] = {
             "participation": repr(self.participation),
             "processors": repr(self.processors),
@@ -157,18 +144,16 @@ class MultiModelModule(FederatedHooks):
         return own | {f"{name}: {key}": value for name, part in parts.items() for key, value in part.items()}
 
     def data_or_none(self, name: str) -> ServerData | None:
-        """One model's data; ``None`` when evaluating with the user's own loaders."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         return self.data_of(name) if isinstance(datamodule, MultiModelDataModule) else None
 
     def prepare_data(self) -> None:
-        """Attach the Trainer to the models, because Lightning does so for direct children only; call users' hooks."""
+        """Attach the Trainer to the models too: Lightning does so for direct children only."""
         for member in self.members.values():
             member.trainer = self.trainer
         super().prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Call the users' hooks; for a fit, check everything that can be checked before training."""
         if stage == "predict":
             self.predict_step()  # refuses, here before Lightning looks for data
         for member in self.members.values():
@@ -176,11 +161,7 @@ class MultiModelModule(FederatedHooks):
         super().setup(stage)
 
     def predict_step(self, *args: Any) -> Any:
-        """Refuse: Lightning does not say which model is meant.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Raise ``NotImplementedError``: Lightning does not say which model is meant."""
         name = next(iter(self.members))
         raise NotImplementedError(
             "`Trainer.predict` does not say which model is meant; give it one: "
@@ -189,7 +170,6 @@ class MultiModelModule(FederatedHooks):
 
     @contextmanager
     def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:
-        """Let the model to whose data an evaluation batch belongs log under its own name within the block."""
         name, own_index, count = self._loader(args[position] if len(args) > position else 0)
         member = self.members[name]
         member.log_suffix = f"/dataloader_idx_{own_index}" if count > 1 else ""
@@ -204,11 +184,7 @@ class MultiModelModule(FederatedHooks):
         return self.multi_data.evaluated("test" if self.trainer.testing else "validate")[index]
 
     def move_batches(self) -> None:
-        """Let each model's own batch hooks act on its evaluation batches, those of its data module first.
-
-        Raises:
-            ValueError: If the data module of all models has such a hook.
-        """
+        """Let each model's own batch hooks act on its evaluation batches, those of its data module first."""
         whole = self.trainer.datamodule  # type: ignore[attr-defined]
         for hook in BATCH_HOOKS:
             if isinstance(whole, MultiModelDataModule) and is_overridden(whole, hook):

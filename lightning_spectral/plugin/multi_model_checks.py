@@ -15,13 +15,7 @@ PROCESSORS = Whole(at_least=1, hint="leave out clients that train nothing")
 
 
 def check_models(models: Any) -> None:
-    """Check the models of a federation.
-
-    Raises:
-        TypeError: If one is not a `FederatedModule`.
-        ValueError: If there is none, a name cannot be part of a metric's name, a model has a participation of its own,
-            or two models share weights.
-    """
+    """Check the models of a federation: their types, names and participation, and that they share no weights."""
     check_is("models", models, Mapping)
     taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
     if not models:
@@ -55,12 +49,7 @@ def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
 def plain_unavailable(
     unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]
 ) -> dict[int, tuple[str, ...]]:
-    """Check which models clients cannot train, and return them.
-
-    Raises:
-        TypeError: If it is not a mapping from clients' ids to lists of names.
-        ValueError: If an id is negative, or a name is not that of a model.
-    """
+    """Check which models clients cannot train, by client, and return them."""
     check_is("unavailable", unavailable, Mapping)
     client_id = Whole(at_least=0, hint="its keys are clients' ids")
     plain: dict[int, tuple[str, ...]] = {}

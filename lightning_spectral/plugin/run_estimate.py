@@ -65,7 +65,6 @@ class RunEstimate:
         return self.num_rounds * self.seconds_per_round + self.num_validations * validation
 
     def __str__(self) -> str:
-        """The estimate as a table."""
         whole = sum(self.seconds.values())
         lines = [f"{stage:<10s} {seconds:9.3f} s {seconds / whole:6.1%}" for stage, seconds in self.seconds.items()]
         if self.num_rounds is None:
@@ -83,22 +82,13 @@ def estimate(trainer: pl.Trainer, model: Federation, data: FederationData) -> Ru
     """Run one round on a copy of the model and print how long ``trainer.fit(model, data)`` will take.
 
     The model, its optimizers, the Trainer and the global random generators stay as they are; nothing is logged or
-    saved. The first round has to build what later rounds reuse, so for short rounds the estimate is an upper bound.
+    saved. The first round has to build what later rounds reuse, so for short rounds the estimate is an upper bound. The
+    copy is a second model in memory.
 
     Args:
         trainer: The Trainer of the run. Its device, precision and limits apply; its callbacks and loggers do not.
         model: The model to fit, or several: a `MultiModelModule`.
         data: The data to fit it on; for several models, a `MultiModelDataModule`.
-
-    Returns:
-        The estimate that was printed.
-
-    Raises:
-        TypeError: If ``model`` or ``data`` is not of a class of this package.
-        ValueError: If the Trainer has several processes.
-
-    Note:
-        The copy is a second model in memory, in addition to the original.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -128,14 +118,12 @@ def estimate(trainer: pl.Trainer, model: Federation, data: FederationData) -> Ru
         raise ValueError(
             f"An estimate runs in one process, got a Trainer of {trainer.world_size}; give it one with devices=1."
         )
-    found = RunEstimate(*_one_round(trainer, model, data))
+    found = _one_round(trainer, model, data)
     print(found)
     return found
 
 
-def _one_round(
-    trainer: pl.Trainer, model: Federation, data: FederationData
-) -> tuple[dict[str, float], int | None, int, int | None]:
+def _one_round(trainer: pl.Trainer, model: Federation, data: FederationData) -> RunEstimate:
     device = trainer.strategy.root_device
     profiler, clock = SimpleProfiler(), _Clock()
     scratch = quiet_trainer(
@@ -156,7 +144,7 @@ def _one_round(
     rounds = num_rounds(trainer)
     validates = action_name("validate") in profiler.recorded_durations
     validations = (rounds or 0) // (trainer.check_val_every_n_epoch or 1) if validates else 0
-    return seconds, rounds, validations, _peak_memory(device)
+    return RunEstimate(seconds, rounds, validations, _peak_memory(device))
 
 
 def _copy(model: Federation) -> Federation:

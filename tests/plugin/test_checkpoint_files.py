@@ -16,14 +16,16 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_versions import needs_2_5_3
 
 import lightning_spectral as ls
+from lightning_spectral.plugin import AtomicCheckpointIO
 
 CONTENT = {"weights": torch.arange(1000.0), "round": 3}
+WITHOUT_OPTIMIZERS = {"epoch": 5, "global_step": 6, "loops": {}, "state_dict": {}}
 
 
 def write(path: Path, num_rounds: int, **more: Any) -> None:
     """Write the parts of a Trainer's checkpoint that matter here."""
     progress = {"epoch": num_rounds - 1, "global_step": num_rounds, "loops": {}, "optimizer_states": []}
-    ls.plugin.AtomicCheckpointIO().save_checkpoint({**CONTENT, **progress, **more}, path)
+    AtomicCheckpointIO().save_checkpoint({**CONTENT, **progress, **more}, path)
 
 
 @pytest.fixture
@@ -39,6 +41,17 @@ def set_age(path: Path, seconds: int) -> None:
     os.utime(path, (2e9 - seconds, 2e9 - seconds))
 
 
+def cut(path: Path, share: float) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+
+
+def flip_a_weight(path: Path) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(CONTENT["weights"].numpy().tobytes()) + 2000] ^= 1  # type: ignore[attr-defined]
+    path.write_bytes(damaged)
+
+
 class Untrusted:
     """An object that a user may keep in a checkpoint and that runs code when it is loaded."""
 
@@ -49,8 +62,8 @@ class Untrusted:
 class TestWriting:
     def test_what_is_written_is_read_back(self, tmp_path: Path) -> None:
         path = tmp_path / "new folder" / "one.ckpt"
-        ls.plugin.AtomicCheckpointIO().save_checkpoint(CONTENT, path)
-        for plugin in (ls.plugin.AtomicCheckpointIO(), TorchCheckpointIO()):
+        AtomicCheckpointIO().save_checkpoint(CONTENT, path)
+        for plugin in (AtomicCheckpointIO(), TorchCheckpointIO()):
             loaded = plugin.load_checkpoint(path)
             assert torch.equal(loaded["weights"], CONTENT["weights"])
             assert loaded["round"] == 3
@@ -65,7 +78,7 @@ class TestWriting:
 
         monkeypatch.setattr(torch, "save", half)
         with pytest.raises(OSError, match="the disk is full"):
-            ls.plugin.AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
+            AtomicCheckpointIO().save_checkpoint(CONTENT, saved / "two.ckpt")
         assert (saved / "two.ckpt").read_bytes() == before
         assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
         monkeypatch.undo()
@@ -75,12 +88,12 @@ class TestWriting:
     def test_a_link_is_replaced_and_what_it_shows_stays(self, saved: Path) -> None:
         link = saved / "last.ckpt"
         link.symlink_to("one.ckpt")
-        ls.plugin.AtomicCheckpointIO().save_checkpoint({"round": 4}, link)
+        AtomicCheckpointIO().save_checkpoint({"round": 4}, link)
         assert torch.load(saved / "one.ckpt", weights_only=True)["round"] == 3
         assert torch.load(link, weights_only=True)["round"] == 4
 
     def test_a_federated_fit_writes_whole_files(self, lit: Any, data: Any, fit: Fit) -> None:
-        assert isinstance(fit(lit, data).trainer.strategy.checkpoint_io, ls.plugin.AtomicCheckpointIO)
+        assert isinstance(fit(lit, data).trainer.strategy.checkpoint_io, AtomicCheckpointIO)
 
     def test_a_plugin_that_the_user_chose_stays(self, lit: Any, data: Any, fit: Fit) -> None:
         class Own(TorchCheckpointIO):
@@ -110,11 +123,6 @@ class TestFinding:
         write(saved / "three.ckpt", 3, own=Untrusted(), folder=saved, names=OrderedDict(a=torch.float16))
         assert ls.latest_checkpoint(saved) == str(saved / "three.ckpt")
 
-    def test_weights_alone_are_passed_over(self, saved: Path) -> None:
-        torch.save({"epoch": 5, "global_step": 6, "loops": {}, "state_dict": {}}, saved / "weights.ckpt")
-        with pytest.warns(ls.SpectralWarning, match=r"weights.ckpt .* it has no optimizer_states, and a run"):
-            assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
-
     @pytest.mark.filterwarnings("ignore:.*cannot be resumed from and is skipped")
     def test_no_damaged_bit_is_believed(self, tmp_path: Path) -> None:
         """A file with one flipped bit is found only if it still holds what was written."""
@@ -130,24 +138,22 @@ class TestFinding:
                 assert torch.equal(loaded["weights"], torch.arange(5.0))
         assert 0 < found < len(whole) // 3  # flips in padding do no harm
 
-    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-    def test_a_file_that_was_cut_short_is_passed_over(self, saved: Path, share: float) -> None:
-        whole = (saved / "two.ckpt").read_bytes()
-        (saved / "two.ckpt").write_bytes(whole[: int(share * len(whole))])
-        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot be resumed from and is skipped: \w+: "):
-            assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
-
-    def test_a_damaged_weight_is_noticed(self, saved: Path) -> None:
-        damaged = bytearray((saved / "two.ckpt").read_bytes())
-        damaged[damaged.index(CONTENT["weights"].numpy().tobytes()) + 2000] ^= 1  # type: ignore[attr-defined]
-        (saved / "two.ckpt").write_bytes(damaged)
-        with pytest.warns(ls.SpectralWarning, match=r"two.ckpt cannot .* the checksum of .*/data/0 does not match"):
-            assert ls.latest_checkpoint(saved) == str(saved / "one.ckpt")
-
-    @pytest.mark.parametrize("num_rounds", [None, 2.5, "3", [4]])
-    def test_a_file_without_a_number_of_rounds_does_not_hide_the_others(self, num_rounds: Any, saved: Path) -> None:
-        write(saved / "odd.ckpt", 3, global_step=num_rounds)
-        with pytest.warns(ls.SpectralWarning, match=r"odd.ckpt .*: its global_step must be a whole number, got \w+\."):
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            *((partial(cut, share=share), r"\w+: ") for share in (0.0, 0.1, 0.5, 0.9, 0.999)),
+            (flip_a_weight, "the checksum of .*/data/0 does not match"),
+            (partial(torch.save, WITHOUT_OPTIMIZERS), "it has no optimizer_states, and a run"),
+            *(
+                (partial(write, num_rounds=3, global_step=number), r"its global_step must be a whole number, got \w+\.")
+                for number in (None, 2.5, "3", [4])
+            ),
+        ],
+    )
+    def test_a_file_that_no_run_can_be_resumed_from_is_passed_over(self, spoil: Any, message: str, saved: Path) -> None:
+        write(path := saved / "three.ckpt", 3)
+        spoil(path)
+        with pytest.warns(ls.SpectralWarning, match=rf"three.ckpt cannot be resumed from and is skipped: {message}"):
             assert ls.latest_checkpoint(saved) == str(saved / "two.ckpt")
 
     def test_a_file_in_place_of_a_folder_is_returned_if_a_run_can_be_resumed_from_it(self, saved: Path) -> None:
@@ -190,9 +196,7 @@ class TestWholeRounds:
         assert resumed.trainer.global_step == 3
         assert same_state(resumed.state, whole.state)
 
-    def test_a_step_of_the_server_that_failed_is_not_saved(
-        self, lit: Any, data: Any, quiet: Any, tmp_path: Path
-    ) -> None:
+    def test_a_servers_step_that_failed_is_not_saved(self, lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
         class HalfStep(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 with torch.no_grad():
@@ -210,7 +214,7 @@ class TestWholeRounds:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK, and then the disk was full", b"epoch: 3"])
-def test_a_file_that_is_no_whole_checkpoint_is_refused_by_name(
+def test_a_file_that_is_not_whole_is_refused_by_name(
     content: bytes, lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     path = tmp_path / "last.ckpt"

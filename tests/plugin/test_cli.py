@@ -24,8 +24,10 @@ from lightning_spectral.__main__ import main
 from lightning_spectral.old_names import NEW_PATHS
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
+from jsonargparse import Namespace, dict_to_namespace
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_spectral.plugin.cli.checkpoint import report_differences
 from lightning_spectral.plugin.cli.command import FederatedCLI
 
 ROOT = Path(__file__).parents[2]
@@ -64,10 +66,8 @@ class Clients(ls.FederatedDataModule):
 
 
 def part(kind: Any, **options: Any) -> dict[str, Any]:
-    return {
-        "class_path": kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
-        "init_args": options,
-    }
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return {"class_path": name, "init_args": options}
 
 
 SHARDING = part("SpectralSharding", keep_ratio={0.2: 0.5, 0.4: 0.5}, spectral_start=None)
@@ -89,16 +89,12 @@ CASES = {
 }
 
 
-class Command:
-    """A command line with a config, in a folder of its own.
+SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = {"accelerator": "cpu", **dict.fromkeys(SILENT, False)}
 
-    Attributes:
-        start: The function that starts it.
-        config: The configuration of model and data.
-        name: The name of one of the models.
-        cli: The first run, of one round.
-        checkpoint: The checkpoint of that run.
-    """
+
+class Command:
+    """A command line with a config, in a folder of its own, and the checkpoint of its first run, of one round."""
 
     def __init__(self, folder: Path, cli: Any, config: dict[str, Any], name: str) -> None:
         self.start, self.config, self.name = partial(cli, save_config_callback=None), config, name
@@ -108,15 +104,7 @@ class Command:
         self.cli.trainer.save_checkpoint(self.checkpoint)
 
     def run(self, command: str, *, max_epochs: int = 1, **options: Any) -> Any:
-        trainer = {
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "max_epochs": max_epochs,
-            "default_root_dir": str(self._folder),
-        }
+        trainer = {**QUIET, "max_epochs": max_epochs, "default_root_dir": str(self._folder)}
         config = {**self.config, "trainer": trainer, **options}
         return self.start(args={"subcommand": command, command: config})
 
@@ -153,21 +141,27 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
 
-@pytest.mark.parametrize(("setting", "value"), [("local_epochs", 3), ("algorithm", SHARDED_MORE), ("algorithm", None)])
-def test_a_fit_with_other_arguments_than_its_checkpoint_is_refused(command: Command, setting: str, value: Any) -> None:
+def test_other_arguments_than_the_checkpoints_are_refused_or_not_used(command: Command) -> None:
     if type(command.cli) is not FederatedCLI:
         pytest.skip("Lightning's own takes the checkpoint's")
-    model = {"models": {**TWO["model"]["models"], "b": {**MODEL, setting: value}}}
-    changed = {**TWO["model"], **model}
-    differs = {
-        "local_epochs": r"models\.b\.local_epochs: 1 in the checkpoint, 3 now$",
-        "algorithm": r"models\.b\.algorithm.*: .* in the checkpoint, (0.4|None) now$",
-    }[setting]
-    ckpt = {"ckpt_path": str(command.checkpoint)}
-    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:\n  - model\.{differs}"):
-        command.run("fit", max_epochs=2, model=changed, **ckpt)
-    with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:\n  - model\.{differs}"):
-        assert command.run("validate", model=changed, **ckpt).model.configuration() == command.model.configuration()
+    models = {**TWO["model"]["models"], "b": {**MODEL, "local_epochs": 3}}
+    changed = {"model": {**TWO["model"], "models": models}, "ckpt_path": str(command.checkpoint)}
+    differs = r"\n  - model\.models\.b\.local_epochs: 1 in the checkpoint, 3 now$"
+    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:{differs}"):
+        command.run("fit", max_epochs=2, **changed)
+    with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:{differs}"):
+        assert command.run("validate", **changed).model.configuration() == command.model.configuration()
+
+
+@pytest.mark.parametrize(
+    ("now", "named"), [(SHARDED_MORE, r"algorithm\.keep_ratio: .*, 0\.4"), (None, "algorithm.*: .*, None")]
+)
+def test_a_difference_is_named_where_it_begins(now: Any, named: str) -> None:
+    def arguments(algorithm: Any) -> Any:
+        return Namespace(class_path="ls.FederatedModule", init_args=dict_to_namespace({"algorithm": algorithm}))
+
+    with pytest.raises(ValueError, match=rf"(?s)another configuration.*:\n  - model\.{named} now$"):
+        report_differences(arguments(SHARDING), arguments(now), "fit")
 
 
 def test_a_checkpoint_of_0_1_has_paths_of_its_time(tmp_path: Path) -> None:
@@ -193,9 +187,7 @@ def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
         command.run("fit", ckpt_path="gone.ckpt")
 
 
-def test_what_print_config_shows_loads_again(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_print_config_shows_loads(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
     with pytest.raises(SystemExit):
         command.start(args=["fit", "--config", str(tmp_path / "run.yaml"), "--print_config"])
@@ -246,7 +238,7 @@ def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors would be loaded onto the GPU, as they should")
-def test_a_users_module_comes_back_on_a_machine_without_the_device(
+def test_a_users_module_comes_back_without_its_device(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = fit(LitToy(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
@@ -310,9 +302,7 @@ def test_classes_have_a_help(option: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_configs_run_with_the_command_that_they_show(
-    config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
     shown = f"-m lightning_spectral fit --config examples/configs/{config.name}"
     assert shown in config.read_text()

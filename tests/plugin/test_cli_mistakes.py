@@ -68,18 +68,9 @@ ON_THE_COMMAND_LINE = {
 }
 IN_THE_FILE = {
     ("keep_ratio", "keep_ratoi"): KEEP_RATOI,
-    (
-        "clients_per",
-        "client_per",
-    ): "model: Option 'client_per_round' is not accepted; did you mean 'clients_per_",
-    (
-        "data:",
-        "dta:",
-    ): "does not accept option 'dta.partitioner.init_args.num_clients'; did you mean 'data'?",
-    (
-        "LitPoints",
-        "LitPonts",
-    ): "model.module: module 'my_points' has no attribute 'LitPonts'; did you mean 'Lit",
+    ("clients_per", "client_per"): "model: Option 'client_per_round' is not accepted; did you mean 'clients_per_",
+    ("data:", "dta:"): "does not accept option 'dta.partitioner.init_args.num_clients'; did you mean 'data'?",
+    ("LitPoints", "LitPonts"): "model.module: module 'my_points' has no attribute 'LitPonts'; did you mean 'Lit",
     ("my_points.L", "my_point.L"): "model.module: No module named 'my_point'",
     ("Dirichlet", "Dirchlet"): "there is no class DirchletPartitioner; did you mean 'DirichletPartitioner'?",
     ("my_points.points", "my_points.LitPoints"): "data.train: Import path my_points.LitPoints does not correspond to a",
@@ -87,10 +78,7 @@ IN_THE_FILE = {
     (RUN, "model: {a: [1, 2"): "changed.yaml: Problems parsing config: while parsing a flow sequence",
     (RUN, "just text"): "changed.yaml: Unexpected config: just text",
     (RUN, ""): "changed.yaml: Unexpected config:",
-    (
-        RUN,
-        TWO.replace("part", "prat", 1),
-    ): "model: Option 'praticipation' is not accepted; did you mean 'partici",
+    (RUN, TWO.replace("part", "prat", 1)): "model: Option 'praticipation' is not accepted; did you mean 'partici",
     (RUN, TWO.replace("LitPoints}", "LitPoints, local_epohcs: 2}", 1)): "did you mean 'local_epochs'?",
 }
 OTHERS = {

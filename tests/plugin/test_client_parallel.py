@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from ports import free_port
 
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.plugin import ClientParallelStrategy
 from lightning_spectral.plugin.callbacks.ledger import LedgerRow
 
 SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
@@ -70,12 +72,10 @@ class Results:
         return [self.of(name, num_processes, rank) for rank in range(num_processes)]
 
     def of(self, name: str, num_processes: int, rank: int) -> dict[str, Any]:
-        """The results of one process."""
         found: dict[str, Any] = torch.load(self.folder / f"{name} {num_processes} {rank}.pt", weights_only=True)
         return found
 
     def checkpoint(self, name: str, num_processes: int) -> Path:
-        """The checkpoint after the first round."""
         return self.folder / str(num_processes) / name / "0.ckpt"
 
 
@@ -190,9 +190,7 @@ def test_a_failing_callback_names_the_client_too(num_processes: int, results: Re
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("algorithm", ["dense", "spectral"])
-def test_broken_weights_of_the_server_end_every_process_alike(
-    algorithm: str, num_processes: int, results: Results
-) -> None:
+def test_broken_server_weights_end_every_process_alike(algorithm: str, num_processes: int, results: Results) -> None:
     """The weights are the same everywhere, so the error is too, whichever process saw a client fail."""
     for one in results(f"the server's step fails, {algorithm}", num_processes):
         assert one["error"].startswith(
@@ -268,3 +266,42 @@ def test_batch_norm_over_processes_is_refused(lit: Any, quiet: Any) -> None:
 def test_the_strategy_goes_by_name() -> None:
     ours = {name for name in StrategyRegistry if name.startswith("client_parallel")}
     assert ours == {"client_parallel", "client_parallel_fork", "client_parallel_notebook", "client_parallel_spawn"}
+
+
+class Met(Exception):
+    """The process would wait for the others."""
+
+
+@contextmanager
+def waiting() -> Any:
+    raise Met
+    yield
+
+
+@pytest.fixture
+def strategy() -> ClientParallelStrategy:
+    """That of one of several processes whose Trainer is handling an error."""
+    strategy = ClientParallelStrategy()
+    strategy._meetings = SimpleNamespace(is_broken=False, meeting=waiting)  # type: ignore[assignment]
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))  # type: ignore[assignment]
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("mine"), KeyboardInterrupt(), ls.errors.LostProcessError("another is gone")]
+)
+def test_nobody_waits_after_an_error_of_one(error: BaseException, strategy: ClientParallelStrategy) -> None:
+    try:
+        raise error
+    except BaseException:
+        strategy.barrier("Trainer.save_checkpoint")
+        assert strategy.broadcast("mine") == "mine"
+
+
+def test_processes_with_the_same_error_wait_for_the_checkpoint(strategy: ClientParallelStrategy) -> None:
+    """Otherwise a launcher might end process 0 while it writes."""
+    try:
+        raise ls.ClientError("Round 3, client 7, local training: KeyError")
+    except ls.ClientError:
+        with pytest.raises(Met):
+            strategy.barrier("Trainer.save_checkpoint")

@@ -14,7 +14,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.__main__ import main as command_line
-from lightning_spectral.plugin.doctor import machine
+from lightning_spectral.plugin.doctor import command
 from lightning_spectral.plugin.doctor.command import main
 from lightning_spectral.plugin.doctor.federations import FEDERATIONS, ModuleAndData
 from lightning_spectral.protocol.stage_clock import STAGES
@@ -22,7 +22,7 @@ from lightning_spectral.protocol.stage_clock import STAGES
 CPU = ["--accelerator", "cpu"]
 
 
-def test_every_algorithm_is_right_and_nothing_is_left_behind(
+def test_every_algorithm_is_right_and_nothing_stays_behind(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,10 +105,10 @@ def test_an_accelerator_that_is_not_there_is_one_line(capsys: pytest.CaptureFixt
 
 def test_a_missing_package_comes_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(package: str) -> Any:
-        raise machine.PackageNotFoundError(package)
+        raise command.PackageNotFoundError(package)
 
-    monkeypatch.setattr(machine, "version", missing)
-    lines = list(machine.version_lines())
+    monkeypatch.setattr(command, "version", missing)
+    lines = list(command.version_lines())
     remedy = 'pip install "lightning-spectral[peft]"'
     assert f"{'peft':<20} not installed  for models with PEFT's adapters: {remedy}" in lines
     assert f"{'torch':<20} not installed" in lines

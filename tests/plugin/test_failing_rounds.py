@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from federation import Fit, same_state, seeded
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
 import lightning_spectral as ls
@@ -25,39 +23,6 @@ from lightning_spectral.server.run import Run
 
 def global_states() -> list[Any]:
     return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-
-
-class SaveWhenItFails(ls.RoundCallback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-class FailingLogger(DummyLogger):
-    def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        if metrics.get("fl/round") == 1:
-            raise OSError("the disk is full")
-
-
-def test_a_round_whose_logger_fails_is_saved_with_its_schedules(
-    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
-    """Weights, count of rounds and learning rate belong together: the resumed run equals the uninterrupted one."""
-    whole = fit(seeded(lit_mlp), data, max_epochs=4)
-    ckpt = tmp_path / "failed.ckpt"
-    with pytest.raises(OSError, match="the disk is full"):
-        fit(
-            seeded(lit_mlp),
-            data,
-            max_epochs=4,
-            callbacks=[SaveWhenItFails(ckpt)],
-            trainer={"logger": FailingLogger()},
-        )
-    resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=ckpt)
-    assert same_state(whole.state, resumed.state)
-    assert resumed.rows[-1]["fl/lr"] == whole.rows[-1]["fl/lr"]
 
 
 class FailsOnCopies(ls.RoundCallback):

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.checks.trainer import REFUSED_CALLBACKS, check_callbacks
+from lightning_spectral.plugin.checks.run import REFUSED_CALLBACKS, check_callbacks
 
 WORKS: dict[str, Callable[[Path], pl.Callback]] = {
     "DeviceStatsMonitor": lambda folder: theirs.DeviceStatsMonitor(),
@@ -53,12 +53,15 @@ def refused() -> list[type[pl.Callback]]:
 
 
 @pytest.mark.parametrize("kind", refused(), ids=lambda kind: kind.__name__)
-def test_these_are_refused_by_name_before_anything_happens(
-    kind: type[pl.Callback], lit: Any, data: Any, fit: Fit
-) -> None:
+def test_these_are_refused_by_name(kind: type[pl.Callback]) -> None:
     callback = object.__new__(kind)  # whatever its arguments
     with pytest.raises(ValueError, match=f"^{kind.__name__} cannot act on a federation: .*; "):
-        fit(lit, data, callbacks=[callback])
+        check_callbacks([callback])
+
+
+def test_they_are_refused_before_anything_happens(lit: Any, data: Any, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"^BackboneFinetuning cannot act on a federation"):
+        fit(lit, data, callbacks=[object.__new__(theirs.BackboneFinetuning)])
     assert all(parameter.requires_grad for parameter in lit.parameters())
 
 
@@ -82,7 +85,7 @@ def test_learning_rates_come_once_a_round(interval: Any, lit: Any, data: Any, fi
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
-def test_learning_rates_of_several_models_have_their_names(
+def test_learning_rates_have_their_models_names(
     scheduled: bool, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
 ) -> None:
     class Plain(lit_mlp):  # type: ignore[misc]
@@ -147,7 +150,7 @@ def test_the_wrapping_page_names_every_callback() -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("monitor", [None, "fl/loss"])
-def test_checkpoints_by_the_clock_are_written_after_whole_rounds(
+def test_checkpoints_by_the_clock_hold_whole_rounds(
     monitor: Any, lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     save = theirs.ModelCheckpoint(

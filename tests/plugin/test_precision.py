@@ -7,6 +7,7 @@ import pytest
 import torch
 from federation import Fit, seeded
 from lightning.pytorch.plugins import MixedPrecision
+from observed_runs import acting
 from torch.amp.grad_scaler import GradScaler
 
 import lightning_spectral as ls
@@ -20,7 +21,6 @@ DEVICES = [
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of two rounds."""
     return partial(fit, max_epochs=2)
 
 
@@ -105,7 +105,7 @@ class TestEveryAlgorithm:
         assert history.column("fl/loss") == pytest.approx([third] * 2, rel=1e-12)
 
     @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
-    def test_losses_differ_by_roundings_of_the_type(
+    def test_losses_differ_by_roundings(
         self, precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
         history = fit(seeded(lit_mlp), data, algorithm=algorithm, trainer={"precision": precision}).history
@@ -117,7 +117,7 @@ class TestEveryAlgorithm:
 
 @pytest.mark.parametrize("algorithm", [ls.SpectralSharding(), ls.WidthSharding()], ids=["spectral", "width"])
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_an_example_input_is_cast_as_batches_are(
+def test_an_example_input_is_cast_like_batches(
     precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
     """Plans are those of the module in single precision, the type of the example."""
@@ -143,11 +143,8 @@ def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             seen["hook"].add(torch.get_default_dtype())
 
-    class Spy(ls.RoundCallback):
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            seen["callback"].add(torch.get_default_dtype())
-
-    fit(Lit(), data, clients_per_round=2, max_epochs=1, callbacks=[Spy()], trainer={"precision": precision})
+    spy = acting(on_round_end=lambda *_: seen["callback"].add(torch.get_default_dtype()))
+    fit(Lit(), data, clients_per_round=2, max_epochs=1, callbacks=[spy], trainer={"precision": precision})
     narrow = {"bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
     assert seen == {"forward": {narrow}, "hook": {torch.float32}, "callback": {torch.float32}}
     assert torch.get_default_dtype() == torch.float32
@@ -155,7 +152,7 @@ def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
-def test_weights_stay_on_the_device_and_are_those_of_the_cpu(
+def test_weights_on_a_device_are_those_of_the_cpu(
     device: str, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
     class Lit(lit_mlp):  # type: ignore[misc]

@@ -1,19 +1,34 @@
-"""A run, and the import of the package, leave nothing behind and say little."""
+"""The import of the package, and a run, leave nothing behind and say little."""
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-QUIET_RUN = """
+import pytest
+
+Done = tuple[subprocess.CompletedProcess[str], Path]
+SCRIPT = """
     import warnings
     warnings.filterwarnings("ignore", message=".*LeafSpec")
-    import sys
-    sys.path.insert(0, {tests!r})
-    import lightning.pytorch as pl, torch
-    from torch.utils.data import TensorDataset
+    import lightning.pytorch as pl, torchmetrics, scipy.optimize, random, sys, torch
+    known = set(pl.strategies.StrategyRegistry)
+    def state():
+        return torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads()
+    before, heavy = state(), {{"wandb", "matplotlib", "mlxtend"}} - sys.modules.keys()
+
     import lightning_spectral as ls
+
+    assert state() == before
+    names = pl.strategies.StrategyRegistry  # the one table that importing adds to
+    assert all(name.startswith("client_parallel") for name in names.keys() - known)
+    assert heavy.isdisjoint(sys.modules), heavy
+    def separate():
+        print("---", flush=True)
+        print("---", file=sys.stderr, flush=True)
+    separate()
+    sys.path.insert(0, {tests!r})
+    from torch.utils.data import TensorDataset
     from toy_models import LitMLP
     x = torch.randn(120, 6)
     toy = TensorDataset(x, x[:, :3].argmax(1))
@@ -22,49 +37,42 @@ QUIET_RUN = """
     model = ls.FederatedModule(LitMLP(), algorithm=sharding, clients_per_round=4)
     trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
                          enable_progress_bar=False, enable_model_summary=False)
-    print("---", flush=True); print("---", file=sys.stderr, flush=True)
+    separate()
     trainer.fit(model, data)
-    print("---", flush=True); print("---", file=sys.stderr, flush=True)
 """
+LIGHTNING_SAYS = (
+    "weights_only",
+    "GPU available",
+    "TPU available",
+    "HPU available",
+    "`Trainer.fit` stopped",
+    "Tip:",
+    "💡",
+)
 
 
-def test_a_run_says_how_it_planned_and_started_and_leaves_no_file(tmp_path: Path) -> None:
-    script = textwrap.dedent(QUIET_RUN).format(tests=str(Path(__file__).parents[1]))
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stderr
-    said = [line for text in (done.stdout, done.stderr) for line in text.split("---")[1].splitlines() if line.strip()]
-    lightning_says = (
-        "weights_only",
-        "GPU available",
-        "TPU available",
-        "HPU available",
-        "`Trainer.fit` stopped",
-        "Tip:",
-        "💡",
-    )
-    ours = [line for line in said if not any(words in line for words in lightning_says)]
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A process that imports the package and trains with it, and the folder where it did so."""
+    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1]))
+    folder = tmp_path_factory.mktemp("run")
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False), folder
+
+
+def test_import_changes_nothing_in_the_process(done: Done) -> None:
+    process, _ = done
+    assert process.returncode == 0, process.stderr
+    assert [text.split("---")[0] for text in (process.stdout, process.stderr)] == ["", ""]
+
+
+def test_a_run_says_how_it_planned_and_started_and_leaves_no_file(done: Done) -> None:
+    process, folder = done
+    said = [line for text in (process.stdout, process.stderr) for line in text.split("---")[2].splitlines()]
+    ours = [line for line in said if line.strip() and not any(words in line for words in LIGHTNING_SAYS)]
     assert ours == [
         "LitMLP has no `example_input_array`, so its layers were planned without a forward pass, as if all of them "
         "ran, in the order of registration; first and last, and so dense: net.0, net.5.",
         "Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms.",
     ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_import_changes_nothing_in_the_process(tmp_path: Path) -> None:
-    script = (
-        "import lightning.pytorch, torchmetrics, scipy.optimize, sys, random, torch, warnings\n"
-        "known = set(lightning.pytorch.strategies.StrategyRegistry)\n"
-        "before = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
-        "heavy = {'wandb', 'matplotlib', 'mlxtend'} - sys.modules.keys()\n"
-        "import lightning_spectral\n"
-        "after = (torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads())\n"
-        "assert before == after\n"
-        "names = lightning.pytorch.strategies.StrategyRegistry  # the one table that importing adds to\n"
-        "assert all(name.startswith('client_parallel') for name in names.keys() - known)\n"
-        "assert heavy.isdisjoint(sys.modules), heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(folder.iterdir()) == []

@@ -1,18 +1,22 @@
-"""The spectral start in a fit: from the first round on, for the smallest clients, once, and not when resumed."""
+"""Initial weights of sharded layers: the spectral start in a fit, and layers whose weights lack rank."""
 
 import copy
 import logging
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
+from observed_runs import acting
 from torch import Tensor, nn
+from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import SpectralStart
 from lightning_spectral.algorithms.fed_avg import DenseHalf
 
 
@@ -33,14 +37,14 @@ class TestInAFit:
     @pytest.mark.parametrize(
         ("keep_ratio", "start", "share"),
         [
-            (0.3, ls.algorithms.SpectralStart(), 0.3),
-            ({0.6: 0.5, 0.2: 0.5}, ls.algorithms.SpectralStart(), 0.2),
-            ([0.9] * 6 + [0.4] * 6, ls.algorithms.SpectralStart(), 0.4),
-            ({0.6: 0.5, 0.2: 0.5}, ls.algorithms.SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
+            (0.3, SpectralStart(), 0.3),
+            ({0.6: 0.5, 0.2: 0.5}, SpectralStart(), 0.2),
+            ([0.9] * 6 + [0.4] * 6, SpectralStart(), 0.4),
+            ({0.6: 0.5, 0.2: 0.5}, SpectralStart(tail=0.0, keep_ratio=0.5), 0.5),
         ],
     )
     def test_weights_begin_as_the_function_leaves_them_for_the_smallest_clients(
-        self, keep_ratio: Any, start: ls.algorithms.SpectralStart, share: float, lit: Any, data: Any, fit: Fit
+        self, keep_ratio: Any, start: SpectralStart, share: float, lit: Any, data: Any, fit: Fit
     ) -> None:
         expected = started(lit, share, tail=start.tail)
         others = [started(lit, other, tail=start.tail) for other in (0.2, 0.3, 0.4, 0.5, 0.6, 0.9) if other != share]
@@ -68,7 +72,7 @@ class TestInAFit:
         expected = started(lit, 0.3, trained=True)
         left = fit(copy.deepcopy(lit), data, algorithm=ls.SpectralSharding(keep_ratio=0.3), local_epochs=0)
         assert same_state(left.state, before)
-        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=ls.algorithms.SpectralStart(trained=True))
+        request = ls.SpectralSharding(keep_ratio=0.3, spectral_start=SpectralStart(trained=True))
         assert same_state(fit(lit, data, algorithm=request, local_epochs=0).state, expected)
         assert not same_state(before, expected)
 
@@ -97,70 +101,93 @@ class Doubles(ls.FedAvg):
 
 
 class TestResume:
-    @pytest.fixture
-    def rounds(self, fit: Fit, lit_mlp: Any, data: Any) -> Any:
-        def rounds(max_epochs: int, ckpt_path: Path | None = None, **options: Any) -> Fitted:
-            algorithm = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, **options)
-            return fit(seeded(lit_mlp), data, algorithm=algorithm, max_epochs=max_epochs, ckpt_path=ckpt_path)
-
-        return rounds
-
-    @pytest.mark.parametrize("stop_after", [1, 2])
-    def test_a_resumed_run_equals_the_uninterrupted_one(self, stop_after: int, rounds: Any, tmp_path: Path) -> None:
-        whole = rounds(3)
-        rounds(stop_after).trainer.save_checkpoint(tmp_path / "part.ckpt")
-        resumed = rounds(3, tmp_path / "part.ckpt")
-        assert resumed.trainer.global_step == 3
-        assert same_state(resumed.state, whole.state)
-
-    def test_an_algorithm_sets_weights_once_and_not_when_resumed(
+    def test_an_algorithm_sets_weights_once(
         self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """A repetition would show in every weight."""
         caplog.set_level(logging.INFO)
-
-        def rounds(max_epochs: int, ckpt_path: Path | None = None) -> Fitted:
-            options: dict[str, Any] = {"algorithm": Doubles(), "local_epochs": 0, "ckpt_path": ckpt_path}
-            return fit(seeded(lit_mlp), data, max_epochs=max_epochs, **options)
-
+        rounds = partial(fit, data=data, algorithm=Doubles(), local_epochs=0)
         doubled = {name: 2 * value for name, value in seeded(lit_mlp).state_dict().items()}
-        begun = rounds(1)
+        begun = rounds(seeded(lit_mlp))
         assert same_state(begun.state, doubled)
         begun.trainer.save_checkpoint(tmp_path / "1.ckpt")
-        assert same_state(rounds(2, tmp_path / "1.ckpt").state, doubled)
+        assert same_state(rounds(seeded(lit_mlp), max_epochs=2, ckpt_path=tmp_path / "1.ckpt").state, doubled)
         assert [record.getMessage() for record in caplog.records].count("doubled all parameters") == 1
 
-    @pytest.mark.parametrize(
-        "other", [None, ls.algorithms.SpectralStart(tail=0.2), ls.algorithms.SpectralStart(trained=True)]
-    )
-    def test_a_checkpoint_with_another_start_is_refused(self, other: Any, rounds: Any, tmp_path: Path) -> None:
-        rounds(1).trainer.save_checkpoint(tmp_path / "1.ckpt")
-        with pytest.raises(
-            ValueError, match=r"(?s)another configuration.*spectral_start=SpectralStart\(tail=0.1, .*now"
-        ):
-            rounds(2, tmp_path / "1.ckpt", spectral_start=other)
-
-    def test_it_is_said_once_and_not_when_resumed(
-        self, rounds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    def test_it_is_said_once(
+        self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO)
-        rounds(2).trainer.save_checkpoint(tmp_path / "2.ckpt")
-        assert sentences(caplog) == [
-            "Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms."
-        ]
-        caplog.clear()
-        rounds(3, tmp_path / "2.ckpt")
-        rounds(1, spectral_start=None)
-        assert sentences(caplog) == []
+        sharding = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
+        fit(seeded(lit_mlp), data, algorithm=sharding).trainer.save_checkpoint(tmp_path / "1.ckpt")
+        said = ["Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms."]
+        assert sentences(caplog) == said
+        fit(seeded(lit_mlp), data, algorithm=sharding, max_epochs=2, ckpt_path=tmp_path / "1.ckpt")
+        fit(seeded(lit_mlp), data, algorithm=replace(sharding, spectral_start=None))
+        assert sentences(caplog) == said
 
 
 def test_callbacks_see_the_started_weights_from_the_first_round_on(lit: Any, data: Any, fit: Fit) -> None:
     expected, seen = started(lit, 0.3), []
-
-    class Watch(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            seen.append(copy.deepcopy(pl_module.module.state_dict()))
-
-    fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3), callbacks=[Watch()], max_epochs=2)
+    watch = acting(on_train_epoch_start=lambda trainer, model: seen.append(copy.deepcopy(model.module.state_dict())))
+    fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.3), callbacks=[watch], max_epochs=2)
     assert same_state(seen[0], expected)
     assert not same_state(seen[1], expected)
+
+
+class LitDeep(LitMLP):
+    """Two layers between the first and the last, of which one starts with a constant weight."""
+
+    def __init__(self, value: float | None = None) -> None:
+        super().__init__()
+        self.net.insert(2, nn.Linear(12, 12))
+        if value is not None:
+            nn.init.constant_(self.net[2].weight, value)
+
+
+SHARDING = ls.SpectralSharding(keep_ratio=0.5)
+
+
+def rank(weight: torch.Tensor) -> int:
+    return int(torch.linalg.matrix_rank(weight.detach().double(), rtol=1e-5))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.05])
+def test_they_are_trained_whole_and_gain_rank(value: float, data: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitDeep, value), data, algorithm=SHARDING, max_epochs=2)
+    assert rank(fitted.module.net[2].weight) > 2
+    plan = SHARDING.plan(seeded(LitDeep, value))
+    assert list(plan.missing_rank) == ["net.2"]
+    assert list(plan.sharded) == ["net.3"]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.05, None])
+def test_a_resumed_run_keeps_the_same_layers_whole(value: float | None, data: Any, fit: Fit, tmp_path: Path) -> None:
+    """By then they have rank."""
+
+    def rounds(max_epochs: int, ckpt_path: Path | None = None) -> Fitted:
+        return fit(seeded(LitDeep, value), data, algorithm=SHARDING, max_epochs=max_epochs, ckpt_path=ckpt_path)
+
+    whole = rounds(3)
+    for stop_after, path in enumerate([tmp_path / "1.ckpt", tmp_path / "2.ckpt"], start=1):
+        before = tmp_path / f"{stop_after - 1}.ckpt" if stop_after > 1 else None
+        rounds(stop_after, before).trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        assert ("federation_decisions" in saved) == (value is not None)
+    resumed = rounds(3, tmp_path / "2.ckpt")
+    assert same_state(resumed.state, whole.state)
+    assert [row.uplink_bytes for row in resumed.ledger.rows] == [row.uplink_bytes for row in whole.ledger.rows]
+
+
+def test_clients_that_would_hold_empty_terms_are_warned_of_by_name(data: Any, fit: Fit) -> None:
+    def of_rank(rows: int) -> LitDeep:
+        lit = seeded(LitDeep)
+        with torch.no_grad():
+            lit.net[2].weight[rows:] = 0.0
+        return lit
+
+    message = r"net\.2 \(rank 3 of 12; clients hold at least 6 terms\)\. Their rank never grows"
+    with pytest.warns(ls.SpectralWarning, match=message):
+        fit(of_rank(3), data, algorithm=SHARDING)
+    fit(of_rank(6), data, algorithm=SHARDING)
+    fit(seeded(LitDeep), data, algorithm=ls.SpectralSharding(spectral_start=ls.algorithms.SpectralStart(tail=0.0)))

@@ -56,9 +56,7 @@ def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: An
 
 
 @pytest.mark.filterwarnings("ignore:.*[pP]rofiler")
-def test_torchs_profiler_records_a_federation_that_is_validated_first(
-    lit: Any, data: Any, fit: Fit, capfd: Any, tmp_path: Any
-) -> None:
+def test_torchs_profiler_records_a_federation(lit: Any, data: Any, fit: Fit, capfd: Any, tmp_path: Any) -> None:
     profiler = PyTorchProfiler(tmp_path, export_to_chrome=False, record_module_names=True)
     options = {"profiler": profiler, "num_sanity_val_steps": 1}
     profiled = fit(copy.deepcopy(lit), data, max_epochs=2, trainer=options)

@@ -10,6 +10,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.server.optimizers import FedOptimizer
+from lightning_spectral.simulation import DeviceProfile
 
 jsonargparse = pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `skip_none` has another name since 4.53
@@ -17,16 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # `skip_n
 
 @dataclass(frozen=True)
 class Cautious(ls.FedAvg):
-    """A user's own algorithm."""
-
     caution: float = 0.5
 
 
 def crowd() -> ls.VirtualClock:
     """A function may take the place of a class: here because YAML cannot map profiles to shares."""
-    return ls.VirtualClock(
-        {ls.simulation.DeviceProfile(1e6, 1e5, 1e9): 0.5, ls.simulation.DeviceProfile(1e5, 1e4, 1e8): 0.5}
-    )
+    return ls.VirtualClock({DeviceProfile(1e6, 1e5, 1e9): 0.5, DeviceProfile(1e5, 1e4, 1e8): 0.5})
 
 
 def sharding(**options: Any) -> Any:
@@ -37,7 +34,7 @@ def sharded(options: str) -> str:
     return f"{{class_path: SpectralSharding, init_args: {{{options}}}}}"
 
 
-FAST, SLOW = ls.simulation.DeviceProfile(1e6, 1e5, 1e9), ls.simulation.DeviceProfile(1e5, 1e4, 1e8)
+FAST, SLOW = DeviceProfile(1e6, 1e5, 1e9), DeviceProfile(1e5, 1e4, 1e8)
 FAST_YAML = "{downlink: 1.0e+6, uplink: 1.0e+5, macs_per_second: 1.0e+9}"
 SLOW_YAML = "{downlink: 1.0e+5, uplink: 1.0e+4, macs_per_second: 1.0e+8}"
 CHOICES: dict[str, list[tuple[str, object]]] = {

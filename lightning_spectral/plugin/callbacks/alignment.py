@@ -41,16 +41,12 @@ class UpdateAlignment(RoundCallback):
         self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
-        """Save the server's weights and the clients' learning rates."""
         self._begun.pop(pl_module.name, None)
         if trainer.current_epoch % self.every_n_rounds == 0:
             options = [options_of(template) for template in pl_module.templates()]
             self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
-        """Train the same clients densely from these weights, and compare."""
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         units = [client.unit for client in summary.clients if not client.left_out]
         before, options = self._begun.pop(pl_module.name, ({}, []))
         if not before or not units:
@@ -64,7 +60,7 @@ class UpdateAlignment(RoundCallback):
 
 @contextmanager
 def temporary_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
-    """Give the parameter groups of some optimizers other options within a block, such as a past learning rate."""
+    """Give parameter groups other options within a block, such as a past learning rate."""
     now = [options_of(optimizer) for optimizer in optimizers]
     _set_options(optimizers, options)
     try:

@@ -18,7 +18,7 @@ from lightning_spectral.client.user_step import Recorder, UserStep
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Trained, is_host
+from lightning_spectral.plugin.host import Trained, as_host
 from lightning_spectral.plugin.lightning.client_parallel import processes_of
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, defines
@@ -57,10 +57,9 @@ class BatchNormEstimation(RoundCallback):
         max_batches: Largest number of batches to use; ``None`` for all.
 
     Raises:
-        TypeError: If a number has the wrong type; at set-up, if the module is not federated.
-        ValueError: If a number is below 1; at set-up, if no model has a BatchNorm layer with averages, if a model that
-            has one optimises manually, since its ``training_step`` cannot run without taking steps, or if, with
-            ``averages_per_width``, no client has the whole width, whose averages are estimated.
+        ValueError: At set-up, if no model has a BatchNorm layer with averages, if a model that has one optimises
+            manually, since its ``training_step`` cannot run without taking steps, or if, with ``averages_per_width``,
+            no client has the whole width, whose averages are estimated.
 
     Note:
         The server of a real federation does not have this data; HeteroFL, which evaluates in this way, reads it
@@ -78,24 +77,15 @@ class BatchNormEstimation(RoundCallback):
         self.max_batches: int | None = Whole(at_least=1, optional=True)("max_batches", max_batches)
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Check that there is something to estimate."""
         if stage != "fit":
             return
-        if not is_host(pl_module):
-            raise TypeError(
-                f"BatchNormEstimation acts after rounds, and {type(pl_module).__name__} trains on batches; wrap it: "
-                "FederatedModule(module, clients_per_round=...)."
-            )
-        members = pl_module.members
-        check_estimated([member.module for member in members.values()])
-        for member in members.values():
+        members = as_host(pl_module, "BatchNormEstimation acts after rounds").members.values()
+        check_estimated([member.module for member in members])
+        for member in members:
             if isinstance(member.algorithm, ChecksAverageEstimation):
                 member.algorithm.check_average_estimation()
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
-        """Estimate, if it is time."""
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         round_idx = summary.round_idx
         is_due = (round_idx + 1) % self.every_n_rounds == 0 or round_idx + 1 == num_rounds(trainer)
         names = averages(pl_module.module)
@@ -110,11 +100,7 @@ class BatchNormEstimation(RoundCallback):
 
 
 def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
-    """Check that some modules have averages to estimate, and that their steps can run without training.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Raise ``ValueError`` unless some modules have averages to estimate, and their steps can run without training."""
     found = [module for module in modules if averages(module)]
     if not found:
         raise ValueError(
@@ -134,12 +120,10 @@ def averages(module: nn.Module) -> list[str]:
 
 
 def _tracked(module: nn.Module) -> dict[str, _BatchNorm]:
-    """BatchNorm layers with averages, by name."""
     return {name: layer for name, layer in layers_with_averages(module).items() if isinstance(layer, _BatchNorm)}
 
 
 def _buffers(layers: Collection[str]) -> list[str]:
-    """Names of the buffers of some BatchNorm layers."""
     return [f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in BUFFERS]
 
 
@@ -149,12 +133,12 @@ def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: 
     Args:
         trainer: The Trainer of the run.
         model: The model.
-        round_idx: The round, from 0; with the run's seed, it determines the order of the data.
+        round_idx: With the run's seed, it determines the order of the data.
         max_batches: Largest number of batches to use.
 
     Raises:
-        RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` tolerate
-            no client with such a fault, or only in a smaller share of the batches.
+        RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` do not
+            tolerate that, or not in so many batches.
     """
     copied: Any = copy_module(model.module)
     recorder = Recorder(copied)
@@ -216,7 +200,6 @@ def _run_steps(
 
 
 def _check_left_out(left_out: int, count: int, faults: Faults, where: str) -> None:
-    """Warn about batches that were left out; raise `RoundError` if they are too many."""
     if not left_out:
         return
     shares = [answer.max_share for answer in (faults.on_error, faults.on_not_finite) if isinstance(answer, LeaveOut)]

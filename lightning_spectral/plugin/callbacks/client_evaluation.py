@@ -15,7 +15,7 @@ from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.callbacks.validated_copy import ValidatedCopy
-from lightning_spectral.plugin.host import Host, Trained, is_host
+from lightning_spectral.plugin.host import Host, Trained, as_host
 from lightning_spectral.plugin.lightning.client_parallel import processes_of
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.lightning.round_log import log_values
@@ -65,20 +65,11 @@ class ClientEvaluation(RoundCallback):
         return self.tables.get("")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Check that there are examples to evaluate on, and a step to evaluate with."""
         if stage != "fit":
             return
-        if not is_host(pl_module):
-            raise TypeError(
-                f"ClientEvaluation needs federated clients, but {type(pl_module).__name__} trains on batches; wrap it: "
-                "FederatedModule(module, clients_per_round=...)."
-            )
-        check_evaluated(pl_module)
+        check_evaluated(as_host(pl_module, "ClientEvaluation needs federated clients"))
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
-        """Evaluate, if it is time, and log."""
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         round_idx = summary.round_idx
         if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
             return
@@ -97,7 +88,6 @@ class ClientEvaluation(RoundCallback):
         log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
 
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
-        """The metrics of the clients that were evaluated after this round, for `RoundDashboard`."""
         table = self.tables.get(summary.model)
         if table is None or table.round_idx != summary.round_idx:
             return {}
@@ -116,11 +106,9 @@ class ClientEvaluation(RoundCallback):
         return sorted(able[i] for i in drawn.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """The last tables, for the checkpoint."""
         return {"tables": [table.state_dict() for table in self.tables.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the last tables."""
         tables = map(ClientTable.from_state_dict, state_dict["tables"])
         self.tables = {table.model: table for table in tables}
 
@@ -145,12 +133,6 @@ def evaluate_clients(
     trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
 ) -> tuple[ClientRow, ...]:
     """Evaluate the server's model on the held-out examples of some clients; several processes share them.
-
-    Args:
-        trainer: The Trainer of the run.
-        model: The model.
-        round_idx: The round, from 0.
-        client_ids: Clients to evaluate.
 
     Returns:
         One row for each client, in the order of ``client_ids``; the same rows in all processes.

@@ -86,20 +86,17 @@ class ClientTable:
         return figures
 
     def __str__(self) -> str:
-        """The table in plain text."""
         head = ("client", "examples", *self.metrics)
-        cells = [
-            [f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics] for row in self.rows
-        ]
-        ids = [(str(row.client_id), str(row.num_examples)) for row in self.rows]
-        return "\n".join(aligned([head, *((*one, *rest) for one, rest in zip(ids, cells, strict=True))]))
+        lines = [(str(row.client_id), str(row.num_examples), *self._cells(row)) for row in self.rows]
+        return "\n".join(aligned([head, *lines]))
+
+    def _cells(self, row: ClientRow) -> list[str]:
+        return [f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics]
 
     def state_dict(self) -> dict[str, Any]:
-        """The table in plain numbers and text, for a checkpoint."""
         rows = [(row.client_id, row.num_examples, dict(row.metrics)) for row in self.rows]
         return {"round_idx": self.round_idx, "rows": rows, "model": self.model}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ClientTable:
-        """The table that `state_dict` described."""
         return cls(state["round_idx"], tuple(ClientRow(*row) for row in state["rows"]), state["model"])

@@ -9,15 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.cohort import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.records import Curve, Histogram, Record, Table, of_model
-from lightning_spectral.plugin.dashboard.spectra import algorithm_records
-from lightning_spectral.plugin.dashboard.writers import Write, remove_stale, writers_of
+from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table, round_bytes
+from lightning_spectral.plugin.dashboard.writers import Write, prefixed, remove_stale, writers_of
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -77,21 +77,16 @@ class RoundDashboard(RoundCallback):
         return sum(self._bytes.values())
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the loggers; one process writes."""
         self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
         if trainer.is_global_zero and not (self._writers or trainer.fast_dev_run):  # type: ignore[attr-defined]
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove what an earlier fit wrote about rounds that are trained again."""
-        if trainer.is_global_zero:
+        if trainer.is_global_zero:  # what an earlier fit wrote about rounds that are trained again
             remove_stale(trainer.loggers, trainer.current_epoch)
 
-    def on_round_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, opened: Any
-    ) -> None:
-        """Keep the round until it ends, if it is to be shown."""
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         if self._diagnostics.is_due(trainer.current_epoch):
             if self._source(trainer) is self._diagnostics:
                 self._diagnostics.on_round_start(trainer, pl_module, opened)
@@ -104,10 +99,7 @@ class RoundDashboard(RoundCallback):
         others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
 
-    def on_round_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary
-    ) -> None:
-        """Count the model's bytes, and record what there is to show."""
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         before = self._bytes.get(summary.model, 0) if summary.round_idx else 0  # another fit begins at round 0
         self._bytes[summary.model] = before + round_bytes(summary)
         if summary.model:
@@ -119,16 +111,13 @@ class RoundDashboard(RoundCallback):
             self._records += of_model(summary.model, shown)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before."""
         self._new.mark(trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the bytes alongside the validation metrics, so that any logger can plot the metrics over them."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            _log(pl_module, self.total_bytes)
+            _log(pl_module, self.total_bytes)  # so that any logger can plot the metrics over them
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the validation metrics over the bytes."""
         new = self._new.take(trainer)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._draw(trainer, {name: value for name, value in new.items() if name not in ("fl/round", BYTES)})
@@ -143,8 +132,7 @@ class RoundDashboard(RoundCallback):
             write(round_idx, records)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the round, now that its model has been validated."""
-        _log(pl_module, self.total_bytes)
+        _log(pl_module, self.total_bytes)  # the model has been validated
         summaries, records = self._summaries, self._records
         self._summaries, self._records = [], []
         self._draw(trainer, {s.metric("fl/loss"): mean_loss(s) for s in summaries if s.averaged})
@@ -161,14 +149,25 @@ class RoundDashboard(RoundCallback):
         return [client_table(summary, known), keep_ratio_table(summary)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The bytes so far by model, for the checkpoint."""
         return {"bytes": dict(self._bytes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the bytes of earlier rounds."""
         self._bytes = dict(state_dict["bytes"])
 
 
 def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
-    """Log the bytes so far, of one model or of all."""
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
+
+
+class WandbRounds(pl.Callback):
+    """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
+
+    Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
+    """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                axis = prefixed(logger, "fl/round")
+                logger.experiment.define_metric(axis)
+                logger.experiment.define_metric("*", step_metric=axis, step_sync=True)

@@ -43,10 +43,6 @@ class SpectralDiagnostics(RoundCallback):
 
     Attributes:
         by_layer: The same figures for each layer in the last round that had any, by model and layer.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``every_n_rounds`` is below 1.
     """
 
     def __init__(self, every_n_rounds: int = 1) -> None:
@@ -54,13 +50,9 @@ class SpectralDiagnostics(RoundCallback):
         self.by_layer: dict[str, dict[str, dict[str, float]]] = {}
 
     def is_due(self, round_idx: int) -> bool:
-        """Whether it acts in a round."""
         return round_idx % self.every_n_rounds == 0
 
-    def on_round_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, opened: Any
-    ) -> None:
-        """Compute the figures of the round and log them."""
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         if isinstance(opened, DrawsTerms) and opened.term_draws and self.is_due(trainer.current_epoch):
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
@@ -74,12 +66,7 @@ def layer_figures(opened: DrawsTerms) -> dict[str, dict[str, float]]:
 
 
 def spectral_figures(opened: DrawsTerms, by_layer: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
-    """The figures of one open round, by the names under which they are logged.
-
-    Args:
-        opened: The round.
-        by_layer: Its `layer_figures`, if already known.
-    """
+    """The figures of one open round, by the names under which they are logged."""
     by_layer = layer_figures(opened) if by_layer is None else by_layer
     chosen = {name: _chosen_figures(layer) for name, layer in opened.term_draws.items()}
     means = {**_means(by_layer.values()), **_means(chosen.values())}
@@ -105,7 +92,6 @@ def _chosen_figures(layer: TermDraws) -> dict[str, float]:
 
 
 def _client_error(layer: TermDraws) -> float:
-    """Mean error over the clients of all keep ratios."""
     num_clients = {ratio: plan.num_clients for ratio, plan in layer.groups.items()}
     total = sum(error * num_clients[ratio] for ratio, error in layer.client_errors().items())
     return total / sum(num_clients.values())

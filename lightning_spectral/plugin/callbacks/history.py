@@ -32,7 +32,6 @@ class RoundHistory(RoundCallback):
         self._new = NewlyLogged()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that rounds of another fit do not get mixed with those of a new one."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.rows and trainer.current_epoch == 0 and trainer.ckpt_path is None:
             raise ValueError(
@@ -41,7 +40,6 @@ class RoundHistory(RoundCallback):
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Add the row of the round; with several models, each adds its part to it."""
         own = round_metrics(summary)
         own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
         if not self._belongs_to_last_row(own):
@@ -55,21 +53,17 @@ class RoundHistory(RoundCallback):
         return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before."""
         self._new.mark(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note it here too: in ``Trainer.validate``, no round precedes."""
-        if trainer.state.fn != "fit":
+        if trainer.state.fn != "fit":  # no round precedes
             self._new.mark(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the validation metrics of the aggregated model."""
         if not trainer.sanity_checking:
             self._add_new(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add what other callbacks logged for the round."""
         self._add_new(trainer)
 
     def _add_new(self, trainer: pl.Trainer) -> None:
@@ -82,12 +76,7 @@ class RoundHistory(RoundCallback):
         return [row[name] for row in self.rows if name in row]
 
     def plot(self, name: str, path: str | Path) -> None:
-        """Plot one metric over the rounds; needs matplotlib (the ``examples`` extra).
-
-        Args:
-            name: The metric.
-            path: The image file; missing folders are created.
-        """
+        """Plot one metric over the rounds, as an image file; needs matplotlib (the ``examples`` extra)."""
         points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
         if not points:
             known = ", ".join(sorted({name for row in self.rows for name in row})) or "none"
@@ -107,7 +96,7 @@ class RoundHistory(RoundCallback):
         """Write the rows to a JSON file, for `load` and for ``python -m lightning_spectral report``.
 
         Args:
-            path: The file; it is overwritten, and missing folders are created.
+            path: The file; missing folders are created.
             config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``. Values
                 that are not JSON are written as their ``repr``.
         """
@@ -127,10 +116,8 @@ class RoundHistory(RoundCallback):
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, for the checkpoint."""
         return {"rows": [dict(row) for row in self.rows], "from_clients": sorted(self._from_clients)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rows of earlier rounds."""
         self.rows = [dict(row) for row in state_dict["rows"]]
         self._from_clients = set(state_dict["from_clients"])

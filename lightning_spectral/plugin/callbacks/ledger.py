@@ -55,7 +55,6 @@ class CommunicationLedger(RoundCallback):
         self.rows: list[LedgerRow] = []
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Add one row for each client of the round."""
         self.rows.extend(_row(client)._replace(measured=True) for client in summary.measured)
         self.rows.extend(map(_row, summary.clients))
 
@@ -73,11 +72,9 @@ class CommunicationLedger(RoundCallback):
         return {ratio: _mean_bytes(rows) for ratio, rows in sorted(groups.items())}
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, for the checkpoint."""
         return {"rows": [tuple(row) for row in self.rows]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rows of earlier rounds."""
         self.rows = [LedgerRow(*row) for row in state_dict["rows"]]
 
 

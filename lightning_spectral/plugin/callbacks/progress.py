@@ -48,11 +48,9 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a terminal or a notebook to show the bar in."""
         return bool(super().is_enabled) and (sys.stdout.isatty() or "ipykernel" in sys.modules)
 
     def init_train_tqdm(self) -> Tqdm:
-        """The bar of the run; its items are rounds."""
         return Tqdm(
             desc="Rounds",
             total=num_rounds(self.trainer),
@@ -71,16 +69,13 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Reset the figures of the round, and show which round it is."""
         self._losses, self._bytes, self._start = {}, [0.0, 0.0], time.perf_counter()
         self._describe(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the clients of the round that this process trains."""
         self._done, self._cohort = 0, len(batch.units)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
-        """Advance the bar by one client, and show the loss of the clients so far."""
         if turn.upload is not None and turn.upload.num_steps > 0:
             name = loss_title(turn.unit.model)
             total, size = self._losses.get(name, (0.0, 0))
@@ -91,7 +86,6 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             self._show(trainer, pl_module, self._done / self._cohort)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Take the figures of the finished round; bytes are those of all models."""
         self._bytes[0] += sum(client.downlink_bytes for client in (*summary.clients, *summary.measured))
         self._bytes[1] += sum(client.uplink_bytes for client in (*summary.clients, *summary.measured))
         name = loss_title(summary.model)
@@ -102,10 +96,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         down, up = map(megabytes, self._bytes)
         self._progress.update({"down": down, "up": up, "s/round": time.perf_counter() - self._start})
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Advance the bar to the end of the round."""
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.is_enabled:
             self._show(trainer, pl_module, 1.0)
 
@@ -116,13 +107,11 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show that validation is running."""
         super().on_validation_start(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._describe(trainer, ", validating")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show what validation logged."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._describe(trainer)
         super().on_validation_end(trainer, pl_module)
@@ -141,7 +130,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
 
 def loss_title(model: str) -> str:
-    """The title of a model's loss; if there is only one model, it has no name."""
+    """The title of a model's loss, with its name if there are several models."""
     return f"{model} loss" if model else "loss"
 
 

@@ -27,7 +27,6 @@ class RoundCallback(pl.Callback):
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Warn if there will be no rounds to act on."""
         if stage == "fit" and not is_host(pl_module):
             warnings.warn(
                 f"{type(self).__name__} acts on federated rounds, but {type(pl_module).__name__} trains on batches, so "
@@ -43,16 +42,13 @@ class RoundCallback(pl.Callback):
     def on_client_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         """Called when a client was sent its download, ``turn.download``, in the process that trains it.
 
-        By default clients train one after another, and the next one starts when `on_client_end` of the last is over.
-        Other executors may start several, or all, before the first one ends.
+        By default clients train one after another. Other executors may start several before the first one ends.
         """
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         """Called when a client's upload has arrived, before it is received, in the process that trained it.
 
-        Called once for every client of the round, in the order in which uploads arrive.
-
-        ``turn.unit`` is the client's work unit, ``turn.upload`` what it sent back.
+        Called once for every client of the round, in the order of arrival; ``turn.upload`` is what ``turn.unit`` sent.
         """
 
     def on_cohort_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_idx: int) -> None:
@@ -77,7 +73,6 @@ class SVDRefresh(pl.Callback):
     """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Host) -> None:  # type: ignore[override]
-        """Open the round for its cohort."""
         pl_module.start_round(trainer.current_epoch)
 
 
@@ -88,7 +83,6 @@ class SubmodelSampling(RoundCallback):
     """
 
     def on_client_start(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]
-        """Send the client its sub-model."""
         turn.send()
 
 
@@ -101,9 +95,7 @@ class Aggregation(RoundCallback):
     """
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]
-        """Receive the client's update."""
         turn.receive()
 
     def on_cohort_end(self, trainer: pl.Trainer, pl_module: Host, round_idx: int) -> None:  # type: ignore[override]
-        """Finish the round."""
         pl_module.finish_round()

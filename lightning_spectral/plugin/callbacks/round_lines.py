@@ -14,7 +14,7 @@ from lightning_spectral.arguments import Number
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.progress import loss_title, megabytes
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.cohort import round_bytes
+from lightning_spectral.plugin.dashboard.tables import round_bytes
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -51,30 +51,24 @@ class RoundLines(RoundCallback):
         self._validated: dict[str, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
         self._first_round, self._has_logged = trainer.current_epoch, False
         self._start = self._last = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the losses of the previous round."""
         self._losses = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        """Take the loss of each model, and count bytes."""
         self._bytes += round_bytes(summary)
         if summary.averaged:
             self._losses[loss_title(summary.model)] = mean_loss(summary)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what was logged before."""
         self._new.mark(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take what validation logged."""
         self._validated = {name: value for name, value in self._new.take(trainer).items() if name != "fl/round"}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log a line, if it is time."""
         now, is_last = time.perf_counter(), trainer.current_epoch + 1 == num_rounds(trainer)
         is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_logged)
         if is_due and not draws_bar(trainer):
@@ -93,11 +87,9 @@ class RoundLines(RoundCallback):
             yield f"{duration(seconds * (total - round_idx - 1))} left"
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of bytes so far, for the checkpoint."""
         return {"bytes": self._bytes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of bytes."""
         self._bytes = state_dict["bytes"]
 
 

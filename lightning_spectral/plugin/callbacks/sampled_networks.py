@@ -42,8 +42,8 @@ class SampledNetworks(pl.Callback):
         every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check does not count.
 
     Raises:
-        TypeError: If an argument has the wrong type; at set-up, if the algorithm is not `Zampling`.
-        ValueError: If a number is below 1; at set-up, if several processes share the data for validation.
+        TypeError: At set-up, if the algorithm is not `Zampling`.
+        ValueError: At set-up, if several processes share the data for validation.
 
     Example:
         >>> callback = SampledNetworks(num_samples=20)  # Trainer(callbacks=[callback])
@@ -57,7 +57,6 @@ class SampledNetworks(pl.Callback):
         self._networks: list[ValidatedCopy] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that there are networks to sample, and that every process sees all of the data."""
         if stage not in ("fit", "validate"):
             return
         trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
@@ -73,7 +72,6 @@ class SampledNetworks(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Decide whether to act in this validation."""
         self._networks = []
         self._is_due = not trainer.sanity_checking
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -83,7 +81,6 @@ class SampledNetworks(pl.Callback):
     def on_validation_batch_start(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Trained, batch: Any, batch_idx: int, dataloader_idx: int | None = None
     ) -> None:
-        """Validate all networks on the batch; before the first one, draw them."""
         if not self._is_due:
             return
         if not self._networks:  # only now, after the user's hooks have prepared the module for validation
@@ -103,7 +100,6 @@ class SampledNetworks(pl.Callback):
             yield ValidatedCopy(host.module, weights, trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Trained) -> None:  # type: ignore[override]
-        """Log the figures of this validation."""
         networks, self._networks = self._networks, []
         if not networks:
             return
@@ -121,24 +117,17 @@ class SampledNetworks(pl.Callback):
             pl_module.log(name, tensor, on_step=False, on_epoch=True, add_dataloader_idx=False, batch_size=1)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Discard the networks of a validation that failed."""
         self._networks = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of validations so far, for the checkpoint."""
         return {"num_validations": self._num_validations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of validations."""
         self._num_validations = state_dict["num_validations"]
 
 
 def sampling_figures(logged: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> dict[str, float]:
     """The figures of each metric, by the names under which they are logged.
-
-    Args:
-        logged: The metrics of each sampled network.
-        expected: Metrics of the expected network.
 
     Example:
         >>> sampling_figures([{"acc": 0.5}, {"acc": 0.75}], {"acc": 1.0})["acc/sampling_gap"]

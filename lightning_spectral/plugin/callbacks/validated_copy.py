@@ -69,7 +69,6 @@ class ValidatedCopy:
         self._batch = None
 
     def logged(self) -> dict[str, float]:
-        """The values that it has logged over all batches, by name."""
         return {**self._so_far(), **self._ended}
 
     def _so_far(self) -> dict[str, float]:
@@ -81,8 +80,7 @@ class ValidatedCopy:
         self._ended.update({name: value for name, value in self._so_far().items() if name.endswith(suffix)})
         self._dataloader_idx = following
 
-    def _log(self, *args: Any, **options: Any) -> None:
-        """Stand in for ``LightningModule.log``, with its arguments."""
+    def _log(self, *args: Any, **options: Any) -> None:  # with the arguments of `LightningModule.log`
         call = _LOG.bind(self.module, *args, **options)
         call.apply_defaults()
         name, value, batch_size = (call.arguments[key] for key in ("name", "value", "batch_size"))

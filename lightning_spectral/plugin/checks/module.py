@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.arguments import OneOf, Whole
+from lightning_spectral.arguments import OneOf
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.host import is_host
 from lightning_spectral.sharding import ShardingStrategy
 
@@ -37,24 +35,17 @@ def check_module(module: Any) -> None:
         raise TypeError(
             f"`module` must be a LightningModule, got the class {module.__name__}; write {module.__name__}(...)."
         )
-    kind = type(module)
-    other_package = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
-    remedy = (
-        "it derives from `pytorch_lightning`, whose classes are other types than those of `lightning.pytorch`; "
-        "change the import to `import lightning.pytorch as pl`"
-        if other_package
-        else "wrap it in one, with `training_step` and `configure_optimizers`"
-    )
-    raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {kind.__name__}: {remedy}.")
+    remedy = "wrap it in one, with `training_step` and `configure_optimizers`"
+    if any(base.__module__.startswith("pytorch_lightning") for base in type(module).__mro__):
+        remedy = (
+            "it derives from `pytorch_lightning`, whose classes are other types than those of `lightning.pytorch`; "
+            "change the import to `import lightning.pytorch as pl`"
+        )
+    raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {type(module).__name__}: {remedy}.")
 
 
 def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) -> None:
-    """Check the arguments of a `FederatedModule` that are not numbers and can be checked on their own.
-
-    Raises:
-        TypeError: If one is of the wrong type.
-        ValueError: If the engine is unknown.
-    """
+    """Check the arguments of a `FederatedModule` that are not numbers and can be checked on their own."""
     OneOf(("loop", "trainer"))("client_engine", client_engine)
     _check_server_optimizer(server_optimizer)
     if isinstance(local_hooks, LocalHook):
@@ -69,40 +60,21 @@ def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) 
         check_is("local_hooks", hook, LocalHook)
 
 
-def plain_numbers(local_epochs: Any, clients_per_round: Any, seed: Any) -> tuple[int, int | None, int]:
-    """Check the numbers among the arguments, and return them.
-
-    Raises:
-        TypeError: If one is not a whole number.
-        ValueError: If one is out of range.
-    """
-    return (
-        Whole(at_least=0)("local_epochs", local_epochs),
-        replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round),
-        Whole()("seed", seed),
-    )
-
-
 def _check_server_optimizer(server_optimizer: Any) -> None:
-    """Check the server optimizer: torch's classes are functions from parameters to an optimizer; ours make such."""
     if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
         name = server_optimizer.__name__
-        raise TypeError(
-            "`server_optimizer` must be a function from parameters to an optimizer, got the class "
-            f"{name}; write {name}(...)."
-        )
-    if isinstance(server_optimizer, Optimizer):
+        got = f"the class {name}; write {name}(...)"
+    elif isinstance(server_optimizer, Optimizer):
         name = type(server_optimizer).__name__
-        raise TypeError(
-            f"`server_optimizer` must be a function from parameters to an optimizer, got {name} of some parameters; "
-            f"write lambda parameters: torch.optim.{name}(parameters, lr=...)."
+        got = f"{name} of some parameters; write lambda parameters: torch.optim.{name}(parameters, lr=...)"
+    elif server_optimizer is None or callable(server_optimizer):
+        return
+    else:
+        got = (
+            f"{server_optimizer!r}; leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
+            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)"
         )
-    if server_optimizer is not None and not callable(server_optimizer):
-        raise TypeError(
-            f"`server_optimizer` must be a function from parameters to an optimizer, got {server_optimizer!r}; "
-            "leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
-            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)."
-        )
+    raise TypeError(f"`server_optimizer` must be a function from parameters to an optimizer, got {got}.")
 
 
 def check_algorithm(algorithm: Any) -> None:

@@ -1,8 +1,9 @@
-"""Checks before the first round, whose errors name the remedy."""
+"""Checks before the first round, and settings of a Trainer that a federation cannot honour; errors name the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -10,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.participation import Sampler, UniformParticipation
-from lightning_spectral.plugin.checks.trainer import check_rounds
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.lightning.user_hooks import is_overridden
@@ -18,6 +18,60 @@ from lightning_spectral.protocol.averaged_parameters import check_averaged_param
 from lightning_spectral.protocol.copying import check_copyable
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
+
+# By name, because not all versions of Lightning have all of them.
+REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
+    {
+        "BaseFinetuning": "which parameters are trained is fixed when a fit begins; freeze some in your module, fit, "
+        "unfreeze them and fit again",
+        "BatchSizeFinder": "it tries sizes on whole rounds; set FederatedDataModule(batch_size=...)",
+        "GradientAccumulationScheduler": "a round adds up its clients' updates already; choose "
+        "FederatedDataModule(batch_size=...) for local steps",
+        "LearningRateFinder": "it moves the server's learning rate, round by round; set that of clients in "
+        "`configure_optimizers`",
+        "ModelPruning": "clients train copies of the weights that it replaces; prune after the fit",
+        "SpikeDetection": "it reads the loss of each batch, and a batch is a client's turn; monitor `fl/loss`: "
+        "EarlyStopping('fl/loss', check_finite=True)",
+        "StochasticWeightAveraging": "it follows the steps of one optimizer; use WeightAveraging, which averages the "
+        "server's weights round by round",
+    }
+)
+
+
+def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse, by name, callbacks of Lightning that would act differently on a federation, or break it.
+
+    Example:
+        >>> check_callbacks([pl.callbacks.GradientAccumulationScheduler({0: 2})])
+        Traceback (most recent call last):
+        ValueError: GradientAccumulationScheduler cannot act on a federation: a round adds up its clients' updates ...
+    """
+    for callback in callbacks:
+        for base in type(callback).__mro__:
+            if base.__name__ in REFUSED_CALLBACKS and base.__module__.startswith("lightning.pytorch"):
+                raise ValueError(
+                    f"{type(callback).__name__} cannot act on a federation: {REFUSED_CALLBACKS[base.__name__]}."
+                )
+
+
+def check_clipping(trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it would clip only the server's."""
+    if trainer.state.fn == "fit" and trainer.gradient_clip_val:
+        raise ValueError(
+            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` would not reach the gradients of clients; give "
+            f"FederatedModule(..., local_hooks=[GradientClip({trainer.gradient_clip_val})]) instead, which clips by "
+            "norm in every local step."
+        )
+
+
+def check_own_optimizers(federation: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if LightningCLI has replaced the server's and the clients' optimizers."""
+    if "configure_optimizers" in vars(federation):
+        raise ValueError(
+            "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "
+            "get theirs from `configure_optimizers` of your own module, and the server's is `model.server_optimizer`."
+        )
+
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
@@ -35,11 +89,7 @@ def check_stage(stage: str, module: pl.LightningModule) -> None:
 
 
 def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
-    """A Trainer's data module.
-
-    Raises:
-        TypeError: If the data does not come from a data module of the right kind.
-    """
+    """A Trainer's data module; raise ``TypeError`` if it has none of the right kind."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(datamodule, kind):
         return datamodule
@@ -56,14 +106,11 @@ def _named(datamodule: pl.LightningDataModule | None) -> str:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Check what a Trainer is asked to do in a fit.
-
-    Raises:
-        TypeError: If the number of rounds is not an ``int``.
-        ValueError: If a callback cannot be honoured, or there are several processes with a strategy other than
-            ``"client_parallel"``.
-    """
-    check_rounds(trainer)
+    """Check that a Trainer counts rounds, and spreads clients over processes if it has several."""
+    if not isinstance(trainer.max_epochs, int):  # which Lightning asserts without a message
+        raise TypeError(
+            f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
+        )
     if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
         raise ValueError(
             f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
@@ -78,14 +125,7 @@ def check_member(
     faults: Faults,
     local_hooks: Sequence[LocalHook] = (),
 ) -> None:
-    """Check that a module can be trained on the clients of its data.
-
-    Raises:
-        TypeError: If its ``averaged_parameters`` are not patterns.
-        ValueError: If it has lazy layers, cannot be copied, has complex parameters, or has validation data without a
-            ``validation_step``; if a client has no examples and `Faults` says `Raise` (a sampler never draws such a
-            client); or if a local hook cannot act on it.
-    """
+    """Check that a module, its local hooks and the clients of its data suit each other, before the first round."""
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_copyable(module)

@@ -14,16 +14,7 @@ UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what deci
 
 
 def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None:
-    """Check that the figures a sampler is based on are available.
-
-    Args:
-        sampler: The sampler.
-        algorithms: The algorithms of the models, by name.
-
-    Raises:
-        ValueError: If it uses norms of updates, and an algorithm's uploads are not updates of tensors, or not known to
-            be; or if it uses what is new in updates, and an algorithm has no expectation of them.
-    """
+    """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
         if "update" in sampler.figure and _norms_are_unknown(type(algorithm)):
@@ -70,12 +61,7 @@ def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]
 
 
 def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if a sampler's cohort is to be cut, since its coefficients are meant for all drawn clients.
-
-    Args:
-        limit: Lightning's ``limit_train_batches``.
-        trainer: The Trainer; with ``fast_dev_run`` the result does not matter.
-    """
+    """Raise ``ValueError`` if a sampler's cohort is to be cut: its coefficients are meant for all drawn clients."""
     if not trainer.fast_dev_run and limit != 0 and not (isinstance(limit, float) and limit == 1.0):  # type: ignore[attr-defined]
         raise ValueError(
             f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average; lower "

@@ -24,14 +24,8 @@ def check_path(path: str | None) -> None:
 def report_differences(saved: Any, given: Any, command: str) -> None:
     """Compare the arguments of a checkpoint, which are used, with those in the config and on the command line.
 
-    Args:
-        saved: The federation's arguments in the checkpoint.
-        given: Those of the command.
-        command: The subcommand. A fit is refused, like one from Python, because it would continue neither run. For the
-            others the model is that of the checkpoint, with a warning.
-
-    Raises:
-        ValueError: If the command is ``fit``, and an argument differs.
+    A fit is refused, like one from Python, because it would continue neither run. For other commands the model is that
+    of the checkpoint, with a warning.
     """
     before, now = _flat(saved), _flat(given)
     names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}

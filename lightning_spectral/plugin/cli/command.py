@@ -31,11 +31,7 @@ class FederatedCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, **options: Any) -> None:
-        defaults = {
-            "seed_everything_default": 0,
-            "auto_configure_optimizers": False,
-            "parser_class": OneLineParser,
-        }
+        defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False, "parser_class": OneLineParser}
         super().__init__(
             FederatedHooks,  # the common base, whose subclasses remember what they were built from, for checkpoints
             pl.LightningDataModule,
@@ -67,7 +63,6 @@ class FederatedCLI(LightningCLI):
         report_differences(self.config[command].model, given, command)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of the Trainer, of either module and of either data module."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         for key, classes in {

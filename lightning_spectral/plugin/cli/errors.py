@@ -42,7 +42,6 @@ class OneLineParser(LightningArgumentParser):
     _config_file: object = None
 
     def parse_path(self, cfg_path: Any, *args: Any, **options: Any) -> Any:
-        """Remember which file is read, for messages."""
         self._config_file = cfg_path
         return super().parse_path(cfg_path, *args, **options)
 
@@ -131,7 +130,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _keys(parser: Any) -> set[str]:
-    """The keys of a parser and of its subcommands."""
     found = set()
     for action in parser._actions:  # there is no public way to ask
         found.add(action.dest)
@@ -141,7 +139,6 @@ def _keys(parser: Any) -> set[str]:
 
 
 def _class_names() -> list[str]:
-    """Classes that need no dotted path."""
     packages = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE.__name__}.")]
     ours = [getattr(package, name) for package in packages for name in getattr(package, "__all__", ())]
     others = [value for place in (callbacks, loggers, torch.optim) for value in vars(place).values()]

@@ -30,13 +30,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells.
-
-    Attributes:
-        name: The name under which a logger shows it.
-        columns: Titles of the columns.
-        rows: The rows in order, each as long as ``columns``; an unknown cell is ``None``.
-    """
+    """Rows of cells under the titles ``columns``, shown under a name; an unknown cell is ``None``."""
 
     name: str
     columns: tuple[str, ...]
@@ -45,13 +39,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """The next point of some curves that are drawn over a metric other than the round.
-
-    Attributes:
-        values: Heights of the points, by name of the curve.
-        axis: The metric on the horizontal axis.
-        at: The value of that metric.
-    """
+    """The next point of some curves, their heights by name, drawn where the metric ``axis`` has the value ``at``."""
 
     values: Mapping[str, float]
     axis: str
@@ -62,12 +50,7 @@ Record = Histogram | Table | Curve
 
 
 def histogram(name: str, values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
-    """Count values in bins of equal width between the smallest and the largest.
-
-    Args:
-        name: The name under which a logger shows the histogram.
-        values: Any shape and device, not empty; values that are not finite are not counted.
-        num_bins: Number B of bins.
+    """Count the finite ones of some values in bins of equal width between the smallest and the largest.
 
     Example:
         >>> histogram("p", torch.tensor([0.0, 0.2, 1.0, 1.0]), num_bins=2)

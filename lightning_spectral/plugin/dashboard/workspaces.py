@@ -25,12 +25,7 @@ STRATEGY = "federation.algorithm.strategy.name"
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves in one panel.
-
-    Args:
-        metrics: What is drawn.
-        over: The metric on the horizontal axis.
-    """
+    """Curves of some metrics in one panel, over another metric."""
 
     metrics: tuple[str, ...]
     over: str = ROUND
@@ -38,11 +33,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Rows:
-    """The last table with a given name.
-
-    Args:
-        name: Name of the table in `RoundDashboard`.
-    """
+    """The last table with a given name in `RoundDashboard`."""
 
     name: str
 
@@ -129,13 +120,7 @@ def _over_bytes(own: str, metric: str) -> list[Lines | Rows]:
 
 
 def workspace(view: View, entity: str, project: str) -> Workspace:
-    """Make the workspace of a page; nothing is sent until its ``save`` is called.
-
-    Args:
-        view: The page.
-        entity: User or team.
-        project: Project of the user or team.
-    """
+    """Make the workspace of a page; nothing is sent until its ``save`` is called."""
     with from_extra("dashboards"):
         from wandb_workspaces import workspaces as ws
 
@@ -178,15 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--group-by", default=STRATEGY, help="key of the config (default: %(default)s)")
     parser.add_argument("--publish", action="store_true", help="send them to the server")
     options = parser.parse_args(arguments)
-    views = [
-        run_view(options.metric, options.model),
-        comparison_view(options.metric, options.model, options.group_by),
-    ]
-    for view in views:
-        if options.publish:
-            print(workspace(view, options.entity, options.project).save().url)
-        else:
-            print(view)
+    page = options.metric, options.model
+    for view in (run_view(*page), comparison_view(*page, options.group_by)):
+        print(workspace(view, options.entity, options.project).save().url if options.publish else view)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ def _shown(cell: Cell) -> str:
 def write_csv(logger: CSVLogger, round_idx: int, records: Sequence[Record]) -> None:
     """Write every table to a file of its own, and all histograms to one file, next to ``metrics.csv``.
 
-    Each file belongs to one round, so a run that is resumed in the same folder overwrites it. Curves are left out: the
-    rows of ``metrics.csv`` have both their columns.
+    Each file belongs to one round, so a resumed run overwrites it. ``metrics.csv`` has the columns of all curves.
     """
     tables = [record for record in records if isinstance(record, Table)]
     if histograms := [record for record in records if isinstance(record, Histogram)]:

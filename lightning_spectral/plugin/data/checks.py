@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.partition import Partitioner
 
@@ -91,21 +90,6 @@ def check_asked(trainer: pl.Trainer | None, method: str, argument: str, data: An
         raise ValueError(
             f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
         )
-
-
-def plain_sizes(batch_size: Any, eval_batch_size: Any, num_workers: Any, seed: Any) -> tuple[int, int | None, int, int]:
-    """Check the numbers among the arguments, and return them.
-
-    Raises:
-        TypeError: If one is not a whole number.
-        ValueError: If one is out of range.
-    """
-    return (
-        Whole(at_least=1)("batch_size", batch_size),
-        Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size),
-        Whole(at_least=0)("num_workers", num_workers),
-        Whole()("seed", seed),
-    )
 
 
 def dataset_length(dataset: Any) -> int:

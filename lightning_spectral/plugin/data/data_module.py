@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_spectral.arguments import Number, flag
+from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, examples_per_epoch
 from lightning_spectral.partition import (
     Labels,
@@ -23,12 +23,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.plugin.data.checks import (
-    check_collate,
-    check_dealt,
-    dataset_length,
-    plain_sizes,
-)
+from lightning_spectral.plugin.data.checks import check_collate, check_dealt, dataset_length
 from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned
@@ -58,12 +53,6 @@ class FederatedDataModule(FixedArguments, ServerData):
         seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
 
-    Raises:
-        TypeError: If ``train`` is not a map-style data set, ``val`` or ``test`` is a dictionary or no data at all,
-            ``partitioner`` is not a partitioner, or a number has the wrong type.
-        ValueError: If a size is not positive, ``num_workers`` is negative, the fraction is not in ``[0, 1)``, or there
-            is not one label per example.
-
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
 
@@ -75,6 +64,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         >>> FederatedDataModule(train, IIDPartitioner(num_clients=10)).partition.sizes.tolist()
         [10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
     """
+
+    settings = ("batch_size", "num_clients", "partitioner", "seed", "num_examples")
 
     def __init__(
         self,
@@ -94,20 +85,17 @@ class FederatedDataModule(FixedArguments, ServerData):
     ) -> None:
         check_dealt(train, partitioner)
         check_collate(collate_fn)
-        batch_size, eval_batch_size, num_workers, seed = plain_sizes(batch_size, eval_batch_size, num_workers, seed)
-        super().__init__(val, test, eval_batch_size or max(batch_size, 256), collate_fn, num_workers)
-        client_val_fraction = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
+        self.batch_size: int = Whole(at_least=1)("batch_size", batch_size)
+        size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size) or max(self.batch_size, 256)
+        super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
         self.train = train
         self.partitioner = partitioner
-        self.batch_size = batch_size
         self.drop_last = flag("drop_last", drop_last)
-        self.seed = seed
-        self.client_val_fraction = client_val_fraction
+        self.seed: int = Whole()("seed", seed)
+        self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self._labels = None if labels is None else class_indices(labels, dataset_length(train))
-        self._source = BatchSource(train, collate_fn, num_workers)
+        self._source = BatchSource(train, collate_fn, self.num_workers)
         self._fix(("train", "collate_fn", "num_workers"))
-
-    settings = ("batch_size", "num_clients", "partitioner", "seed", "num_examples")
 
     @cached_property
     def labels(self) -> Tensor:
@@ -145,7 +133,6 @@ class FederatedDataModule(FixedArguments, ServerData):
 
     @property
     def num_clients(self) -> int:
-        """Number of clients."""
         return self.partition.num_clients
 
     @property
@@ -159,20 +146,13 @@ class FederatedDataModule(FixedArguments, ServerData):
             self.partition  # noqa: B018
 
     def teardown(self, stage: str) -> None:
-        """Stop the worker processes."""
         self._source.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Stop the worker processes."""
         self._source.close()
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        """What the server knows of the clients.
-
-        Args:
-            capacities: Keep ratio of each client.
-            available: Whether each client can train the model, bool, shape ``(num_clients,)``; ``None`` if all can.
-        """
+        """What the server knows of clients: their sizes and keep ratios, and which of them can train the model."""
         return ClientDirectory(self.partition.sizes, capacities, available, self.examples_per_epoch)
 
     def client_data(self, download: Download) -> ClientData:
@@ -191,7 +171,6 @@ class FederatedDataModule(FixedArguments, ServerData):
         return {**own, "partition": self.partition.fingerprint()}
 
     def examples_per_epoch(self, num_examples: int) -> int:
-        """Number of a client's examples that it trains on in a local epoch."""
         return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
 
     def client_val_batches(self, client_id: int) -> Iterator[Any]:
@@ -202,10 +181,7 @@ class FederatedDataModule(FixedArguments, ServerData):
     def shuffled_batches(self, seed: int, ids: tuple[int | str, ...], max_batches: int | None = None) -> Iterator[Any]:
         """The training examples of all clients, shuffled, in nearly equal batches of at most ``eval_batch_size``.
 
-        Args:
-            seed: The run's seed.
-            ids: Together with ``seed``, they determine the order and every random draw of the examples.
-            max_batches: Stop after this number of batches; ``None`` for all.
+        Seed and ids determine the order and every random draw of the examples.
         """
         dealt = self.partition.indices
         order = dealt[torch.randperm(len(dealt), generator=derived_generator(seed, "data order", *ids))]

@@ -19,11 +19,7 @@ class MultiModelDataModule(pl.LightningDataModule):
     A client may have no examples of some models: it never trains those.
 
     Args:
-        modules: The data by model name; all must have the same number of clients.
-
-    Raises:
-        TypeError: If one is not a `FederatedDataModule`.
-        ValueError: If there is none; when a fit begins, if the numbers of clients differ.
+        modules: The data by model name; the same number of clients in all.
 
     Example:
         >>> import torch
@@ -53,11 +49,7 @@ class MultiModelDataModule(pl.LightningDataModule):
 
     @property
     def num_clients(self) -> int:
-        """Number of clients of the federation.
-
-        Raises:
-            ValueError: If models have different numbers of clients.
-        """
+        """Number of clients; raises ``ValueError`` if models have different ones."""
         counts = {name: module.num_clients for name, module in self.modules.items()}
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name!r}: {count}" for name, count in counts.items())
@@ -69,22 +61,18 @@ class MultiModelDataModule(pl.LightningDataModule):
 
     @property
     def val(self) -> Any:
-        """Validation data of all models; ``None`` if no model has any."""
         found = {name: module.val for name, module in self.modules.items() if module.has_val}
         return found or None
 
     @property
     def has_val(self) -> bool:
-        """Whether any model has validation data."""
         return any(module.has_val for module in self.modules.values())
 
     def prepare_data(self) -> None:
-        """Prepare the data of each model."""
         for module in self.modules.values():
             module.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """Draw all partitions."""
         for module in self.modules.values():
             module.trainer = self.trainer
             module.setup(stage)
@@ -92,12 +80,10 @@ class MultiModelDataModule(pl.LightningDataModule):
             self.num_clients  # noqa: B018  # refused here if they differ
 
     def teardown(self, stage: str) -> None:
-        """Stop the worker processes."""
         for module in self.modules.values():
             module.teardown(stage)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Stop the worker processes."""
         for module in self.modules.values():
             module.on_exception(exception)
 
@@ -111,15 +97,12 @@ class MultiModelDataModule(pl.LightningDataModule):
             self.modules[name].load_state_dict(state)
 
     def train_dataloader(self) -> Any:
-        """One item per turn of the round that Lightning is about to run."""
         return round_loader(self.trainer, type(self).__name__)
 
     def val_dataloader(self) -> list[Any]:
-        """The validation data of one model after another."""
         return self._counted("validate", {n: as_list(m.val_dataloader()) for n, m in self.modules.items()})
 
     def test_dataloader(self) -> list[Any]:
-        """The test data of one model after another."""
         return self._counted("test", {n: as_list(m.test_dataloader()) for n, m in self.modules.items()})
 
     def _counted(self, stage: str, loaders: Mapping[str, list[Any]]) -> list[Any]:
@@ -127,11 +110,7 @@ class MultiModelDataModule(pl.LightningDataModule):
         return [loader for own in loaders.values() for loader in own]
 
     def evaluated(self, stage: str) -> list[tuple[str, int, int]]:
-        """For each evaluation loader: its model, its index among the model's loaders, and how many those are.
-
-        Args:
-            stage: ``"validate"`` or ``"test"``.
-        """
+        """For each evaluation loader of a stage: its model, its index in it, and the number of the model's loaders."""
         counts = self._num_loaders[stage]  # not of `val` or `test`, since a subclass may have loaders of other data
         return [(name, index, count) for name, count in counts.items() for index in range(count)]
 

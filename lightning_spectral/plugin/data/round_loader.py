@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 import lightning.pytorch as pl
 
-from lightning_spectral.plugin.host import Host, Share, is_host
+from lightning_spectral.plugin.host import Host, Share, as_host
 
 
 class RoundLoader:
-    """Iterates over one epoch for Lightning: a single batch, with all clients that this process trains in a round.
+    """A single batch for an epoch of Lightning's, with all clients that this process trains in a round.
 
-    Args:
-        host: Knows the round and its clients. It is asked when the batch is fetched, because Lightning creates the
-            iterator before it knows which epoch a resumed run is in.
+    The host is asked when the batch is fetched: Lightning creates the iterator before a resumed run knows its epoch.
     """
 
     def __init__(self, host: Host) -> None:
@@ -28,19 +26,6 @@ class RoundLoader:
 
 
 def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
-    """Make the loader of the rounds of the module that a Trainer fits.
-
-    Args:
-        trainer: The Trainer, if there is one.
-        owner: Name of the data module's class, for the error.
-
-    Raises:
-        TypeError: If that module trains on batches instead of clients.
-    """
-    host = None if trainer is None else trainer.lightning_module
-    if not is_host(host):
-        raise TypeError(
-            f"{owner} feeds clients, not batches, and {type(host).__name__} trains on batches; "
-            "wrap it: FederatedModule(module, clients_per_round=...)."
-        )
-    return RoundLoader(host)
+    """The rounds of the module that a Trainer fits; raise ``TypeError`` if it trains on batches instead of clients."""
+    module = None if trainer is None else trainer.lightning_module
+    return RoundLoader(as_host(module, f"{owner} feeds clients, not batches"))

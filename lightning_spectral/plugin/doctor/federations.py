@@ -35,11 +35,7 @@ ModuleAndData = tuple[FederatedModule | MultiModelModule, FederatedDataModule | 
 
 
 class LitNet(pl.LightningModule):
-    """Classifies images with convolutions, batch normalisation and linear layers.
-
-    Args:
-        momentum: Of the clients' SGD.
-    """
+    """Classifies images with convolutions, batch normalisation and linear layers, by SGD with a momentum."""
 
     example_input_array = torch.zeros(2, 1, SIZE, SIZE)
 
@@ -54,17 +50,14 @@ class LitNet(pl.LightningModule):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores of each class."""
         scores: Tensor = self.net(x)
         return scores
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of one batch."""
         x, labels = batch
         return nn.functional.cross_entropy(self(x), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
 
 

@@ -49,13 +49,9 @@ class Finding:
 
 
 def self_check(make: Callable[[], ModuleAndData], accelerator: str) -> Finding:
-    """Check one algorithm.
+    """Check one algorithm, by a function that makes a new federation, always the same.
 
     On the CPU, runs have to be equal bit for bit: the reference is then a repetition.
-
-    Args:
-        make: Makes a new federation, always the same.
-        accelerator: As for ``pl.Trainer``.
     """
     expected, _, _ = _fit(make, "cpu")
     with tempfile.TemporaryDirectory() as folder:

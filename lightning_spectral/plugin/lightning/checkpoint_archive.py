@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import IO, Any
 from zipfile import ZipFile
 
-from lightning_spectral.plugin.lightning.archive_layout import DamagedFile, check_layout
-from lightning_spectral.plugin.lightning.archive_pickle import read_structure
+from lightning_spectral.plugin.lightning.archive import DamagedFile, check_layout, read_structure
 
 NEEDED = ("epoch", "global_step", "loops", "optimizer_states")
 
 
 def saved_progress(path: Path) -> tuple[int, int]:
-    """The server's steps and Lightning's epoch in a checkpoint; tensors are not read.
-
-    Raises:
-        DamagedFile: If it is not a checkpoint of a Trainer, or its structure is damaged.
-    """
+    """The server's steps and Lightning's epoch in a Trainer's checkpoint, if intact; tensors are not read."""
     with _naming_the_cause(), path.open("rb") as file, _archive(file) as archive:
         content = read_structure(archive)
     missing = [name for name in NEEDED if not isinstance(content, dict) or name not in content]
@@ -33,11 +28,7 @@ def saved_progress(path: Path) -> tuple[int, int]:
 
 
 def check_contents(path: Path) -> None:
-    """Read all of a checkpoint, and compare it with the checksum of every entry of the archive.
-
-    Raises:
-        DamagedFile: If a checksum differs.
-    """
+    """Read all of a checkpoint, and compare it with the checksum of every entry of the archive."""
     with _naming_the_cause(), ZipFile(path) as archive:
         _check_checksums(archive)
 
@@ -79,7 +70,6 @@ def _check(file: IO[bytes], name: str) -> None:
 
 @contextmanager
 def _archive(file: IO[bytes]) -> Iterator[ZipFile]:
-    """The archive in a file, if it is laid out as torch writes it."""
     with ZipFile(file) as archive:
         check_layout(file, archive)
         yield archive

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.lightning.archive_layout import DamagedFile
+from lightning_spectral.plugin.lightning.archive import DamagedFile
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_contents, check_loadable, saved_progress
 
 
@@ -36,11 +36,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            TypeError: If ``storage_options`` is given.
-        """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -55,11 +50,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _sync_folder(target.parent)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Raises:
-            ValueError: If the file is empty, incomplete or damaged.
-        """
         check_loadable(path)
         return super().load_checkpoint(path, *args, **options)
 

@@ -15,9 +15,6 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
     """Check that a checkpoint was written by a run of the same configuration.
 
     Settings of the Trainer are compared if both have them: older checkpoints and quick tries (``fast_dev_run``) do not.
-
-    Raises:
-        ValueError: If the checkpoint was not written by a federated run, or names another configuration.
     """
     saved = checkpoint.get("federation")
     if saved is None:
@@ -47,11 +44,6 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_h
     The server's weights change only when a round closes, and what clients have sent so far is not saved. An open round
     therefore counts as not begun, and is repeated from its first client. A round in which the server has stepped, but
     whose validation or epoch has not ended, counts as not begun either: `finish_epoch` then does the rest of it.
-
-    Args:
-        checkpoint: What Lightning has written so far.
-        round_is_over: Whether the last round that began has ended, and its epoch with it.
-        server_has_stepped: Whether the server has stepped in it.
     """
     progress = checkpoint["loops"]["fit_loop"]
     epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from lightning_spectral.client.between_clients import isolate_metrics
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
-from lightning_spectral.plugin.host import is_host
+from lightning_spectral.plugin.host import as_host
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.meetings import Meetings
 from lightning_spectral.server.processes import Processes
@@ -76,11 +76,8 @@ class ClientParallelStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Check that the fit is federated, and keep metrics of the server's module from syncing until it ends."""
         module = self.lightning_module
-        if trainer.state.fn == "fit" and not is_host(module):
-            raise TypeError(
-                f"strategy='client_parallel' spreads clients, and {type(module).__name__} trains on batches; wrap it: "
-                "FederatedModule(module, clients_per_round=...), or use strategy='ddp'."
-            )
+        if trainer.state.fn == "fit":
+            as_host(module, "strategy='client_parallel' spreads clients", ", or use strategy='ddp'")
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
@@ -135,12 +132,7 @@ class ClientParallelStrategy(DDPStrategy):
         return nullcontext() if self._meetings is None else self._meetings.meeting()
 
     def note_shares(self, round_idx: int, shares: Sequence[Sequence[WorkUnit]] = ()) -> None:
-        """Note what the processes do until they next meet, for the error if one does not arrive.
-
-        Args:
-            round_idx: Communication round, from 0.
-            shares: What each process trains, by rank; empty between clients' turns.
-        """
+        """Note what each process trains until they next meet, for the error if one does not arrive."""
         if self._meetings is not None:
             doing = [listed(units) for units in shares] or ["between turns"] * self.world_size
             self._meetings.begin({rank: f"round {round_idx}, {what}" for rank, what in enumerate(doing)})
@@ -179,7 +171,6 @@ class ClientParallelStrategy(DDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Restore the metrics' own synchronisation."""
         self._restore_metrics()
         super().teardown()
 

@@ -77,7 +77,6 @@ class ClientTrainer:
     def _train(
         self, module: Any, optimizers: Sequence[Optimizer], placement: Placement, task: LocalTask
     ) -> LocalResult:
-        """Run one client's local epochs with ``Trainer.fit``."""
         local_epochs, recorder = task.download.local_epochs, task.recorder
         batches = _Batches(task.data, recorder, first_epoch=task.download.round_idx * local_epochs)
         if local_epochs == 0 or len(batches) == 0:
@@ -125,7 +124,6 @@ class _LocalEpochs(pl.Callback):
     """Ends the fit after the client's last local epoch, and sums its losses as the plain loop does."""
 
     def begin(self, task: LocalTask, last_epoch: int, device: torch.device) -> None:
-        """Start counting for a new client."""
         self.recorder = task.recorder
         self.last_epoch = last_epoch
         self.total = torch.zeros((), dtype=torch.float64, device=device)
@@ -134,16 +132,14 @@ class _LocalEpochs(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the step's loss; there is none if ``training_step`` skips the step or optimises manually."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-        if isinstance(loss, Tensor):
+        if isinstance(loss, Tensor):  # none if `training_step` skips the step or optimises manually
             size = self.recorder.num_examples
             self.total.add_(loss.detach().mean(), alpha=size)
             self.num_losses, self.num_examples = self.num_losses + 1, self.num_examples + size
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop after the client's last epoch; ``max_epochs`` is still that of the run."""
-        if trainer.current_epoch == self.last_epoch:
+        if trainer.current_epoch == self.last_epoch:  # of the client; `max_epochs` is still that of the run
             trainer.should_stop = True
 
     def result(self, global_step: int, *, is_automatic: bool) -> LocalResult:
@@ -158,8 +154,7 @@ class _StepsOncePerRound:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the learning rate is constant within a round."""
+    def step(self, *args: Any, **kwargs: Any) -> None: ...  # the learning rate is constant within a round
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)

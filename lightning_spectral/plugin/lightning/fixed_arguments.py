@@ -17,11 +17,6 @@ class FixedArguments:
         self._fixed = self._fixed.union(names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute.
-
-        Raises:
-            AttributeError: If it is a fixed argument.
-        """
         if name in self._fixed:
             kind = type(self).__name__
             raise AttributeError(

@@ -27,10 +27,7 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
     A client enters it again only for its forward passes, as the batches of a plain Trainer would. Autocast's cache of
     converted weights, which Lightning 2.4 leaves on, would outlive these passes within a context: it stays off.
-
-    Args:
-        device: Device of the autocast to leave.
-        dtype: The default type of floating-point tensors to restore; true-half and true-double precision change it.
+    True-half and true-double precision change the default type of floating-point tensors: ``dtype`` is restored.
     """
     inside = torch.get_default_dtype()
     if inside == dtype and not torch.is_autocast_enabled(device.type):

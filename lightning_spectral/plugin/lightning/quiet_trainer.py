@@ -14,12 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
-    """Make a silent Trainer with the device and precision of another.
-
-    Args:
-        like: The other Trainer.
-        **settings: As for `silent_trainer`.
-    """
+    """Make a silent Trainer, with some settings, that has the device and precision of another."""
     own = {
         "strategy": _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin),
         "num_sanity_val_steps": 0,
@@ -31,11 +26,7 @@ def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
 
 
 def silent_trainer(**settings: Any) -> Trainer:
-    """Make a Trainer without loggers, checkpoints, bars or summaries, and without remarks on the machine.
-
-    Args:
-        **settings: Arguments of ``pl.Trainer``, which override these.
-    """
+    """Make a Trainer without loggers, checkpoints, bars, summaries and remarks, unless the settings say otherwise."""
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -65,5 +56,4 @@ def silence() -> Iterator[None]:
 class _StaysOnDevice(SingleDeviceStrategy):
     """Leaves module and optimizers where they are when a fit ends, since the device is the other Trainer's."""
 
-    def teardown(self) -> None:
-        """Do nothing: Lightning's own method would move the module to the CPU and empty the device's cache."""
+    def teardown(self) -> None: ...  # Lightning's own would move the module to the CPU and empty the device's cache

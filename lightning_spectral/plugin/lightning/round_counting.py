@@ -39,7 +39,6 @@ class RoundsAsSteps(pl.Callback):
         self._own: list[tuple[object, dict[str, Any]]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Host, stage: str) -> None:  # type: ignore[override]
-        """Apply the settings of a federated fit."""
         if stage != "fit":
             return
         pl_module.cut_cohort(trainer.limit_train_batches)
@@ -60,22 +59,17 @@ class RoundsAsSteps(pl.Callback):
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a round, let the checkpoints that are due by the clock be written."""
         as_automatic: Any = _Automatic(pl_module)
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "_train_time_interval", None) is not None:
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the Trainer's own settings."""
         self._restore()
 
-    def on_exception(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Host, exception: BaseException
-    ) -> None:
-        """End the round and restore the Trainer's settings: after an error Lightning does not call `teardown`."""
+    def on_exception(self, trainer: pl.Trainer, pl_module: Host, exception: BaseException) -> None:  # type: ignore[override]
         pl_module.abandon_round()
-        self._restore()
+        self._restore()  # after an error Lightning does not call `teardown`
 
     def _restore(self) -> None:
         for owner, settings in self._own:

@@ -12,15 +12,11 @@ from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 
 
 def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
-    """Log a round's own metrics and the means of what its clients logged.
+    """Log a round's own metrics and the means of what its clients logged, for all models.
 
     ``LightningModule.log`` would keep an object for each metric and visit all of them after every client. A round's
     values are complete when it ends, so they go directly to where `log` would put them: to ``callback_metrics`` for
     checkpoints, early stopping and schedulers, and to each logger as one row.
-
-    Args:
-        trainer: The Trainer of the run.
-        summaries: The round of each model.
 
     Raises:
         ValueError: If clients logged a value under the name of one of the round's own metrics.
@@ -42,14 +38,7 @@ def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
 
 
 def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float], hidden: Container[str] = ()) -> None:
-    """Log values of a finished round to callbacks at once, and to each logger as one row.
-
-    Args:
-        trainer: The Trainer of the run.
-        round_idx: The round, from 0.
-        values: Values by name.
-        hidden: Names of values that are not passed to loggers.
-    """
+    """Log values of a finished round to callbacks at once, and to each logger, unless hidden, as one row."""
     tensors = dict(zip(values, torch.tensor(list(values.values()), dtype=torch.float64).unbind(), strict=True))
     logged = {name: value for name, value in values.items() if name not in hidden}
     trainer.callback_metrics.update(tensors)

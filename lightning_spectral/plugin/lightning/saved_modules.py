@@ -26,14 +26,9 @@ def given_arguments() -> dict[str, Any]:
 
 
 def write_arguments(checkpoint: dict[str, Any], given: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
-    """Record in a checkpoint how to build the federation, if that is known, and the users' modules.
+    """Record in a checkpoint how to build the federation, if that is known, and the users' modules by name.
 
     What Lightning has put there is what loggers get, which are not arguments.
-
-    Args:
-        checkpoint: Where to write.
-        given: Arguments of the federation, as plain values.
-        modules: The users' modules, by name.
     """
     checkpoint.pop(HPARAMS, None)
     if given:
@@ -72,7 +67,7 @@ def load_user_module(
 
     Raises:
         ValueError: If the file is empty, damaged or not of a federation, or ``name`` is not among its models.
-        TypeError: If an argument is missing, or ``kind`` is not a class of LightningModules.
+        TypeError: If an argument of your module is missing.
 
     Example:
         >>> import tempfile

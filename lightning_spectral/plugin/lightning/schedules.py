@@ -35,7 +35,6 @@ class RoundScheduler:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def step(self, round_idx: int) -> None:
-        """Step at the end of a round."""
         if (round_idx + 1) % self.frequency == 0:
             with warnings.catch_warnings():
                 # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
@@ -43,11 +42,7 @@ class RoundScheduler:
                 self.scheduler.step()
 
     def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
-        """Step on the monitored metric.
-
-        Raises:
-            ValueError: If the metric was not logged and ``strict`` is set.
-        """
+        """Step on the monitored metric; if it is missing, that is an error if ``strict`` is set."""
         if (round_idx + 1) % self.frequency != 0:
             return
         if self.monitor is not None and self.monitor in metrics:
@@ -62,16 +57,12 @@ class RoundScheduler:
 def read_optimizers(
     configured: Any, owner: str, *, several: bool = False
 ) -> tuple[list[Optimizer], list[RoundScheduler]]:
-    """Read what a user's ``configure_optimizers`` returned, in any of its forms.
+    """Read what a user's ``configure_optimizers`` returned, in any of the forms that Lightning knows.
 
     Args:
-        configured: An optimizer; a sequence of them; ``([optimizer], [scheduler])``; ``{"optimizer": ...,
-            "lr_scheduler": ...}``, or a sequence of such dictionaries.
+        configured: What it returned.
         owner: Name of the user's class, for errors.
         several: Whether there may be more than one optimizer.
-
-    Raises:
-        ValueError: If there is no optimizer, or more than one where there may not be several.
 
     Example:
         >>> import torch
@@ -95,9 +86,7 @@ def read_optimizers(
 
 
 def name_group(optimizer: Optimizer, name: str) -> None:
-    """Name an optimizer's only parameter group for ``LearningRateMonitor``, which shows class and group.
-
-    An optimizer with several groups, or whose group has a name, is left unchanged.
+    """Name an optimizer's only parameter group for ``LearningRateMonitor``, unless it has a name.
 
     Example:
         >>> import torch

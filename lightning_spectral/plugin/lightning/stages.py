@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import lightning.pytorch as pl
 
 PROFILED = ("plan", "refresh", "sample", "load", "train", "aggregate", "apply", "validate")
@@ -20,12 +17,6 @@ def action_name(stage: str) -> str:
     return f"[Federated]{stage}"
 
 
-def stage_profile(trainer: pl.Trainer, stage: str) -> AbstractContextManager[Any]:
-    """A context manager that records the block as one stage in the Trainer's profiler."""
-    profile: AbstractContextManager[Any] = trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
-    return profile
-
-
 class RoundStages(pl.Callback):
     """Records the one stage that Lightning runs itself in the profiler: validation within a fit."""
 
@@ -33,17 +24,14 @@ class RoundStages(pl.Callback):
         self._is_open = False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start recording validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             trainer.profiler.start(action_name("validate"))  # type: ignore[attr-defined]
             self._is_open = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop recording validation."""
         if self._is_open:
             trainer.profiler.stop(action_name("validate"))  # type: ignore[attr-defined]
             self._is_open = False
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop recording after an error: a profiler cannot restart an action that it has not stopped."""
-        self.on_validation_end(trainer, pl_module)
+        self.on_validation_end(trainer, pl_module)  # a profiler cannot restart what it has not stopped

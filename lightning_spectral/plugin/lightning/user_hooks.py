@@ -55,16 +55,7 @@ BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 
 def check_user_module(module: pl.LightningModule, client_engine: str = "loop") -> None:
-    """Refuse by name what federated training cannot honour.
-
-    Args:
-        module: The user's module.
-        client_engine: ``"loop"``, or ``"trainer"``, which honours more.
-
-    Raises:
-        ValueError: If the module optimises manually in the plain loop, takes a dataloader iterator, or overrides a
-            refused hook.
-    """
+    """Raise ``ValueError`` with all that federated training cannot honour; a client's own Trainer honours more."""
     name = type(module).__name__
     in_loop = client_engine == "loop"
     refused = [hook for hook in REFUSED_HOOKS if in_loop or hook not in TRAINER_HOOKS]
@@ -123,12 +114,7 @@ def adopt_batch_hooks(client: pl.LightningModule, data: pl.LightningDataModule) 
 
 
 def spare_shares(module: pl.LightningModule | pl.LightningDataModule, of: Any) -> None:
-    """Let batch hooks act on evaluation batches only: Lightning moves a round's batch of clients too.
-
-    Args:
-        module: The module or data module whose hooks Lightning calls.
-        of: Where the hooks come from; those that it does not override are left alone.
-    """
+    """Let the batch hooks of an object act on evaluation batches only: Lightning moves a round's batch too."""
     for hook in BATCH_HOOKS:
         if is_overridden(of, hook):
             setattr(module, hook, _for_evaluation(getattr(type(of), hook).__get__(of)))

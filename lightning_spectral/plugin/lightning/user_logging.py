@@ -15,15 +15,10 @@ Log = Callable[..., None]
 
 
 def redirect_logging(module: pl.LightningModule, log: Log, log_dict: Log) -> None:
-    """Let a module log with other functions than Lightning's.
+    """Let a module log with other functions than Lightning's, which take the same arguments.
 
     If its class overrides ``log`` or ``log_dict``, this still acts, and what it passes to ``super()`` goes to ``log``:
-    a class is put between the user's and Lightning's.
-
-    Args:
-        module: The module.
-        log: Takes the arguments of ``LightningModule.log``.
-        log_dict: Takes those of ``log_dict``. Not needed for overrides: Lightning's own calls ``log`` for each entry.
+    a class is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
     """
     target: Any = module
     if is_overridden(module, "log") or is_overridden(module, "log_dict"):
@@ -36,11 +31,7 @@ def redirect_logging(module: pl.LightningModule, log: Log, log_dict: Log) -> Non
 
 @contextmanager
 def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
-    """Forward ``module.log`` and ``module.log_dict`` within the block to the module that Lightning trains.
-
-    Raises:
-        ValueError: In the block, if a value is logged under the name of one of a round's own metrics.
-    """
+    """Forward ``module.log`` and ``module.log_dict`` within the block to the module that Lightning trains."""
     target: Any = module
     kind = type(module)
 
@@ -62,7 +53,6 @@ def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Ite
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise ``ValueError`` for names under which a value would replace one of the federation's."""
     if taken := sorted(ALWAYS.intersection(names)):
         raise ValueError(
             f"An evaluation hook logs {', '.join(taken)}, under which the federation logs a metric of its own; choose "

@@ -27,9 +27,7 @@ def on_each(hook: str) -> Callable[..., None]:
 def on_one(hook: str, position: int = 2) -> Callable[..., Any]:
     """Make a method that calls the hook of the same name on the module to whose data a batch belongs.
 
-    Args:
-        hook: Name of the hook.
-        position: Position of the dataloader's index, which Lightning may leave out, among its arguments.
+    The dataloader's index has a position among the hook's arguments, and Lightning may leave it out.
     """
 
     def forward(self: ForwardedHooks, *args: Any) -> Any:
@@ -64,14 +62,9 @@ class ForwardedHooks(pl.LightningModule):
     on_fit_end = on_each("on_fit_end")
 
     def evaluating(self, args: tuple[Any, ...], position: int) -> AbstractContextManager[Any]:
-        """Within the block, let the module log to which an evaluation batch belongs.
+        """Within the block, let the module log to which an evaluation batch belongs; yields it and its own arguments.
 
-        Args:
-            args: Arguments of one of Lightning's hooks.
-            position: Position of the dataloader's index among them.
-
-        Returns:
-            A context manager that yields the module and its own arguments.
+        Of the arguments of one of Lightning's hooks, the one at ``position`` is the dataloader's index.
         """
         raise NotImplementedError
 

@@ -34,9 +34,6 @@ def as_config(value: Any) -> Any:
       string: a single value to group by.
     - A sequence of choices becomes a dictionary by position; a long one becomes a truncated string.
 
-    Args:
-        value: Any setting of this package, or a user's own.
-
     Example:
         >>> from lightning_spectral.algorithms import SpectralSharding
         >>> config = as_config(SpectralSharding(keep_ratio={0.2: 0.6, 0.4: 0.4}))

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
@@ -17,15 +19,24 @@ from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
 from lightning_spectral.client.user_step import Recorder
-from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, SubmodelSampling
+from lightning_spectral.plugin.callbacks import (
+    Aggregation,
+    BatchNormEstimation,
+    RoundLines,
+    SubmodelSampling,
+    SVDRefresh,
+    WandbRounds,
+)
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.checks.run import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
 from lightning_spectral.plugin.lightning.precision import scaled_by
+from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.lightning.round_log import log_round
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler
-from lightning_spectral.plugin.lightning.stages import stage_profile
+from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines, is_overridden
 from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.records import RoundSummary
@@ -36,11 +47,7 @@ from lightning_spectral.server.run import Run
 
 
 class TrainerRuntime:
-    """Runs a federation's rounds with the Trainer that fits a module.
-
-    Args:
-        host: The module that the Trainer fits.
-    """
+    """Runs a federation's rounds with the Trainer that fits a module."""
 
     def __init__(self, host: pl.LightningModule) -> None:
         self._host = host
@@ -48,27 +55,23 @@ class TrainerRuntime:
 
     @property
     def trainer(self) -> pl.Trainer:
-        """The Trainer."""
         return self._host.trainer
 
     @property
     def round_idx(self) -> int:
-        """The current round, from 0."""
         return self._host.current_epoch
 
     @property
     def processes(self) -> Processes:
-        """The processes that train the clients of a round; several with ``strategy="client_parallel"``."""
         return processes_of(self.trainer)
 
     @property
     def averages_are_set(self) -> bool:
-        """Whether a callback sets the averages of BatchNorm."""
         return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
 
     def profile(self, stage: str) -> AbstractContextManager[Any]:
-        """Record the block as one stage in the Trainer's profiler."""
-        return stage_profile(self.trainer, stage)
+        profile: AbstractContextManager[Any] = self.trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
+        return profile
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
@@ -76,7 +79,6 @@ class TrainerRuntime:
         return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=_place)
 
     def begin(self) -> None:
-        """Begin a fit."""
         self._told_to_end = False
 
     def note_shares(self, round_idx: int, share: Share | None = None) -> None:
@@ -85,7 +87,6 @@ class TrainerRuntime:
             self.trainer.strategy.note_shares(round_idx, () if share is None else share.everywhere)
 
     def until_told(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
-        """Yield the units whose turns may begin: none once a process was told to end, by SIGTERM."""
         strategy = self.trainer.strategy
         for unit in units:
             if isinstance(strategy, ClientParallelStrategy):
@@ -116,21 +117,13 @@ class TrainerRuntime:
                     self.trainer.strategy.optimizer_step(server, _nothing)
 
     def log(self, summaries: Sequence[RoundSummary]) -> None:
-        """Log a finished round of all models to callbacks, progress bar and loggers."""
         log_round(self.trainer, summaries)
 
 
 def sequential_executor(
     owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer | None = None
 ) -> SequentialExecutor:
-    """An executor that trains clients one after another, on a device in this process.
-
-    Args:
-        owner: The `FederatedModule` of the model that they train.
-        run: Settings and state shared by its rounds.
-        schedules: The user's learning-rate schedules.
-        local_trainer: Runs a client's local epochs; ``None`` for the client engine that the owner asks for.
-    """
+    """An executor that trains the clients of a `FederatedModule` one after another, on a device in this process."""
     device = Device(
         run.server,
         run.half.device_half,
@@ -180,3 +173,21 @@ def _place(callback: RoundCallback) -> int:
 
 def _nothing() -> None:
     """The closure for an optimizer whose gradients already exist."""
+
+
+def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
+    """The callbacks of the user's modules, then those boundaries of a round that the Trainer does not have yet."""
+    own = list(own)
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.state.fn == "fit":
+        check_callbacks([*callbacks, *own])  # before Lightning refuses some of them with its own messages
+    boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+    present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
+    return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
+
+
+def _watchers(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Callbacks for this Trainer's profiler and loggers: only those with something to do, since Lightning calls all."""
+    profiled = not isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+    at_wandb = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
+    return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]

@@ -41,14 +41,7 @@ class RoundProgress:
 
 
 class SavedRun:
-    """Writes and reads the checkpoints of a federation.
-
-    Args:
-        federation: The federation.
-
-    Attributes:
-        progress: How far the fit has come.
-    """
+    """Writes and reads the checkpoints of a federation."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -61,15 +54,10 @@ class SavedRun:
         return trainer
 
     def begin(self) -> None:
-        """Begin a fit, before a checkpoint is read."""
         self.progress, self._federation.last_stepped = RoundProgress(), -1
 
     def write(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
-        """Call the users' hooks, save the configuration, and make the progress count whole rounds.
-
-        Raises:
-            RoundError: If the server's step was interrupted, so that its weights belong to no round.
-        """
+        """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
         members = self._federation.members
         engines = [engine for member in members.values() if (engine := member.engine_or_none) is not None]
         for engine in engines:
@@ -99,18 +87,13 @@ class SavedRun:
                 progress.before_validation.write(checkpoint)
 
     def read(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
-        """Check that the configuration is unchanged, and restore what is restored before training starts.
-
-        Raises:
-            ValueError: If the checkpoint is of another configuration.
-        """
+        """Check that the configuration is unchanged, and restore what is restored before training starts."""
         check_checkpoint(checkpoint, configuration)
         as_one_batch(checkpoint)
         self.progress.resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
         read_federation(self._federation, checkpoint)
 
     def call_user_hooks(self, checkpoint: Checkpoint) -> None:
-        """Let each user's module read its own entries."""
         for name, member in self._federation.members.items():
             with own_checkpoint(checkpoint, name) as own:
                 member.owner.module.on_load_checkpoint(own)

@@ -1,5 +1,6 @@
 """Re-estimated BatchNorm averages, compared with averages computed by their formulas."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, check_resumes, same_state, seeded
+from federation import Fit, Fitted, check_resumes, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
+from observed_runs import acting, with_and_without
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.errors import RoundError
+from lightning_spectral.plugin.callbacks import BatchNormEstimation
 
+Train = Callable[..., Fitted]
 KEEP = ["*.running_*"]
 AVERAGES = ("net.1.running_mean", "net.1.running_var", "net.4.running_mean", "net.4.running_var")
 
@@ -39,8 +44,12 @@ class LitTwo(LitMLP):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
+
+
+@pytest.fixture
+def train(fit: Fit, toy: TensorDataset) -> Train:
+    return lambda data=None, **options: fit(seeded(LitTwo), data or clients(toy), **options)
 
 
 def clients(toy: TensorDataset, **options: Any) -> ls.FederatedDataModule:
@@ -70,14 +79,6 @@ def assert_close(state: Any, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name].double(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_one_batch_of_all_examples_gives_their_mean_and_variance(toy: TensorDataset, fit: Fit) -> None:
-    fitted = fit(seeded(LitTwo), clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
-    assert_close(fitted.state, written_out(fitted.module, [toy.tensors[0]]))  # 120 examples, batches of up to 256
-    assert fitted.state["net.1.num_batches_tracked"] == 1
-    with pytest.raises(AssertionError):
-        assert_close(fit(seeded(LitTwo), clients(toy)).state, written_out(fitted.module, [toy.tensors[0]]))
-
-
 class LitTeacher(LitTwo):
     """Takes part of its input from a frozen network in eval mode, and has a layer that steps do not call."""
 
@@ -97,7 +98,7 @@ class LitTeacher(LitTwo):
 def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fit: Fit) -> None:
     lit = seeded(LitTeacher)
     before = {name: value.clone() for name, value in lit.state_dict().items()}
-    fitted = fit(lit, clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
+    fitted = fit(lit, clients(toy), callbacks=[BatchNormEstimation()])
     frozen = [name for name, _ in lit.named_buffers() if name.startswith(("teacher", "aside"))]
     assert len(frozen) == 6
     assert all(torch.equal(fitted.state[name], before[name]) for name in frozen)
@@ -107,9 +108,9 @@ def test_layers_that_no_client_trains_keep_their_averages(toy: TensorDataset, fi
 
 
 @pytest.mark.parametrize("max_batches", [None, 3])
-def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy: TensorDataset, fit: Fit) -> None:
+def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy: TensorDataset, train: Train) -> None:
     data = clients(toy, eval_batch_size=17, client_val_fraction=0.25)
-    fitted = fit(seeded(LitTwo), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation(max_batches=max_batches)])
+    fitted = train(data=data, callbacks=[BatchNormEstimation(max_batches=max_batches)])
     batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 2), max_batches)]
     assert [len(x) for x in batches] == [16, 16, 16, 16, 16, 16][:max_batches]  # 96 of 120 examples are for training
     trained = {tuple(row) for row in toy.tensors[0][data.partition.indices].tolist()}
@@ -131,35 +132,29 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
     ],
     ids=["FedAvg", "width", "spectral"],
 )
-def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
+def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, train: Train) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        ours = fit(
-            seeded(LitTwo), clients(toy), algorithm=algorithm, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]
-        )
+        ours = train(algorithm=algorithm, callbacks=[BatchNormEstimation()])
         after = torch.rand(3)
         torch.manual_seed(5)
-        plain = fit(seeded(LitTwo), clients(toy), algorithm=algorithm)
+        plain = train(algorithm=algorithm)
         assert torch.equal(torch.rand(3), after)
     assert torch.equal(ours.weights, plain.weights)
     assert torch.equal(plain.state["net.1.running_mean"], torch.zeros(12))  # the server's own, unchanged
     assert ours.state["num_steps"] == 0  # the steps were taken by a copy
+    assert ours.state["net.1.num_batches_tracked"] == 1  # 120 examples, batches of up to 256
     assert_close(ours.state, written_out(ours.module, [toy.tensors[0]]))
-    one, two = (
-        [{name: value for name, value in row.items() if not name.startswith("val")} for row in fitted.rows]
-        for fitted in (ours, plain)
-    )
+    one, two = (with_and_without(fitted.rows, "val")[1] for fitted in (ours, plain))
     assert one == two
     assert ours.rows != plain.rows
     assert ours.ledger.rows == plain.ledger.rows
-    averaged = fit(seeded(LitTwo), clients(toy))
+    averaged = train()
     if isinstance(algorithm, ls.FedAvg):
         assert averaged.ledger.rows[0].uplink_bytes - ours.ledger.rows[0].uplink_bytes == 4 * len(AVERAGES) * 12
 
 
-def test_validation_evaluation_and_checkpoints_have_the_new_averages(
-    toy: TensorDataset, fit: Fit, tmp_path: Path
-) -> None:
+def test_validation_and_checkpoints_have_the_new_averages(toy: TensorDataset, train: Train, tmp_path: Path) -> None:
     """`ClientEvaluation` precedes it in the list but acts after it."""
 
     class Evaluation(ls.ClientEvaluation):
@@ -170,11 +165,10 @@ def test_validation_evaluation_and_checkpoints_have_the_new_averages(
     seen: list[dict[str, Tensor]] = []
     data = clients(toy, client_val_fraction=0.25)
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
-    fitted = fit(
-        seeded(LitTwo),
-        data,
+    fitted = train(
+        data=data,
         algorithm=ls.FedAvg(keep_buffers=KEEP),
-        callbacks=[Evaluation(), ls.plugin.callbacks.BatchNormEstimation(), saver],
+        callbacks=[Evaluation(), BatchNormEstimation(), saver],
         trainer={"enable_checkpointing": True},
     )
     trained = toy.tensors[0][data.partition.indices]
@@ -190,82 +184,61 @@ def test_validation_evaluation_and_checkpoints_have_the_new_averages(
         assert fitted.rows[round_idx]["val_loss"] == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(toy: TensorDataset, fit: Fit) -> None:
-    class Seen(ls.RoundCallback):
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            means.append(pl_module.module.net[1].running_mean.clone())
-
+def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(train: Train) -> None:
     means: list[Tensor] = []
-    callbacks = [ls.plugin.callbacks.BatchNormEstimation(every_n_rounds=2), Seen()]
-    fit(
-        seeded(LitTwo),
-        clients(toy),
+    seen = acting(on_round_end=lambda trainer, model, summary: means.append(model.module.net[1].running_mean.clone()))
+    callbacks = [BatchNormEstimation(every_n_rounds=2), seen]
+    train(
         algorithm=ls.FedAvg(keep_buffers=KEEP),
         callbacks=callbacks,
         max_epochs=5,
         trainer={"check_val_every_n_epoch": 2},
     )
-    assert [bool((one != two).any()) for one, two in zip([torch.zeros(12), *means], means, strict=False)] == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+    changes = [bool((one != two).any()) for one, two in zip([torch.zeros(12), *means], means, strict=False)]
+    assert changes == [False, True, False, True, True]
 
 
 def test_a_run_resumes(toy: TensorDataset, fit: Fit, tmp_path: Path) -> None:
-    check_resumes(
-        fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]
-    )
+    check_resumes(fit, LitTwo, clients(toy, eval_batch_size=17), tmp_path, callbacks=[BatchNormEstimation()])
 
 
 def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDataset, quiet: Any) -> None:
     models = {name: ls.FederatedModule(seeded(lit)) for name, lit in (("two", LitTwo), ("none", LitMLP))}
     federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
     data = ls.MultiModelDataModule({name: clients(toy) for name in models})
-    trainer = pl.Trainer(
-        max_epochs=2, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], num_sanity_val_steps=0, **quiet
-    )
+    trainer = pl.Trainer(max_epochs=2, callbacks=[BatchNormEstimation()], num_sanity_val_steps=0, **quiet)
     trainer.fit(federation, data)
     lit = models["two"].module
     assert_close(lit.state_dict(), written_out(lit, [toy.tensors[0]]))
 
 
-def test_no_model_with_averages_is_refused(data: Any, fit: Fit) -> None:
-    for lit in (seeded(LitMLP), ls.nn.use_batch_statistics(seeded(LitSmall))):
-        with pytest.raises(ValueError, match="finds no BatchNorm layer with averages"):
-            fit(lit, data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
-
-
-def test_manual_optimisation_is_refused(data: Any, fit: Fit) -> None:
-    lit = seeded(LitSmall)
-    lit.automatic_optimization = False
-    with pytest.raises(ValueError, match="that of LitSmall optimises manually"):
-        fit(lit, data, client_engine="trainer", callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
-
-
-def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(toy: TensorDataset, fit: Fit) -> None:
+def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(train: Train) -> None:
     def run(keep_ratio: Any, widths: Any) -> None:
         algorithm = ls.WidthSharding(keep_ratio=keep_ratio, step_widths=widths, averages_per_width=True)
-        fit(
-            seeded(LitTwo),
-            clients(toy),
-            algorithm=algorithm,
-            callbacks=[ls.plugin.callbacks.BatchNormEstimation()],
-            max_epochs=1,
-        )
+        train(algorithm=algorithm, callbacks=[BatchNormEstimation()], max_epochs=1)
 
     run({0.5: 0.5, 1.0: 0.5}, (0.25, 0.5, 1.0))
     with pytest.raises(ValueError, match=r"estimates averages of the whole model, .* those of width 0.5"):
         run(0.5, (0.25, 0.5))
 
 
-def test_a_module_that_is_not_federated_is_refused(toy: TensorDataset, quiet: Any) -> None:
-    trainer = pl.Trainer(max_epochs=1, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], **quiet)
-    loader = torch.utils.data.DataLoader(toy, batch_size=10)
-    with pytest.raises(TypeError, match="LitSmall trains on batches; wrap it"):
-        trainer.fit(seeded(LitSmall), loader, loader)
+def test_what_has_no_averages_to_estimate_is_refused(quiet: Any) -> None:
+    manual = seeded(LitSmall)
+    manual.automatic_optimization = False
+    of_manual = ls.FederatedModule(manual, clients_per_round=1, client_engine="trainer")
+    refused: list[tuple[Any, Any, str]] = [
+        (ls.FederatedModule(seeded(LitMLP), clients_per_round=1), ValueError, "finds no BatchNorm layer with averages"),
+        (
+            ls.FederatedModule(ls.nn.use_batch_statistics(seeded(LitSmall)), clients_per_round=1),
+            ValueError,
+            "finds no BatchNorm layer with averages",
+        ),
+        (of_manual, ValueError, "that of LitSmall optimises manually"),
+        (seeded(LitSmall), TypeError, "LitSmall trains on batches; wrap it"),
+    ]
+    for model, error, message in refused:
+        with pytest.raises(error, match=message):
+            BatchNormEstimation().setup(pl.Trainer(**quiet), model, "fit")
 
 
 def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
@@ -275,10 +248,8 @@ def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
             return loss + torch.autograd.grad(loss, self.net[0].bias, create_graph=True)[0].square().sum()
 
     lit = seeded(LitPenalty)
-    with pytest.raises(
-        ls.errors.RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"
-    ):
-        fit(lit, clients(toy), callbacks=[ls.plugin.callbacks.BatchNormEstimation()])
+    with pytest.raises(RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"):
+        fit(lit, clients(toy), callbacks=[BatchNormEstimation()])
     plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
     assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept
 
@@ -293,36 +264,26 @@ class TestFaults:
         return clients(TensorDataset(x, y), **options)
 
     @pytest.mark.filterwarnings("ignore:.*not finite:lightning_spectral.SpectralWarning")
-    def test_a_batch_with_nan_is_left_out_where_such_clients_are(self, toy: TensorDataset, fit: Fit) -> None:
+    def test_a_batch_with_nan_is_left_out_where_such_clients_are(self, toy: TensorDataset, train: Train) -> None:
         data = self.broken(toy, eval_batch_size=10)
         with pytest.warns(ls.SpectralWarning, match="Round 0, BatchNorm estimation: 1 of 12 batches are left out"):
-            fitted = fit(seeded(LitTwo), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()], max_epochs=1)
+            fitted = train(data=data, callbacks=[BatchNormEstimation()], max_epochs=1)
         batches = [x for x, _ in data.shuffled_batches(0, ("BatchNorm estimation", 0)) if not x.isnan().any()]
         assert len(batches) == 11
         assert fitted.state["net.1.num_batches_tracked"] == 11
         assert_close(fitted.state, written_out(fitted.module, batches))
 
     @pytest.mark.filterwarnings("ignore:.*not finite:lightning_spectral.SpectralWarning")
-    def test_where_such_clients_end_a_run_or_no_batch_is_left_it_is_an_error(
-        self, toy: TensorDataset, fit: Fit
-    ) -> None:
-        options: dict[str, Any] = {
-            "callbacks": [ls.plugin.callbacks.BatchNormEstimation()],
-            "max_epochs": 1,
-            "clients_per_round": 1,
-        }
-        with pytest.raises(
-            ls.errors.RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"
-        ):
-            fit(seeded(LitTwo), self.broken(toy), **options)
+    def test_where_such_clients_end_a_run_it_is_an_error(self, toy: TensorDataset, train: Train) -> None:
+        options: dict[str, Any] = {"callbacks": [BatchNormEstimation()], "max_epochs": 1, "clients_per_round": 1}
+        with pytest.raises(RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"):
+            train(data=self.broken(toy), **options)
         strict = ls.server.Faults(on_not_finite=ls.server.Raise())
-        with pytest.raises(ls.errors.RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
-            fit(seeded(LitTwo), self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
+        with pytest.raises(RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
+            train(data=self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
 
     @pytest.mark.filterwarnings("ignore:.*failed:lightning_spectral.SpectralWarning")
-    def test_a_batch_on_which_the_step_fails_is_left_out_where_such_clients_are(
-        self, toy: TensorDataset, fit: Fit
-    ) -> None:
+    def test_a_batch_on_which_the_step_fails_is_left_out_too(self, toy: TensorDataset, fit: Fit) -> None:
         class LitPicky(LitTwo):
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 loss = super().training_step(batch, batch_idx)
@@ -335,7 +296,7 @@ class TestFaults:
             fitted = fit(
                 seeded(LitPicky),
                 self.broken(toy, eval_batch_size=10),
-                callbacks=[ls.plugin.callbacks.BatchNormEstimation()],
+                callbacks=[BatchNormEstimation()],
                 max_epochs=1,
                 faults=faults,
             )

@@ -10,6 +10,7 @@ from torch import nn
 import lightning_spectral as ls
 from lightning_spectral.functional import collective_multipliers, group_discrepancy
 from lightning_spectral.functional.sampling.cohorts import effective_cohort_size
+from lightning_spectral.plugin.callbacks import SpectralDiagnostics, UpdateAlignment
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
 from lightning_spectral.protocol.cohort import Alone, Cohort
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -29,7 +30,6 @@ class Logged(pl.Callback):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 
@@ -96,43 +96,21 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
 
 def test_diagnostics_are_logged_every_n_rounds_and_only_for_sharding(lit: Any, data: Any, fit: Fit) -> None:
     sharded, dense = Logged(), Logged()
-    fit(
-        lit,
-        data,
-        callbacks=[sharded, ls.plugin.callbacks.SpectralDiagnostics()],
-        algorithm=ls.SpectralSharding(keep_ratio=0.5),
-    )
+    fit(lit, data, callbacks=[sharded, SpectralDiagnostics()], algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert all(0 < row["fl/discrepancy"] <= row["fl/client_error"] < 1 for row in sharded.rows)
-    fit(
-        lit,
-        data,
-        callbacks=[chosen := Logged(), ls.plugin.callbacks.SpectralDiagnostics()],
-        algorithm=ls.SpectralSharding(EFFECTIVE),
-    )
+    fit(lit, data, callbacks=[chosen := Logged(), SpectralDiagnostics()], algorithm=ls.SpectralSharding(EFFECTIVE))
     assert all(row["fl/effective_cohort"] == row["fl/effective_cohort/net.2"] >= 1 for row in chosen.rows)
-    fit(lit, data, callbacks=[dense, ls.plugin.callbacks.SpectralDiagnostics()], algorithm=ls.FedAvg())
+    fit(lit, data, callbacks=[dense, SpectralDiagnostics()], algorithm=ls.FedAvg())
     assert "fl/discrepancy" not in dense.rows[-1]
-    with pytest.raises(ValueError, match="`every_n_rounds` must be at least 1, got 0"):
-        ls.plugin.callbacks.SpectralDiagnostics(every_n_rounds=0)
 
 
 def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, data: Any, fit: Fit) -> None:
     logged = Logged()
-    fit(
-        seeded(lit_mlp),
-        data,
-        callbacks=[logged, ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1)],
-        algorithm=ls.FedAvg(),
-    )
+    fit(seeded(lit_mlp), data, callbacks=[logged, UpdateAlignment(1)], algorithm=ls.FedAvg())
     assert [row["fl/fedavg_alignment"] for row in logged.rows] == pytest.approx([1.0] * 3, abs=1e-5)
     sharding, logged = ls.SpectralSharding(keep_ratio=0.5), Logged()
     plain = fit(seeded(lit_mlp), data, algorithm=sharding)
-    watched = fit(
-        seeded(lit_mlp),
-        data,
-        callbacks=[logged, ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1)],
-        algorithm=sharding,
-    )
+    watched = fit(seeded(lit_mlp), data, callbacks=[logged, UpdateAlignment(1)], algorithm=sharding)
     assert same_state(plain.state, watched.state)
     assert all(0 < row["fl/fedavg_alignment"] < 0.9999 for row in logged.rows)
 
@@ -153,7 +131,7 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
 def test_strategies_and_designs_beyond_the_four_train(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
     algorithm.bind(lit).initialize(Alone())  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
-    rows = fit(lit, data, callbacks=[ls.plugin.callbacks.SpectralDiagnostics()], algorithm=algorithm).rows
+    rows = fit(lit, data, callbacks=[SpectralDiagnostics()], algorithm=algorithm).rows
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())
     assert rows[-1]["fl/loss"] > 0

@@ -59,7 +59,7 @@ def test_one_bar_counts_rounds_and_clients(lit: Any, data: Any, fit_onto: FitOnt
     assert {round(100 * clients / 12) for clients in range(1, 13)} <= set(percents)
 
 
-def test_the_bar_shows_loss_accuracy_bytes_and_seconds(
+def test_the_bar_shows_loss_metrics_bytes_and_seconds(
     lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal
 ) -> None:
     history = fit_onto(terminal, lit, data).history

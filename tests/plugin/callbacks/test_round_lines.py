@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.plugin.callbacks import RoundLines
 
 LINE = re.compile(
     r"Round (?P<round>\d+)(?P<total>/\d+)?: (?P<values>.*), (?P<bytes>[\d.]+) MB so far, [\d.e-]+ s a round"
@@ -38,8 +39,8 @@ def fit(fit: Fit) -> Fit:
     return partial(fit, max_epochs=3)
 
 
-def every_round() -> ls.plugin.callbacks.RoundLines:
-    return ls.plugin.callbacks.RoundLines(every_n_seconds=0)
+def every_round() -> RoundLines:
+    return RoundLines(every_n_seconds=0)
 
 
 class Clock:
@@ -58,9 +59,7 @@ class Ticks(ls.RoundCallback):
         self.clock.now += 4
 
 
-def test_a_line_has_the_loss_the_metrics_the_bytes_and_the_time(
-    lit: Any, data: Any, fit: Fit, lines: list[str]
-) -> None:
+def test_a_line_has_loss_metrics_bytes_and_time(lit: Any, data: Any, fit: Fit, lines: list[str]) -> None:
     rows = fit(lit, data, callbacks=[every_round()]).rows
     found = [LINE.fullmatch(line) for line in lines]
     assert all(found), lines
@@ -108,9 +107,7 @@ def test_a_resumed_run_goes_on_counting_bytes(lit: Any, data: Any, fit: Fit, lin
     assert three == pytest.approx(1.5 * two, rel=0.01)
 
 
-def test_without_a_limit_there_is_no_time_left_to_tell(
-    lit: Any, toy: TensorDataset, fit: Fit, lines: list[str]
-) -> None:
+def test_without_a_limit_no_time_is_left_to_tell(lit: Any, toy: TensorDataset, fit: Fit, lines: list[str]) -> None:
     class Stop(pl.Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             trainer.should_stop = True
@@ -147,7 +144,7 @@ def test_lines_stand_in_for_a_bar_that_is_not_drawn(
 
 def test_lines_can_be_switched_off(lit: Any, data: Any, fit: Fit, lines: list[str], monkeypatch: Any) -> None:
     clock = Clock(monkeypatch)
-    fit(lit, data, callbacks=[Ticks(clock), ls.plugin.callbacks.RoundLines(math.inf)])
+    fit(lit, data, callbacks=[Ticks(clock), RoundLines(math.inf)])
     logging.getLogger("lightning.pytorch.rounds").setLevel(logging.WARNING)
     try:
         fit(lit, data, callbacks=[Ticks(clock), every_round()])
@@ -160,8 +157,3 @@ def test_other_processes_are_silent(lit: Any, data: Any, fit: Fit, lines: list[s
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero.rank_zero_only.rank", 1)
     fit(lit, data, callbacks=[every_round()])
     assert lines == []
-
-
-def test_a_negative_number_of_seconds_is_refused() -> None:
-    with pytest.raises(ValueError, match="`every_n_seconds` must be at least 0, got -1"):
-        ls.plugin.callbacks.RoundLines(-1)

@@ -9,26 +9,13 @@ import torch
 from both_engines import DENSE, MIXED, UNCLIPPED, assert_same_run, with_both_engines
 from federation import Fit, same_state
 from lightning.pytorch.plugins import MixedPrecision
+from one_by_one import OneByOne
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import Dataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.protocol.cohort import Alone
-
-
-class Unindexed(Dataset[Any]):
-    """Data whose tensors are hidden from the loader."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
 
 
 @pytest.mark.parametrize("local_epochs", [1, 2])
@@ -89,7 +76,7 @@ def test_with_weight_decay_apart_from_gradients(lit_mlp: Any, data: Any, fit: Fi
 
 
 def test_with_data_from_a_loader(lit: Any, data: Any, toy: Any, fit: Fit) -> None:
-    unindexed = ls.FederatedDataModule(Unindexed(toy), data.partitioner, val=toy, batch_size=4, labels=toy.tensors[1])
+    unindexed = ls.FederatedDataModule(OneByOne(toy), data.partitioner, val=toy, batch_size=4, labels=toy.tensors[1])
     assert_same_run(*with_both_engines(fit, lit, unindexed))
 
 

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from both_engines import DENSE, MIXED, UNCLIPPED, assert_same_run
-from federation import Fit, same_state
+from federation import Fit, check_resumes
+from observed_runs import acting
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -140,35 +141,24 @@ def test_a_gan_of_sub_models_trains_both_networks(data: Any, fit: Fit) -> None:
 
 def test_steps_are_those_of_all_optimizers(data: Any, fit: Fit) -> None:
     steps: list[int] = []
-
-    class Note(ls.RoundCallback):
-        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            steps.append(turn.upload.num_steps)
-
+    note = acting(on_client_end=lambda trainer, model, turn: steps.append(turn.upload.num_steps))
     data.val = None
-    fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, max_epochs=1, callbacks=[Note()])
+    fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, max_epochs=1, callbacks=[note])
     assert steps == [6, 6, 6]  # three batches, two optimizers
 
 
 def test_resumed_run_equals_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
     data.val = None
-    settings: dict[str, Any] = {"algorithm": UNCLIPPED, "clients_per_round": 3}
-    whole = fit(LitGAN(), data, max_epochs=3, **settings)
-    first = fit(LitGAN(), data, max_epochs=1, **settings)
-    first.trainer.save_checkpoint(tmp_path / "first.ckpt")
-    resumed = fit(LitGAN(), data, max_epochs=3, ckpt_path=tmp_path / "first.ckpt", **settings)
-    assert same_state(resumed.state, whole.state)
-    assert not same_state(first.state, whole.state)
+    check_resumes(fit, LitGAN, data, tmp_path, algorithm=UNCLIPPED, clients_per_round=3)
 
 
 def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) -> None:
-    class Listen(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            cosines.append(float(trainer.callback_metrics["fl/fedavg_alignment"]))
+    def listen(trainer: pl.Trainer, model: Any) -> None:
+        cosines.append(float(trainer.callback_metrics["fl/fedavg_alignment"]))
 
     cosines: list[float] = []
     data.val = None
-    watchers = [ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1), Listen()]
+    watchers = [ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1), acting(on_train_epoch_end=listen)]
     fit(LitGAN(), data, algorithm=DENSE, clients_per_round=3, callbacks=watchers)
     assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # the round it compares with does what the run does
 

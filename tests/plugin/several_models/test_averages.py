@@ -1,4 +1,4 @@
-"""What the server does with the updates of several models."""
+"""What the server does with the updates of several models, and what it measures before a round."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded, without_seconds
 from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two_lines, update, vector
+from observed_runs import acting
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.participation import FullParticipation, Sampler
+from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.checks.sampler import check_measurable
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_one_model_is_the_federation_that_it_would_be_alone(
-    name: str, toy: TensorDataset, lit_mlp: Any, fit: Fit, run: Any
-) -> None:
+def test_one_model_trains_as_it_would_alone(name: str, toy: TensorDataset, lit_mlp: Any, fit: Fit, run: Any) -> None:
     """Uniform, one processor, a fixed number of clients: the same bits, ledger and metrics."""
     both = one_model(toy)
     alone = fit(
@@ -72,19 +72,10 @@ def test_the_server_adds_coefficients_times_updates(sampler: Sampler, run: Any) 
         expected = vector(before[name]).double() + sum(changes)
         torch.testing.assert_close(vector(member.module).double(), expected, rtol=1e-6, atol=1e-6)
         assert all(SIZES[name][unit.client_id] for unit in drawn)
-
-
-def test_full_participation_is_the_plain_average_of_everybody(run: Any) -> None:
-    model, data = two_lines(FullParticipation())
-    before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
-    run(model, data)
-    for name, member in model.members.items():
-        total = sum(SIZES[name])
-        changes = [
-            size / total * update(before[name], data.modules[name], i) for i, size in enumerate(SIZES[name]) if size
-        ]
-        expected = vector(before[name]).double() + sum(changes)
-        torch.testing.assert_close(vector(member.module).double(), expected, rtol=1e-6, atol=1e-6)
+        if isinstance(sampler, ls.FullParticipation):  # the plain average of everybody
+            assert [unit.client_id for unit in drawn] == [i for i, size in enumerate(SIZES[name]) if size]
+            shares = [SIZES[name][unit.client_id] / sum(SIZES[name]) for unit in drawn]
+            assert [unit.coefficient for unit in drawn] == pytest.approx(shares)
 
 
 def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
@@ -95,12 +86,10 @@ def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
     model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))
     states: list[dict[str, Any]] = []
 
-    class Watch(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            states.append({n: copy.deepcopy(m.module.state_dict()) for n, m in pl_module.members.items()})
+    def watch(trainer: pl.Trainer, model: Any) -> None:
+        states.append({n: copy.deepcopy(m.module.state_dict()) for n, m in model.members.items()})
 
-    trainer, history, _ = run(model, data, 12, callbacks=[Watch()])
-
+    trainer, history, _ = run(model, data, 12, callbacks=[acting(on_validation_start=watch)])
     rested = [
         (row, name)
         for row, name in ((r, n) for r in range(1, 12) for n in WIDTHS)
@@ -123,13 +112,12 @@ def test_stale_updates_move_the_server_in_a_round_without_clients(run: Any) -> N
     data = ls.MultiModelDataModule({"words": lines(3, (4, 9, 2))})
     seen: list[tuple[Tensor, Tensor]] = []
 
-    class Watch(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            pieces = part.state.pieces()  # type: ignore[union-attr, operator]
-            stale = torch.cat([pieces[name].flatten() for name, _ in part.module.named_parameters()])
-            seen.append((vector(part.module).double(), stale.clone()))
+    def watch(*_: Any) -> None:
+        pieces = part.state.pieces()  # type: ignore[union-attr, operator]
+        stale = torch.cat([pieces[name].flatten() for name, _ in part.module.named_parameters()])
+        seen.append((vector(part.module).double(), stale.clone()))
 
-    _, history, _ = run(model, data, 12, callbacks=[Watch()])
+    _, history, _ = run(model, data, 12, callbacks=[acting(on_validation_start=watch)])
     empty = [r for r in range(1, 12) if history.rows[r]["words/fl/clients"] == 0]
     assert any(float(seen[r - 1][1].norm()) > 0 for r in empty)
     for r in empty:
@@ -188,3 +176,51 @@ def test_a_plateau_of_training_skips_rounds_in_which_nobody_trains(run: Any) -> 
     trained = {name: sum(f"{name}/fl/loss" in row for row in history.rows) for name in WIDTHS}
     assert sum(trained.values()) == 6
     assert {name: member.module.plateau.last_epoch for name, member in model.members.items()} == trained
+
+
+def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
+    model, data = two_lines(ls.LossVarianceReduced(active=3))
+    before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
+    _, history, ledger = run(model, data)
+
+    assert model.federation.cohorts.sampled is not None
+    for index, (name, module) in enumerate(before.items()):
+        tensors: Any = data.modules[name].train
+        able = [client for client, size in enumerate(SIZES[name]) if size]
+        examples = {i: [tensor[data.modules[name].partition[i]] for tensor in tensors.tensors] for i in able}
+        measured = [row for row in ledger.rows if row.measured and row.model == name]
+        assert [row.client_id for row in measured] == able
+        assert {(row.downlink_bytes, row.uplink_bytes) for row in measured} == {(4 * (WIDTHS[name] + 1), 4)}
+        assert history.rows[0][f"{name}/fl/measured_examples"] == sum(SIZES[name])
+        trained = {unit.client_id for unit in model.cohort(0) if unit.model == name}
+        for client in set(able) - trained:  # clients that trained have reported a later loss
+            loss = float(module.training_step(examples[client], 0).detach())
+            assert float(model.federation.cohorts.sampled.figures[client, index]) == pytest.approx(loss, rel=1e-6)
+
+
+def test_norms_are_those_of_the_updates(run: Any) -> None:
+    model, data = two_lines(ls.UpdateVarianceReduced(active=3))
+    before = {name: copy.deepcopy(member.module) for name, member in model.members.items()}
+    run(model, data)
+    assert model.federation.cohorts.sampled is not None
+    for index, (name, module) in enumerate(before.items()):
+        for client, size in enumerate(SIZES[name]):
+            known = float(model.federation.cohorts.sampled.figures[client, index])
+            if size:
+                assert known == pytest.approx(float(update(module, data.modules[name], client).norm()), rel=1e-5)
+            else:
+                assert known != known  # NaN: a client without data is not asked
+
+
+@pytest.mark.parametrize(("measure", "expected"), [("last", 0), (2, 2)])
+def test_fewer_may_be_measured(measure: Any, expected: int, run: Any) -> None:
+    model, data = two_lines(ls.LossVarianceReduced(active=3, measure=measure))
+    _, history, _ = run(model, data, 3)
+    assert [row.get("words/fl/measured_clients", 0) for row in history.rows] == [expected] * 3
+
+
+def test_losses_of_manual_optimisation_are_not_measured() -> None:
+    module = LitLine()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"LitLine.training_step \('words'\) uses manual optimisation and would train"):
+        check_measurable(ls.LossVarianceReduced(active=2), {"words": module})

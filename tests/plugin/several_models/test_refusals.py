@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from linear_models import SIZES, WIDTHS, LitLine, lines, two, two_lines
+from linear_models import SIZES, LitLine, lines, two, two_lines
 
 import lightning_spectral as ls
 
 
-def test_the_seed_is_an_integer() -> None:
-    models = {name: ls.FederatedModule(LitLine(width)) for name, width in WIDTHS.items()}
-    with pytest.raises(TypeError, match=r"`seed` must be a whole number, got 1\.5"):
-        ls.MultiModelModule(models, participation=ls.Uniform(active=1), seed=1.5)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("models", "options", "message"),
     [
-        (lambda: ls.MultiModelModule({}, participation=ls.Uniform(active=1)), "`models` is empty"),
-        (lambda: ls.MultiModelModule({"a": LitLine()}, participation=ls.Uniform(active=1)), "FederatedModule"),
-        (lambda: ls.MultiModelModule(two(clients_per_round=3), participation=ls.Uniform(active=1)), "of its own"),
-        (lambda: ls.MultiModelModule({"a.b": two()["words"]}, participation=ls.Uniform(active=1)), "identifier"),
-        (lambda: ls.MultiModelModule(two(), participation=3), "participation"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors=0), "at least 1"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), processors={2: 0.5}), "1"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: ["c"]}), "unavailable"),
-        (lambda: ls.MultiModelModule({"keys": two()["words"]}, participation=ls.Uniform(active=1)), "named 'keys'"),
-        (lambda: ls.MultiModelModule({"training": two()["words"]}, participation=ls.Uniform(active=1)), "another name"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable=[0]), "unavailable"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={-1: ["a"]}), "least 0"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={"1": ["words"]}), "whole"),
-        (lambda: ls.MultiModelModule(two(), participation=ls.Uniform(active=1), unavailable={0: "words"}), "lists"),
-        (lambda: ls.MultiModelDataModule({}), "is empty"),
-        (lambda: ls.MultiModelDataModule({"a": 3}), "FederatedDataModule"),
-        (lambda: ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1)), "both say"),
+        ({}, {}, "`models` is empty"),
+        ({"a": LitLine()}, {}, "FederatedModule"),
+        (two(clients_per_round=3), {}, "of its own"),
+        ({"a.b": two()["words"]}, {}, "identifier"),
+        ({"keys": two()["words"]}, {}, "named 'keys'"),
+        ({"training": two()["words"]}, {}, "another name"),
+        (two(), {"participation": 3}, "participation"),
+        (two(), {"processors": 0}, "at least 1"),
+        (two(), {"processors": {2: 0.5}}, "1"),
+        (two(), {"unavailable": {0: ["c"]}}, "unavailable"),
+        (two(), {"unavailable": [0]}, "unavailable"),
+        (two(), {"unavailable": {-1: ["a"]}}, "least 0"),
+        (two(), {"unavailable": {"1": ["words"]}}, "whole"),
+        (two(), {"unavailable": {0: "words"}}, "lists"),
+        (two(), {"seed": 1.5}, r"`seed` must be a whole number, got 1\.5"),
     ],
 )
-def test_bad_arguments_are_named(make: Callable[[], Any], message: str) -> None:
+def test_bad_arguments_are_named(models: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        make()
+        ls.MultiModelModule(models, **{"participation": ls.Uniform(active=1), **options})
+
+
+@pytest.mark.parametrize(("data", "message"), [({}, "is empty"), ({"a": 3}, "FederatedDataModule")])
+def test_bad_data_are_named(data: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ls.MultiModelDataModule(data)
+
+
+def test_only_one_argument_says_who_takes_part() -> None:
+    with pytest.raises(ValueError, match="both say"):
+        ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1))
 
 
 @pytest.mark.parametrize("part", ["module", "layer"])
@@ -66,26 +69,18 @@ def test_predicting_asks_for_one_model(quiet: dict[str, Any]) -> None:
     ("options", "sizes", "message"),
     [
         ({"participation": ls.Uniform(active=9)}, SIZES, "`active` must be at most 5"),
-        ({"participation": ls.Uniform(active=2), "processors": [1, 2]}, SIZES, "lists 2 values for 5 clients"),
-        (
-            {"participation": ls.Uniform(active=2)},
-            {"words": (4, 1), "images": (1, 2, 3)},
-            "different numbers of clients",
-        ),
-        ({"participation": ls.Uniform(active=2)}, {"words": (4, 1), "pictures": (1, 2)}, "under its own name"),
-        (
-            {"participation": ls.Uniform(active=1), "unavailable": {0: ["words"], 1: ["words"]}},
-            {"words": (4, 1), "images": (1, 2)},
-            "no client can train",
-        ),
-        ({"participation": ls.StaleUpdateVarianceReduced(active=2)}, SIZES, "StaleUpdates"),
-        ({"participation": ls.Uniform(active=2), "unavailable": {5: ["words"]}}, SIZES, r"clients \[5\]"),
+        ({"processors": [1, 2]}, SIZES, "lists 2 values for 5 clients"),
+        ({}, {"words": (4, 1), "images": (1, 2, 3)}, "different numbers of clients"),
+        ({}, {"words": (4, 1), "pictures": (1, 2)}, "under its own name"),
+        ({"unavailable": {0: ["words"], 1: ["words"]}}, {"words": (4, 1), "images": (1, 2)}, "no client can train"),
+        ({"participation": ls.StaleUpdateVarianceReduced(active=1)}, SIZES, "StaleUpdates"),
+        ({"unavailable": {5: ["words"]}}, SIZES, r"clients \[5\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_round(
     options: dict[str, Any], sizes: Mapping[str, Sequence[int]], message: str, run: Any
 ) -> None:
-    model = ls.MultiModelModule(two(), **options)
+    model = ls.MultiModelModule(two(), **{"participation": ls.Uniform(active=1), **options})
     data = ls.MultiModelDataModule({name: lines(3, of) for name, of in sizes.items()})
     with pytest.raises(ValueError, match=message):
         run(model, data)

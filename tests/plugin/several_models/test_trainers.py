@@ -99,8 +99,6 @@ def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
 
 
 class Doubled(ls.FederatedDataModule):
-    """Doubles the inputs of every batch."""
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
         return [2.0 * x, y]

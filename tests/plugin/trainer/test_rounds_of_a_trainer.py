@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from federation import Fit
+from observed_runs import acting
 
 import lightning_spectral as ls
 
@@ -12,29 +13,16 @@ import lightning_spectral as ls
 def test_an_epoch_is_a_round_and_its_only_batch_all_clients(lit: Any, data: Any, fit: Fit) -> None:
     calls: list[str] = []
 
-    class Spy(ls.RoundCallback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            calls.append(f"round {trainer.current_epoch}")
-
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            calls.append(f"{len(batch.units)} clients")
-
-        def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            calls.append("sent" if turn.download is not None and turn.upload is None else "too early, or too late")
-
-        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            calls.append("trained" if turn.upload is not None else "too early")
-
-        def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
-            calls.append(f"aggregated {summary.round_idx}")
-
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-            calls.append(f"step {trainer.global_step}")
-
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            calls.append("validate")
-
-    fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=[Spy()])
+    spy = acting(
+        on_train_epoch_start=lambda trainer, model: calls.append(f"round {trainer.current_epoch}"),
+        on_train_batch_start=lambda trainer, model, batch, batch_idx: calls.append(f"{len(batch.units)} clients"),
+        on_client_start=lambda trainer, model, turn: calls.append("sent" if turn.download and not turn.upload else "?"),
+        on_client_end=lambda trainer, model, turn: calls.append("trained" if turn.upload is not None else "too early"),
+        on_round_end=lambda trainer, model, summary: calls.append(f"aggregated {summary.round_idx}"),
+        on_train_batch_end=lambda trainer, *_: calls.append(f"step {trainer.global_step}"),
+        on_validation_start=lambda *_: calls.append("validate"),
+    )
+    fitted = fit(lit, data, clients_per_round=2, max_epochs=2, callbacks=[spy])
     assert calls == [
         *("round 0", "2 clients", "sent", "trained", "sent", "trained", "aggregated 0", "step 1", "validate"),
         *("round 1", "2 clients", "sent", "trained", "sent", "trained", "aggregated 1", "step 2", "validate"),
@@ -72,9 +60,7 @@ def test_own_boundary_callbacks_replace_ours(lit: Any, data: Any, fit: Fit) -> N
 
 
 @pytest.mark.parametrize("place", [None, 0, 1, 2])
-def test_aggregation_acts_after_all_others_wherever_it_is_listed(
-    place: int | None, lit: Any, data: Any, fit: Fit
-) -> None:
+def test_aggregation_acts_last_wherever_it_is_listed(place: int | None, lit: Any, data: Any, fit: Fit) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Spy(ls.RoundCallback):

@@ -1,6 +1,7 @@
 """Options of the Trainer: honoured, or refused by name."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,16 @@ import pytest
 import torch
 from federation import Fit, same_state
 from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.tuner.tuning import Tuner
 from mixed_federation import MIXED, federate
 from torch import nn
 
 import lightning_spectral as ls
 
 
-def test_early_stopping_on_a_round_metric(lit: Any, data: Any, fit: Fit) -> None:
-    stop = EarlyStopping("fl/loss", patience=1, min_delta=1e9, check_on_train_epoch_end=True)
-    assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
-
-
-def test_early_stopping_on_what_clients_log(lit: Any, data: Any, fit: Fit) -> None:
-    stop = EarlyStopping("train_loss", patience=0, min_delta=1e9, check_on_train_epoch_end=True)
+@pytest.mark.parametrize("metric", ["fl/loss", "train_loss"])
+def test_early_stopping_on_metrics_of_rounds_and_of_clients(metric: str, lit: Any, data: Any, fit: Fit) -> None:
+    stop = EarlyStopping(metric, patience=1, min_delta=1e9, check_on_train_epoch_end=True)
     assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
 
 
@@ -63,24 +61,24 @@ def test_pseudo_gradients_do_not_stay(lit: Any, data: Any, fit: Fit) -> None:
     assert all(parameter.grad is None for parameter in lit.parameters())
 
 
-def test_trainer_gets_its_settings_back(lit: Any, data: Any, quiet: Any) -> None:
-    data.val = None
-    trainer = pl.Trainer(max_epochs=1, **quiet)
-    before = trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches
-    trainer.fit(federate(lit), data)
-    assert (trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.limit_val_batches) == before
+@pytest.mark.parametrize("fails", [False, True])
+def test_trainer_gets_its_settings_back(fails: bool, lit: Any, data: Any, quiet: Any) -> None:
+    def settings() -> tuple[Any, ...]:
+        limits = trainer.limit_train_batches, trainer.limit_val_batches
+        return trainer.accumulate_grad_batches, trainer.log_every_n_steps, *limits
 
-
-def test_trainer_gets_its_settings_back_after_an_error(lit: Any, data: Any, quiet: Any) -> None:
     class Fails(ls.RoundCallback):
         def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
-            raise RuntimeError("enough")
+            if fails:
+                raise RuntimeError("enough")
 
-    trainer = pl.Trainer(max_epochs=1, callbacks=[fails := Fails()], **quiet)
-    with pytest.raises(RuntimeError, match="enough"):
+    data.val = None
+    trainer = pl.Trainer(max_epochs=1, callbacks=[callback := Fails()], **quiet)
+    before = settings()
+    with pytest.raises(RuntimeError, match="enough") if fails else nullcontext():
         trainer.fit(federate(lit), data)
-    assert trainer.accumulate_grad_batches == 1
-    trainer.callbacks.remove(fails)
+    assert settings() == before
+    trainer.callbacks.remove(callback)
     trainer.fit(federate(lit), data)
     assert trainer.current_epoch == 1
 
@@ -111,3 +109,15 @@ def test_two_fits_of_one_module_go_on_from_its_weights(lit: Any, data: Any, fit:
     middle = copy.deepcopy(fit(model, data).state)
     fit(model, data)
     assert not torch.equal(middle["net.2.weight"], lit.net[2].weight)
+
+
+def test_the_tuner_is_refused_as_the_callback_that_it_adds(lit: Any, data: Any, quiet: Any) -> None:
+    tuner = Tuner(pl.Trainer(max_epochs=1, **quiet))
+    with pytest.raises(ValueError, match=r"^BatchSizeFinder cannot act on a federation: "):
+        tuner.scale_batch_size(federate(lit), datamodule=data)
+
+
+@pytest.mark.parametrize("number", [-1.5, 1.5, "2"])
+def test_a_number_of_rounds_that_is_no_int(number: Any, lit: Any, data: Any, fit: Fit) -> None:
+    with pytest.raises(TypeError, match=f"`max_epochs` must be an int, the number of rounds, .* got {number!r}"):
+        fit(lit, data, max_epochs=number)

@@ -62,7 +62,7 @@ def fail() -> None:
 class Disturbs(ls.RoundCallback):
     """Does something once, in one hook of round 2; a value that it logs belongs to every round."""
 
-    def __init__(self, hook: str, disturb: Callable[[], None]) -> None:
+    def __init__(self, hook: str = "", disturb: Callable[[], None] = fail) -> None:
         self.disturb = disturb
         if hook:
             setattr(self, hook, self._act)
@@ -87,23 +87,27 @@ class FailsInHook(Falling):
 def run(fit: Fit, data: Any) -> Callable[..., Fitted]:
     """A fit with two early stoppings that never stop; their state is part of the outcome."""
 
-    def run(
-        make: type[LitMLP] = Falling,
-        *callbacks: pl.Callback,
-        max_epochs: int = 4,
-        after_validation: bool = False,
-        **more: Any,
-    ) -> Fitted:
-        stops = [
-            EarlyStopping("val_loss", patience=99, check_on_train_epoch_end=not after_validation),
-            EarlyStopping("fl/loss", patience=99),
-        ]
-        more["trainer"] = {"enable_checkpointing": True, **more.get("trainer", {})}
-        if not any(isinstance(one, ModelCheckpoint) for one in callbacks):
-            more["trainer"]["enable_checkpointing"] = False
-        return fit(seeded(make), data, max_epochs=max_epochs, callbacks=[*callbacks, *stops], **more)
+    def run(make: type[LitMLP], *callbacks: pl.Callback, after_validation: bool = False, **more: Any) -> Fitted:
+        own = EarlyStopping("val_loss", patience=99, check_on_train_epoch_end=not after_validation)
+        saves = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+        more["trainer"] = {"enable_checkpointing": saves, **more.get("trainer", {})}
+        stops = [own, EarlyStopping("fl/loss", patience=99)]
+        return fit(seeded(make), data, callbacks=[*callbacks, *stops], **{"max_epochs": 4, **more})
 
     return run
+
+
+@pytest.fixture
+def interrupted(run: Any, tmp_path: Path) -> Callable[..., Path]:
+    """What such a fit has saved when it ended with an error."""
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
+        with pytest.raises((RuntimeError, OSError, SystemExit)):
+            run(*args, saver, **options)
+        return ls.latest_checkpoint(tmp_path)
+
+    return interrupted
 
 
 def outcome(fitted: Fitted) -> list[Any]:
@@ -119,48 +123,33 @@ def assert_same(resumed: Fitted, whole: Fitted) -> None:
     assert outcome(resumed) == outcome(whole)
 
 
-HOOKS = [
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-]
+AFTER_THE_STEP = ["train_batch_end", "train_epoch_end"]
+AFTER_THE_STEP += [f"validation_{when}" for when in ("start", "batch_end", "epoch_end", "end")]
 
 
 @needs_2_5_3
 @pytest.mark.parametrize("disturb", [fail, interrupt], ids=["an error", "Ctrl-C"])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_round_that_was_interrupted_after_the_servers_step_is_validated_when_resumed(
-    hook: str, disturb: Callable[[], None], run: Any, tmp_path: Path
+@pytest.mark.parametrize("hook", AFTER_THE_STEP)
+def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
+    hook: str, disturb: Callable[[], None], run: Any, interrupted: Any
 ) -> None:
     """Also if early stopping has counted the round, but the schedule has not."""
-    whole = run(Falling, Disturbs("", fail), after_validation=True)
-    saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
-    with pytest.raises((RuntimeError, SystemExit)):
-        run(Falling, Disturbs(hook, disturb), saver, after_validation=True)
-    ckpt = ls.latest_checkpoint(tmp_path)
-    assert_same(run(Falling, Disturbs("", fail), after_validation=True, ckpt_path=ckpt), whole)
+    ckpt = interrupted(Falling, Disturbs(f"on_{hook}", disturb), after_validation=True)
+    whole, resumed = (run(Falling, Disturbs(), after_validation=True, ckpt_path=path) for path in (None, ckpt))
+    assert_same(resumed, whole)
 
 
 @needs_2_5_3
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": -1, "trainer": {"max_steps": 2}}])
-def test_a_last_round_that_was_interrupted_is_validated_when_resumed(limits: Any, run: Any, tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
-    with pytest.raises(RuntimeError, match="in user code"):
-        run(Falling, Disturbs("on_validation_start", fail), saver, **limits)
-    resumed = run(Falling, Disturbs("", fail), ckpt_path=ls.latest_checkpoint(tmp_path), **limits)
-    assert_same(resumed, run(Falling, Disturbs("", fail), **limits))
+def test_an_interrupted_last_round_is_validated_when_resumed(limits: Any, run: Any, interrupted: Any) -> None:
+    ckpt = interrupted(Falling, Disturbs("on_validation_start"), **limits)
+    assert_same(run(Falling, Disturbs(), ckpt_path=ckpt, **limits), run(Falling, Disturbs(), **limits))
 
 
 @needs_2_5_3
-def test_a_hook_of_the_users_module_that_fails_after_validation_costs_no_round(run: Any, tmp_path: Path) -> None:
-    whole = run(FailsInHook, after_validation=True)
-    saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
-    with pytest.raises(RuntimeError, match="in user code"):
-        run(FailsInHook, saver, after_validation=True, max_epochs=3)
-    assert_same(run(FailsInHook, after_validation=True, ckpt_path=ls.latest_checkpoint(tmp_path)), whole)
+def test_a_hook_of_the_users_that_fails_after_validation_costs_no_round(run: Any, interrupted: Any) -> None:
+    ckpt = interrupted(FailsInHook, after_validation=True, max_epochs=3)
+    assert_same(*(run(FailsInHook, after_validation=True, ckpt_path=path) for path in (ckpt, None)))
 
 
 class FailingLogger(DummyLogger):
@@ -177,13 +166,9 @@ class FailingLogger(DummyLogger):
 
 @needs_2_5_3
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_logger_that_fails_when_a_round_ends_keeps_it_from_no_callback(
-    error: type[BaseException], run: Any, tmp_path: Path
-) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
-    with pytest.raises((OSError, SystemExit)):
-        run(Falling, saver, trainer={"logger": FailingLogger(error)})
-    assert_same(run(Falling, ckpt_path=ls.latest_checkpoint(tmp_path)), run(Falling))
+def test_a_logger_that_fails_costs_no_round(error: type[BaseException], run: Any, interrupted: Any) -> None:
+    ckpt = interrupted(Falling, trainer={"logger": FailingLogger(error)})
+    assert_same(run(Falling, ckpt_path=ckpt), run(Falling))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +181,7 @@ def test_a_logger_that_fails_when_a_round_ends_keeps_it_from_no_callback(
     [(Falling, {}), (Falling, {"check_val_every_n_epoch": 2}), (WaitsForTraining, {})],
     ids=["every round", "every other round", "on training"],
 )
-def test_a_plateau_schedule_misses_no_round(
+def test_a_plateau_schedule_misses_nothing(
     make: type[LitMLP], settings: Any, when: Any, run: Any, tmp_path: Path
 ) -> None:
     """Some rounds are without clients: schedules and early stopping then go by an earlier round's metrics, or wait."""

@@ -1,12 +1,16 @@
-"""Tables of a round's clients, one by one and by keep ratio, and the bytes that they sent and received."""
+"""What a dashboard shows of a round: its clients, one by one and by keep ratio, and its spectra or state."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_spectral.plugin.dashboard.records import Cell, Table, table
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.capabilities import DrawsTerms, HasHistograms
+from lightning_spectral.algorithms.term_draws import TermDraws
+from lightning_spectral.plugin.dashboard.records import Cell, Histogram, Table, histogram, table
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 
@@ -73,3 +77,44 @@ def _group_row(keep_ratio: float, group: RoundSummary) -> dict[str, Cell]:
         "bytes_down": sum(client.downlink_bytes for client in group.clients),
         "bytes_up": sum(client.uplink_bytes for client in group.clients),
     }
+
+
+LayerFigures = Mapping[str, Mapping[str, float]]
+
+
+def algorithm_records(
+    opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures
+) -> list[Histogram | Table]:
+    """All records of a finished round of one model, apart from its clients; none for a dense algorithm."""
+    if isinstance(opened, DrawsTerms):
+        return [*spectral_histograms(opened.term_draws), layer_table(opened, round_idx, figures)]
+    shown: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
+    return [histogram(name, values) for name, values in shown.items()]
+
+
+def spectral_histograms(layers: Mapping[str, TermDraws]) -> Iterator[Histogram]:
+    """Each layer's spectrum and, for each keep ratio, inclusion probabilities and multipliers of possible terms."""
+    for name, layer in layers.items():
+        yield histogram(f"singular_values/{name}", layer.singular_values)
+        for ratio, plan in layer.groups.items():
+            yield histogram(f"inclusion_probs/{name}/{ratio:g}", plan.inclusion_probs)
+            yield histogram(f"multipliers/{name}/{ratio:g}", plan.multipliers[plan.inclusion_probs > 0])
+
+
+def layer_table(opened: DrawsTerms, round_idx: int, figures: LayerFigures) -> Table:
+    """One row per sharded layer, of a round whose clients were added, with further figures of each layer."""
+    visited = opened.visited_terms()
+    return table(
+        "tables/layers",
+        [
+            {
+                "round": round_idx,
+                "layer": name,
+                "terms": len(layer.singular_values),
+                "terms_visited": float(visited[name].double().mean()),
+                "largest_singular_value": float(layer.singular_values.max()),
+                **figures.get(name, {}),
+            }
+            for name, layer in opened.term_draws.items()
+        ],
+    )

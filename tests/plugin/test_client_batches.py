@@ -1,0 +1,120 @@
+"""Clients' batches: a last one of one example, with which BatchNorm cannot train, and data that workers read."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation import Fit, same_state, seeded
+from observed_runs import acting
+from one_by_one import Noisy, OneByOne
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+
+SIZES = (9, 5, 2, 4)  # in batches of 4: short last batches of one, one, two and none
+ENGINES = ["loop", "trainer"]
+
+
+def uneven(toy: TensorDataset, in_memory: bool = True, **options: Any) -> ls.FederatedDataModule:
+    owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
+    few = TensorDataset(*(tensor[: len(owners)] for tensor in toy.tensors))
+    return ls.FederatedDataModule(
+        few if in_memory else OneByOne(few), ls.NaturalPartitioner(owners), batch_size=4, **options
+    )
+
+
+@pytest.fixture
+def with_batch_norm(lit_mlp: Any) -> Any:
+    lit = seeded(lit_mlp)
+    lit.net.insert(1, nn.BatchNorm1d(12))
+    return lit
+
+
+@pytest.mark.parametrize("client_engine", ENGINES)
+def test_batch_norm_on_one_example_is_an_error(
+    client_engine: str, with_batch_norm: Any, toy: TensorDataset, fit: Fit
+) -> None:
+    with pytest.raises(ls.ClientError, match=r"client [01], local .*one example: leave such .* drop_last=True\)"):
+        fit(with_batch_norm, uneven(toy), client_engine=client_engine)
+
+
+@pytest.mark.parametrize("client_engine", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"in_memory": False}, {"in_memory": False, "num_workers": 1}], ids=repr)
+def test_every_client_trains_without_short_last_batches(
+    options: dict[str, Any], client_engine: str, with_batch_norm: Any, toy: TensorDataset, fit: Fit
+) -> None:
+    steps: dict[int, int] = {}
+
+    def count(trainer: Any, model: Any, summary: Any) -> None:
+        steps.update({client.client_id: client.num_steps for client in summary.clients})
+
+    data = uneven(toy, drop_last=True, **options)
+    found = fit(
+        with_batch_norm, data, callbacks=[acting(on_round_end=count)], local_epochs=3, client_engine=client_engine
+    )
+    assert steps == {0: 6, 1: 3, 2: 3, 3: 3}
+    assert found.rows[0]["fl/examples"] == sum(SIZES)  # weights still count all examples
+
+
+@pytest.mark.parametrize(("drop_last", "examples"), [(False, 9), (True, 8)])
+def test_the_clock_predicts_what_is_trained(drop_last: bool, examples: int, lit: Any, toy: Any, fit: Fit) -> None:
+    clock = ls.VirtualClock(ls.simulation.DeviceProfile(1e12, 1e12, 30.0), macs={1.0: 10.0})
+    row = fit(lit, uneven(toy, drop_last=drop_last), local_epochs=2, clock=clock).history.rows[0]
+    assert row["fl/virtual_seconds"] == pytest.approx(examples * 2)
+
+
+def test_another_choice_than_the_checkpoints_is_refused(lit: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
+    ckpt, older = tmp_path / "1.ckpt", tmp_path / "older.ckpt"
+    fit(lit, uneven(toy)).trainer.save_checkpoint(ckpt)
+    content = torch.load(ckpt, weights_only=True)
+    del content["federation"]["drop_last"]
+    torch.save(content, older)
+    for path in (ckpt, older):
+        with pytest.raises(ValueError, match="drop_last: False in the checkpoint, True now"):
+            fit(lit, uneven(toy, drop_last=True), max_epochs=2, ckpt_path=path)
+        assert fit(lit, uneven(toy), max_epochs=2, ckpt_path=path).trainer.global_step == 2
+
+
+def test_workers_change_nothing_and_end_with_the_fit(lit_mlp: Any, toy: Any, fit: Fit) -> None:
+    runs = []
+    for num_workers in (0, 2):
+        data = ls.FederatedDataModule(Noisy(toy), ls.IIDPartitioner(12), batch_size=4, num_workers=num_workers)
+        runs.append(fit(seeded(lit_mlp), data, clients_per_round=3, max_epochs=2).state)
+        assert not multiprocessing.active_children()
+    assert same_state(*runs)
+
+
+class Table(torch.utils.data.Dataset[Any]):
+    """Rows as dictionaries and columns by name, as in Hugging Face's data sets."""
+
+    def __init__(self, **columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.columns[key] if isinstance(key, str) else {n: column[key] for n, column in self.columns.items()}
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_table_trains_as_its_columns_do(num_workers: int, lit_mlp: Any, toy: Any, fit: Fit) -> None:
+    class LitTable(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch["x"], batch["label"]), batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step((batch["x"], batch["label"]), batch_idx)
+
+    rows, split = Table(x=toy.tensors[0], label=toy.tensors[1]), ls.DirichletPartitioner(num_clients=6, alpha=1.0)
+    by_row = ls.FederatedDataModule(
+        rows, split, val=rows, labels=rows["label"].tolist(), batch_size=4, num_workers=num_workers
+    )
+    in_memory = ls.FederatedDataModule(toy, split, val=toy, batch_size=4)
+    assert same_state(fit(seeded(LitTable), by_row).state, fit(seeded(lit_mlp), in_memory).state)

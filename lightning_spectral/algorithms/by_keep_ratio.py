@@ -7,19 +7,10 @@ from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, 
 
 
 class ByKeepRatio(Algorithm):
-    """An algorithm with a keep ratio: one for all clients, ``{ratio: share of clients}``, or one per client.
-
-    Attributes:
-        keep_ratio: The algorithm's field of this name.
-    """
+    """An algorithm with a keep ratio: one for all clients, ``{ratio: share of clients}``, or one per client."""
 
     keep_ratio: PerClient[float]
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
-        """Keep ratio of every client: exact shares, drawn from the seed.
-
-        Raises:
-            ValueError: If a list of ratios has another length than ``num_clients``.
-        """
         check_num_entries("keep_ratio", self.keep_ratio, num_clients)
         return assign(self.keep_ratio, num_clients, seed, "keep ratios")

@@ -18,11 +18,6 @@ def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) 
     Buffers hold averages of data, such as BatchNorm's variances. Their weights are always divided by their sum: an
     unbiased sampler's weights may sum to 2 in a round, and a variance that moved twice as far could become negative.
     The same holds for parameters that the user's code updates, such as those of a teacher.
-
-    Args:
-        server: The server's module.
-        before: Some of its parameters and buffers, by name.
-        cohort: The clients that take part.
     """
     averages = averaged_parameters(server).union(name for name, _ in server.named_buffers())
     return MeanChange(before, cohort.total, cohort.absolute, always_divided=averages & before.keys())
@@ -31,9 +26,7 @@ def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) 
 def sum_of(like: Mapping[str, Tensor], cohort: Cohort) -> MeanChange:
     """A running sum, or mean, of float64 tensors that are given for each client, not of changes of the server's.
 
-    Args:
-        like: Mapping[str, Tensor] of the same names, shapes and device.
-        cohort: Who takes part; its coefficients are the weights.
+    Only names, shapes and device of ``like`` count. The weights are the cohort's coefficients.
     """
     zeros = {name: tensor.new_zeros((), dtype=torch.float64).expand(tensor.shape) for name, tensor in like.items()}
     return MeanChange(zeros, cohort.total, cohort.absolute)

@@ -40,20 +40,16 @@ class DenseSide(ClientSide):
     returned: tuple[str, ...]
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A copy of the user's module."""
         client: nn.Module = copy_module(module)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Copy the server's values."""
         load_tensors(client, download.tensors)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, group by group."""
         return rebuild_optimizer(recipe, client)
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The trained values."""
         return Upload(download.unit, select_tensors(client, self.returned))
 
 
@@ -61,8 +57,6 @@ class DenseRound(Round):
     """One open round in which tensors travel whole.
 
     Attributes:
-        half: The server's half.
-        cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         mean: Running mean of the clients' changes.
     """
@@ -74,29 +68,21 @@ class DenseRound(Round):
         self.mean = dense_mean(half.server, half.averaged(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the whole model; nothing is drawn."""
         return Download(unit, 1.0, self.tensors), Receipt(unit, 1.0)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change, weighted by its coefficient."""
         self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """The single sum over whole tensors."""
         return [self.mean]
 
     def close(self) -> None:
-        """Set the pseudo-gradients, which are minus the mean changes."""
         apply_mean_change(self.half.server, self.mean.finish())
 
 
 class DenseHalf(ServerHalf):
-    """Federated averaging, bound to a module.
-
-    Attributes:
-        algorithm: The choice, or that of a subclass with fields of its own.
-    """
+    """Federated averaging, or a subclass of it, bound to a module."""
 
     def __init__(self, algorithm: FedAvg, server: nn.Module, state: nn.Module | None = None) -> None:
         super().__init__(server, state)
@@ -109,11 +95,9 @@ class DenseHalf(ServerHalf):
 
     @cached_property
     def device_half(self) -> ClientSide:
-        """Whole models, of which trainable parameters and averaged buffers travel back."""
         return self.algorithm.side(tuple(self.averaged()))
 
     def open(self, cohort: Cohort) -> Round:
-        """Collect the tensors that every client starts from."""
         return self.algorithm.round(self, cohort)
 
 
@@ -125,9 +109,6 @@ class FedAvg(Algorithm):
 
     Args:
         keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
-
-    Raises:
-        ValueError: If patterns are not a sequence of strings.
 
     Reference:
         McMahan et al. (2017), Algorithm 1.
@@ -155,5 +136,4 @@ class FedAvg(Algorithm):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        """Decide which buffers keep the server's value."""
         return self.half(self, server, state)

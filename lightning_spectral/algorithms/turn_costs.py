@@ -23,12 +23,8 @@ def turn_costs(
 ) -> list[Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
-    Args:
-        half: The algorithm, bound to a copy of the user's module.
-        keep_ratios: The clients' keep ratios, all different.
-        example: Input of the pass; ``None`` to count none.
-        round_idx: Communication round, from 0.
-        moving: Names of frozen tensors that change between rounds, and travel in each.
+    Without an example, no pass is counted. Frozen tensors that change between rounds, and so travel in each, are named
+    in ``moving``.
     """
     units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}

@@ -37,10 +37,6 @@ class FIARSE(ByKeepRatio):
         exclude: Patterns of the names of parameters that travel whole.
         keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, or patterns are not a sequence of strings.
-
     Note:
         The published code also masks the biases of linear layers and convolutions, and counts clients, whereas this
         class weighs them. With ``keep_ratio=1`` there is no threshold, and this is `FedAvg`, bit for bit.
@@ -68,11 +64,7 @@ class FIARSE(ByKeepRatio):
         )
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
-        """Names of the parameters of which clients hold only the largest entries.
-
-        Raises:
-            ValueError: If a pattern of ``exclude`` matches no parameter.
-        """
+        """Names of the parameters of which clients hold only the largest entries."""
         check_matches("exclude", self.exclude, (name for name, _ in server.named_parameters()), "parameter")
         whole = set(normalised_weights(server))
         return tuple(
@@ -85,7 +77,6 @@ class FIARSE(ByKeepRatio):
         )
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if there is no weight to choose from."""
         if not self.masked_weights(server):
             raise ValueError(
                 f"FIARSE needs trainable weights of two or more dimensions that are not in `exclude`, and "
@@ -93,7 +84,7 @@ class FIARSE(ByKeepRatio):
             )
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
-        """The number m of weights, as a set of one: a client of keep ratio r holds ceil(r m) of them."""
+        """The number m of weights: a client of keep ratio r holds ceil(r m) of them."""
         return {sum(server.get_parameter(name).numel() for name in self.masked_weights(server))}
 
     def bind(
@@ -104,6 +95,5 @@ class FIARSE(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> FIARSEHalf:
-        """Decide which weights are cut, and which buffers keep the server's value; what is untrained travels whole."""
         masked = [name for name in self.masked_weights(server) if name not in untrained]
         return FIARSEHalf(server, masked, kept_buffers(server, self.keep_buffers))

@@ -24,11 +24,6 @@ class ThresholdedWeight:
     In the gradient of :math:`w\,[|w| \ge \theta]`, the derivative of the step function is taken to be
     :math:`2\theta / (|w| + \theta)^2` where the entry is used, and zero elsewhere. So entries near the threshold have
     up to 3/2 of the gradient.
-
-    Args:
-        weight: The parameter, zero where nothing is held.
-        held: Which entries the client holds, as booleans.
-        threshold: The threshold :math:`\theta`.
     """
 
     def __init__(self, weight: nn.Parameter, held: Tensor, threshold: float) -> None:
@@ -44,14 +39,12 @@ class ThresholdedWeight:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the values of small entries."""
         if self._below is not None:
             self.weight.copy_(self._below)
             self._below = None
 
     @torch.no_grad()
     def correct_gradient(self) -> None:
-        """Multiply the gradient by the factor that follows from the threshold."""
         if self.weight.grad is not None:
             magnitude = self.weight.abs()
             whole = (magnitude + self._threshold).clamp(min=torch.finfo(magnitude.dtype).tiny)
@@ -67,7 +60,6 @@ class FIARSESide(DenseSide):
     """Models whose absent weights are zero and stay zero."""
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Put the entries that were sent in their places, and zeros in the others."""
         values = {name: tensor for name, tensor in download.tensors.items() if not name.startswith(HELD)}
         for name, held in held_entries(client, download.tensors).items():
             values[name] = torch.zeros_like(client.get_parameter(name)).masked_scatter_(held, values[name])
@@ -94,7 +86,6 @@ class FIARSESide(DenseSide):
         return StepActions(use, correct) if weights else None
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The trained values of what was sent; the server knows their positions."""
         for weight in vars(client).pop(THRESHOLDED, ()):
             weight.restore()  # from a step that was begun but not taken
         tensors, held = select_tensors(client, self.returned), held_entries(client, download.tensors)

@@ -25,13 +25,7 @@ from lightning_spectral.sums import MeanChange, RunningMean
 
 
 class FIARSEHalf(ServerHalf):
-    """FIARSE bound to a module.
-
-    Args:
-        server: The server's module.
-        masked: Names of the parameters of which clients hold only the largest entries.
-        keep_buffers: Names of the buffers that keep the server's value.
-    """
+    """FIARSE bound to a module; ``masked`` names the parameters of which clients hold only the largest entries."""
 
     def __init__(self, server: nn.Module, masked: Sequence[str], keep_buffers: Sequence[str]) -> None:
         super().__init__(server)
@@ -40,11 +34,9 @@ class FIARSEHalf(ServerHalf):
 
     @property
     def device_half(self) -> FIARSESide:
-        """Devices return trainable parameters and averaged buffers."""
         return FIARSESide(self.averaged)
 
     def open(self, cohort: Cohort) -> FIARSERound:
-        """Find the largest weights for each keep ratio of the cohort."""
         return FIARSERound(self, cohort)
 
 
@@ -52,7 +44,6 @@ class FIARSERound(Round):
     """One open round.
 
     Attributes:
-        cohort: The clients that take part.
         tensors: Parameters and buffers of the server's module, by name.
         held: For each keep ratio and each weight, the ascending indices of the entries that are held.
         masked: Running mean over the entries of the weights.
@@ -69,7 +60,6 @@ class FIARSERound(Round):
         self.dense = dense_mean(half.server, before, cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send what all clients hold, the largest weights and their positions; nothing is drawn."""
         keep_ratio = self.cohort.keep_ratio_of(unit)
         tensors = dict(self.tensors)
         if keep_ratio < 1:
@@ -81,32 +71,22 @@ class FIARSERound(Round):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change to the entries that it held."""
         weight = receipt.unit.coefficient
         self.masked.add(upload.tensors, weight, upload.largest, where=self.held[receipt.capacity])
         self.dense.add(upload.tensors, weight, upload.largest)
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """One sum over entries, and one over whole tensors."""
         return [self.masked, self.dense]
 
     def close(self) -> None:
-        """Set the pseudo-gradients, which are minus the mean changes."""
         apply_mean_change(self.server, self.dense.finish())
         apply_mean_change(self.server, self.masked.finish())
 
 
 @torch.no_grad()
 def largest_entries(weights: Mapping[str, Tensor], keep_ratio: float) -> dict[str, Tensor]:
-    """Indices of the ceil(r m) entries of largest magnitude among all m of some tensors; of equal ones, the first.
-
-    Args:
-        weights: By name.
-        keep_ratio: The share r.
-
-    Returns:
-        For each name, ascending indices in the flattened tensor.
+    """Ascending flat indices of the ceil(r m) entries of largest magnitude among all m; of equal ones, the first.
 
     Example:
         >>> largest_entries({"a": torch.tensor([[3.0, -1.0]]), "b": torch.tensor([1.0, -4.0])}, 0.75)

@@ -69,9 +69,6 @@ class AdapterRound(ABC):
 
     By default a client of rank r gets the first r terms. Parts are named ``"A"``, ``"B"`` and, for the multipliers of
     the terms, ``"omega"``.
-
-    Args:
-        opened: The layer and the cohort.
     """
 
     def __init__(self, opened: OpenAdapter) -> None:
@@ -85,22 +82,13 @@ class AdapterRound(ABC):
 
     @abstractmethod
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
-        """Add what one unit sends back, weighted by its coefficient.
+        """Add the factors that one unit trained, weighted by its coefficient.
 
-        Args:
-            unit: The unit.
-            terms: The indices that `draw` returned.
-            parts: Its trained factors.
-            largest: Largest magnitude of each.
+        ``terms`` are the indices that `draw` returned; ``largest`` is the largest magnitude of each factor.
         """
 
     def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
-        """Largest magnitude that `add` would compute and sum, or a bound on it; by default 0, if it sums only factors.
-
-        Args:
-            parts: As for `add`.
-            largest: As for `add`.
-        """
+        """Largest magnitude that `add` would compute and sum, or a bound on it; 0 if it sums only factors."""
         return 0.0
 
     @abstractmethod
@@ -132,10 +120,8 @@ class AdapterAggregation(ABC):
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         """The parts of an `Adapter` that the server optimizer steps; by default both factors.
 
-        If there are none, the aggregation sets new factors itself, and only plain averaging makes sense.
-
-        Args:
-            is_mixed: Whether the federation has clients of different ranks.
+        If there are none, the aggregation sets new factors itself, and only plain averaging makes sense. ``is_mixed`` says
+        whether the federation has clients of different ranks.
         """
         return ("B", "A")
 
@@ -151,12 +137,7 @@ class AdapterAggregation(ABC):
 def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, seed: int, *ids: int) -> Tensor:
     r"""Random rows of A, uniform in :math:`\pm 1 / \sqrt{c_{in}}`, as PEFT draws them; shape ``(rank, c_in)``.
 
-    Args:
-        layer: The layer.
-        rank: Number of rows.
-        like: Its weight, for dtype and device.
-        seed: The run's seed.
-        *ids: What else the draw depends on, in addition to the layer's name.
+    They have dtype and device of ``like``, and depend on the seed, the layer's name and ``ids``.
     """
     generator = derived_generator(seed, "adapter", *ids, layer.name)
     rows: Tensor = torch.rand(rank, layer.in_features, generator=generator, dtype=torch.float64) * 2 - 1

@@ -15,13 +15,7 @@ PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov"
 
 
 def check_trained(server: nn.Module, patterns: Sequence[str], factors: Collection[str]) -> None:
-    """Raise ``ValueError`` if a pattern of `train` matches nothing that can be trained whole.
-
-    Args:
-        server: The user's module.
-        patterns: The patterns.
-        factors: Names of the factors of adapters, which are not trained whole.
-    """
+    """Raise ``ValueError`` if a pattern of `train` matches nothing that can be trained whole, as factors cannot."""
     names = [name for name, p in server.named_parameters() if p.requires_grad and name not in factors]
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
@@ -112,13 +106,9 @@ def changes_base(aggregation: AdapterAggregation, merge_every: int | None) -> bo
 def trained_whole(
     server: nn.Module, layers: Sequence[AdaptedLayer], train: Sequence[str], keep_buffers: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Parameters and averaged buffers that are trained beside the factors.
+    """Parameters and averaged buffers that are trained beside the factors, by patterns of their names.
 
-    Args:
-        server: The server's module.
-        layers: Its adapted layers. If PEFT has made their factors, all that it has not frozen is trained, too.
-        train: Patterns of the names of what is trained whole.
-        keep_buffers: Patterns of the names of buffers that keep the server's value.
+    If PEFT has made the layers' factors, all that it has not frozen is trained, too.
     """
     by_peft = any(layer.brings_factors for layer in layers)
     if not train and not by_peft:

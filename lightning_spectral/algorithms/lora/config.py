@@ -135,27 +135,17 @@ class LoRA(Algorithm):
         return (ALPHA if self.alpha is None else self.alpha) / math.sqrt(self.max_rank)
 
     def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
-        """Rank of every client as a share of the largest: exact shares, drawn from the seed.
-
-        Raises:
-            ValueError: If a list of ranks has another length than ``num_clients``.
-        """
         check_num_entries("rank", self.rank, num_clients)
         ranks = assign(self.rank, num_clients, seed, "ranks")
         return Assigned(tuple(rank / self.max_rank for rank in ranks.values), ranks.indices)
 
     def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[LoRA, float]]:
-        """One federation with clients of all these ranks."""
         ranks = each("capacities", capacities, Whole(at_least=1))
         choice = replace(self, rank=ranks)
         return {rank: (choice, rank / choice.max_rank) for rank in ranks}
 
     def all_capacities(self, server: nn.Module) -> range:
-        """The ranks up to the smallest side of an adapted layer.
-
-        Raises:
-            ValueError: If the module has adapters of PEFT.
-        """
+        """The ranks up to the smallest side of an adapted layer."""
         layers = self.adapted(server)
         if any(layer.brings_factors for layer in layers):
             raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give the plain module.")
@@ -166,7 +156,6 @@ class LoRA(Algorithm):
         return adapted_layers(server, self.layers, self.train, self.scale)
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if a pattern matches nothing, a rank is impossible, or PEFT adapters do not fit."""
         layers = self.adapted(server)
         for layer in layers:
             layer.check_rank(self.max_rank)
@@ -175,18 +164,15 @@ class LoRA(Algorithm):
             check_peft_adapters(server, layers, self.aggregation, self.alpha, self.merge_every)
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Raise ``ValueError`` unless the optimizer steps everything that is to be trained."""
         layers, parts = self.adapted(server), trained_parts(self.aggregation)
         origins = [layer.origins[layer.parts[part]] for layer in layers for part in parts]
         whole = trained_whole(server, layers, self.train, self.keep_buffers)
         check_holds(template, server, [*dict.fromkeys(origins), *whole])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` for any but plain averaging, if its steps do not set the new factors."""
         check_steps(optimizer, self.aggregation, self.is_mixed, self.merge_every)
 
     def new_state(self, server: nn.Module, seed: int) -> LoRAState:
-        """Copy the adapted weights, which become the bases, and draw A; B is zero."""
         layers, steps = self.adapted(server), self.aggregation.steps(self.is_mixed)
         return LoRAState(layers, [new_adapter(server, layer, self.max_rank, seed, steps) for layer in layers], seed)
 
@@ -198,7 +184,6 @@ class LoRA(Algorithm):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
         assert isinstance(state, LoRAState), "made by `new_state`"
         kept = kept_buffers(server, self.keep_buffers)
         dense = tuple(trained_whole(server, state.layers, self.train, kept))
@@ -213,7 +198,6 @@ class LoRA(Algorithm):
         )
 
     def save_peft_adapter(self, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str) -> None:
-        """Save what was learned for a plain module in PEFT's format: see `save_peft_adapter` of the plug-in."""
         assert isinstance(state, LoRAState), "made by `new_state`"
         if changes_base(self.aggregation, self.merge_every):
             what = "`merge_every`" if self.merge_every else type(self.aggregation).__name__

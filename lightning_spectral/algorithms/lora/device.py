@@ -40,7 +40,6 @@ class LoRASide(ClientSide):
         return {name: origin for part in ({n: n for n in self.dense}, *factors) for name, origin in part.items()}
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A copy of ``module``, frozen but for adapters of one rank and what is trained whole."""
         client: nn.Module = copy_module(module)
         for name, parameter in client.named_parameters():
             parameter.requires_grad_(name in self.dense)
@@ -50,7 +49,6 @@ class LoRASide(ClientSide):
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Copy all values, and make the factors of this round trainable."""
         load_tensors(client, download.tensors)
         trained, parameters = self.aggregation.trained(download.round_idx), dict(client.named_parameters())
         for layer in self.layers:
@@ -58,17 +56,14 @@ class LoRASide(ClientSide):
                 parameters[name].requires_grad_(part in trained)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, with both factors in place of each adapted weight."""
         return rebuild_optimizer(recipe, client, origin=lambda name: self._weight_of.get(name, ""))
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The factors of this round, and what is trained whole."""
         parts = self.aggregation.trained(download.round_idx)
         factors = [layer.parts[part] for layer in self.layers for part in parts]
         return Upload(download.unit, select_tensors(client, [*self.dense, *factors]))
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
-        """One factor of each adapter that this round trains."""
         own = dict(client.named_parameters())
         pairs = {layer.name: (layer.factors["B"], layer.factors["A"]) for layer in self.layers}
         return {layer: next(own[name] for name in pair if own[name].requires_grad) for layer, pair in pairs.items()}

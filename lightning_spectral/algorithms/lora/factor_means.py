@@ -25,17 +25,14 @@ class PaddedRound(AdapterRound):
         self.mean = MeanChange(before, opened.cohort.total, opened.cohort.absolute)
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
-        """Pad and add a client's factors."""
         missing = len(self.opened.A) - len(terms)
         padded = {"A": F.pad(parts["A"], (0, 0, 0, missing)), "B": F.pad(parts["B"], (0, missing))}
         self.mean.add(padded, unit.coefficient, largest)
 
     def means(self) -> Sequence[RunningMean]:
-        """The sum over both factors."""
         return [self.mean]
 
     def close(self, adapter: Adapter) -> None:
-        """Set the pseudo-gradients of both factors."""
         apply_mean_change(adapter, self.mean.finish())
 
 
@@ -56,7 +53,6 @@ class TermMeanRound(AdapterRound):
         self.mean.add({"u": b, "v": a}, unit.coefficient, known, where=dict.fromkeys("uv", terms))
 
     def means(self) -> Sequence[RunningMean]:
-        """The sum over terms."""
         return [self.mean]
 
     def changes(self) -> dict[str, Tensor]:
@@ -64,7 +60,6 @@ class TermMeanRound(AdapterRound):
         return {"A": self.mean.change("v"), "B": self.mean.change("u")}
 
     def close(self, adapter: Adapter) -> None:
-        """Set the pseudo-gradients of the factors that were trained."""
         changes = self.changes()
         apply_mean_change(adapter, [(name, changes[name]) for name in self.trained])
 
@@ -81,7 +76,6 @@ class PaddedFactors(AdapterAggregation):
     """
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        """Both factors, padded."""
         return PaddedRound(opened)
 
 
@@ -96,19 +90,15 @@ class FrozenA(AdapterAggregation):
     """
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
-        """B alone."""
         return ("B",)
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        """The mean of B."""
         return TermMeanRound(opened, ["B"])
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
-        """B alone."""
         return ("B",)
 
     def frozen(self) -> tuple[str, ...]:
-        """A."""
         return ("A",)
 
 
@@ -123,7 +113,6 @@ class AlternatingFactors(AdapterAggregation):
     """
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        """The mean of the factor whose turn it is."""
         return TermMeanRound(opened, self.trained(opened.cohort.round_idx))
 
     def trained(self, round_idx: int) -> tuple[str, ...]:

@@ -21,15 +21,7 @@ PREFIX = "base_model.model."  # of all names in PEFT's files
 def save_adapter(
     server: nn.Module, state: LoRAState, trained: Tensors, folder: Path, submodule: str, **config: float
 ) -> None:
-    """Write an adapter on the part of a module that PEFT is to adapt.
-
-    Args:
-        server: The server's module.
-        state: Its adapters.
-        trained: What is trained whole beside them, by name.
-        folder: Where the two files are written; created if necessary.
-        submodule: Name of the part; empty for all of the module.
-        **config: Entries of PEFT's configuration.
+    """Write an adapter on the part of a module that PEFT is to adapt, with what was trained whole beside it.
 
     Raises:
         ValueError: If PEFT has made the adapters, or something that is trained is not part of ``submodule`` or cannot

@@ -43,16 +43,13 @@ class TruncatedRound(AdapterRound):
         self.mean = MeanChange(zeros, opened.cohort.total, by_index={"u": 1, "v": 0})
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
-        """Put a client's factors into its place."""
         factors, known = {"u": parts["B"], "v": parts["A"]}, {"u": largest["B"], "v": largest["A"]}
         self.mean.add(factors, unit.coefficient, known, where=dict.fromkeys("uv", self.places[unit.key]))
 
     def means(self) -> Sequence[RunningMean]:
-        """The factors of all clients."""
         return [self.mean]
 
     def close(self, adapter: Adapter) -> None:
-        """Set the factors of the truncated mean."""
         weights, held = self.mean.weights, self.mean.visited("u")
         left, right = (self.mean.change(name, held) for name in "uv")
         shares = self.mean.held["u"][held] / max(weights.sum, 1)
@@ -87,7 +84,6 @@ class TruncatedProducts(AdapterAggregation):
         return ()
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        """Keep factors until the round closes."""
         return TruncatedRound(opened)
 
 
@@ -100,7 +96,6 @@ class StackedRound(AdapterRound):
         self.mean = sum_of(like, opened.cohort)
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
-        """Add a client's product."""
         self.mean.add({"product": self._product(parts)}, unit.coefficient)
 
     def largest_summand(self, parts: Tensors, largest: Mapping[str, float]) -> float:
@@ -112,11 +107,9 @@ class StackedRound(AdapterRound):
         return self.opened.layer.scale * (parts["B"].double() @ parts["A"].double())
 
     def means(self) -> Sequence[RunningMean]:
-        """The sum of the products."""
         return [self.mean]
 
     def close(self, adapter: Adapter) -> None:
-        """Set the pseudo-gradient of the base."""
         ((_, change),) = self.mean.finish()
         apply_mean_change(adapter, [("base", change.T if self.opened.layer.transposed else change)])
 
@@ -133,7 +126,6 @@ class StackedProducts(AdapterAggregation):
     """
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
-        """The base."""
         return ("base",)
 
     def open(self, opened: OpenAdapter) -> AdapterRound:

@@ -27,7 +27,6 @@ class SampledRound(TermMeanRound):
         self._draws = draws
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draw a unit's terms."""
         drawn, omega = self._draws.draw(self.opened.cohort, unit)
         A, B = self.opened.A, self.opened.B
         terms = drawn.to(B.device)
@@ -57,9 +56,6 @@ class SampledTerms(AdapterAggregation):
             its gradients.
         design: Draws terms with those probabilities; ``None`` for the strategy's own.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-
     Reference:
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
     """
@@ -75,15 +71,12 @@ class SampledTerms(AdapterAggregation):
             check_is("design", self.design, Design)
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
-        """Both factors, unless they are factorised anew in each round."""
         return () if is_mixed else ("B", "A")
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        """Compute probabilities and multipliers for the ranks of the cohort."""
         return self.open_all([opened])[0]
 
     def open_all(self, opened: Sequence[OpenAdapter]) -> list[AdapterRound]:
-        """Do the same for all layers, whose designs are fitted together."""
         if not opened or not opened[0].is_mixed:
             return [TermMeanRound(one, ("A", "B")) for one in opened]
         ordered = [_by_size(one) for one in opened]

@@ -56,11 +56,9 @@ class LoRAHalf(ServerHalf):
 
     @cached_property
     def device_half(self) -> LoRASide:
-        """Adapters in place of weights."""
         return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense)
 
     def initialize(self, workers: SharesWork) -> str:
-        """Say how much is trained."""
         layers, whole = self.state.layers, self.trained_whole().values()
         adapters = sum(self.max_rank * (layer.out_features + layer.in_features) for layer in layers)
         total = sum(parameter.numel() for parameter in self.server.parameters())
@@ -91,12 +89,10 @@ class LoRAHalf(ServerHalf):
 
     @property
     def moving_tensors(self) -> set[str]:
-        """The bases, if every round adds to them."""
         moves = "base" in self.aggregation.steps(self.is_mixed)
         return {layer.weight for layer in self.state.layers} if moves else set()
 
     def open(self, cohort: Cohort) -> LoRARound:
-        """Collect what every client starts from, and open a round of each adapter."""
         return LoRARound(self, cohort)
 
     @torch.no_grad()
@@ -136,7 +132,6 @@ class LoRARound(Round):
         self.dense = dense_mean(half.server, half.trained_whole(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the terms that the aggregation chooses, and everything that a client may not have yet."""
         keep_ratio = self.cohort.keep_ratio_of(unit)
         tensors, terms = dict(self.tensors), {}
         for layer, adapter in self.adapters.items():
@@ -145,7 +140,6 @@ class LoRARound(Round):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add a client's factors, and the change of what it trained whole."""
         self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
         for layer, adapter in self.adapters.items():
             adapter.add(receipt.unit, receipt.drawn[layer.name], *sent_back(upload, layer))
@@ -157,11 +151,9 @@ class LoRARound(Round):
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """The sum over what is trained whole, and those of the adapters, if the aggregation has any."""
         return [self.dense, *(mean for adapter in self.adapters.values() for mean in adapter.means())]
 
     def close(self) -> None:
-        """Set pseudo-gradients, or new factors, of the state, and pseudo-gradients of what is trained whole."""
         apply_mean_change(self.half.server, self.dense.finish())
         self.half.state.note_round(self.cohort.round_idx, self.half.merge_every)
         for adapter, (_, own) in zip(self.adapters.values(), self.half.state.pairs, strict=True):

@@ -16,13 +16,9 @@ from lightning_spectral.sums.change_blocks import rows_in_a_block
 class LoRAState(nn.Module):
     """What the server holds between rounds.
 
-    Args:
-        layers: The adapted layers.
-        adapters: One for each of them, in their order.
-        seed: The run's seed.
-
     Attributes:
         layers: The adapted layers, found once for all rounds.
+        adapters: One for each of them, in their order.
         has_begun: Whether a fit has begun; until then bases follow the weights, which a user may still load.
         num_rounds: Number of rounds up to the last one that was averaged.
         merge_is_due: Whether adapters are merged and restarted when this round is settled.
@@ -47,27 +43,14 @@ class LoRAState(nn.Module):
         return list(zip(self.layers, held, strict=True))
 
     def note_round(self, round_idx: int, merge_every: int | None) -> None:
-        """Note a round that is averaged; a merge is due if this round, or one without clients before it, calls for one.
-
-        Args:
-            round_idx: The round.
-            merge_every: Number of rounds after which a merge is due; ``None`` for never.
-        """
+        """Note an averaged round; a merge is due if this round, or one without clients before it, calls for one."""
         before, now = min(int(self.num_rounds), round_idx), round_idx + 1  # another fit counts from zero again
         self.merge_is_due = merge_every is not None and now // merge_every > before // merge_every
         self.num_rounds.fill_(now)
 
 
 def new_adapter(server: nn.Module, layer: AdaptedLayer, rank: int, seed: int, steps: Sequence[str]) -> Adapter:
-    """What the server holds of a layer before the first round: B zero and A drawn, or the factors that it brings.
-
-    Args:
-        server: The server's module.
-        layer: The layer.
-        rank: The largest rank R of any client.
-        seed: The run's seed.
-        steps: The parts that the server optimizer steps.
-    """
+    """What the server holds of a layer before the first round: B zero and A drawn, or the factors that it brings."""
     if layer.brings_factors:
         adapter = Adapter(None, *(server.get_parameter(layer.parts[part]).detach().clone() for part in "BA"))
     else:
@@ -116,13 +99,7 @@ def write_merged(layer: AdaptedLayer, adapter: Adapter, weight: Tensor) -> None:
 
 @torch.no_grad()
 def restart(adapter: Adapter, weight: Tensor, rows: Tensor) -> None:
-    """Restart from the server's weight, which becomes the base bit for bit: B is zero again, and A is new.
-
-    Args:
-        adapter: The adapter.
-        weight: What `write_back` has written.
-        rows: The new A, shape ``(R, c_in)``.
-    """
+    """Restart from a weight of `write_back`, which becomes the base bit for bit: B is zero again, A is new."""
     assert adapter.base is not None
     adapter.base.copy_(weight)
     adapter.B.zero_()

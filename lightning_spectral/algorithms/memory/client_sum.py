@@ -25,9 +25,6 @@ class ClientSum(nn.Module):
     these, and the entries of the others are not read. Each round's change is an exact sum (`MeanChange`); adding it
     rounds V to float64.
 
-    Args:
-        shapes: Shape of each tensor, by name.
-
     Attributes:
         values: All tensors of V in one vector, float64 whatever the Trainer's precision.
 
@@ -46,7 +43,6 @@ class ClientSum(nn.Module):
         self.register_buffer("values", torch.zeros(size, dtype=torch.float64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClientSum:
-        """Move to another device, but stay in float64."""
         super()._apply(keeping_type(fn), recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -62,21 +58,13 @@ class ClientSum(nn.Module):
 
     @torch.no_grad()
     def add(self, change: MeanChange) -> None:
-        """Add a round's change."""
         pieces = self.pieces()
         for name, piece in change.finish():
             pieces[name].add_(piece)
 
 
 def by_share(cohort: Cohort) -> Cohort:
-    """The same cohort, with each client's share of all examples as its coefficient.
-
-    Example:
-        >>> from lightning_spectral.protocol.work_unit import WorkUnit
-        >>> cohort = Cohort(0, 0, {1.0: (WorkUnit(3, coefficient=80),)}, shares={(3, ""): 0.2})
-        >>> by_share(cohort).groups, by_share(cohort).absolute
-        ({1.0: (WorkUnit(client_id=3, model='', coefficient=0.2),)}, True)
-    """
+    """The same cohort, with each client's share of all examples as its coefficient."""
     groups = {
         keep_ratio: tuple(unit._replace(coefficient=cohort.shares[unit.key]) for unit in units)
         for keep_ratio, units in cohort.groups.items()

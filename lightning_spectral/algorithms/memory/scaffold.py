@@ -43,7 +43,6 @@ class ScaffoldRound(DenseRound):
         self.change = self.control.change(trained, cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the whole model and the client's correction, which the receipt also holds."""
         server = self.control.pieces()
         correction = {
             f"{CORRECTION}{name}": (server[name] - control).to(self.tensors[name].dtype)
@@ -52,7 +51,6 @@ class ScaffoldRound(DenseRound):
         return Download(unit, 1.0, {**self.tensors, **correction}), Receipt(unit, 1.0, correction)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change, and the change of its control."""
         super().add(receipt, upload)
         unit, distance = receipt.unit, _distance(upload)
         if distance == 0.0:
@@ -97,21 +95,17 @@ class ScaffoldRound(DenseRound):
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """The sum of the model's changes, and that of the control's changes."""
         return [self.mean, self.change]
 
     def close(self) -> None:
-        """Set the pseudo-gradients, and update the server's control."""
         super().close()
         self.control.add(self.change)
 
     def metrics(self) -> Mapping[str, float]:
-        """The norm of the server's control."""
         return {"control_norm": float(self.control.values.norm())}
 
 
 def _distance(upload: Upload) -> float:
-    """Number of steps times learning rate."""
     return upload.num_steps * float(upload.tensors[LEARNING_RATE])
 
 
@@ -123,7 +117,6 @@ class ScaffoldHalf(DenseHalf):
         self.control = control
 
     def open(self, cohort: Cohort) -> ScaffoldRound:
-        """Collect the tensors and the control that every client starts from."""
         return ScaffoldRound(self, cohort)
 
 
@@ -166,11 +159,9 @@ class Scaffold(FedAvg):
     counts_all_clients: ClassVar[bool] = True
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Raise ``ValueError`` unless clients step all trainable parameters by one learning rate times the gradient."""
         check_plain_sgd(template, server)
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
-        """The server's control, initially zero."""
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
 
     def bind(
@@ -181,6 +172,5 @@ class Scaffold(FedAvg):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        """Bind to the control that `new_state` returned."""
         assert isinstance(state, ClientSum), "made by `new_state`"
         return ScaffoldHalf(self, server, state)

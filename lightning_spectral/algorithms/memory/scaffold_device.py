@@ -23,11 +23,9 @@ class ScaffoldSide(DenseSide):
     """Whole models whose gradients are corrected before each step, after the user's local hooks."""
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Copy the server's values, but not the corrections."""
         load_tensors(client, {n: t for n, t in download.tensors.items() if not n.startswith(CORRECTION)})
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
-        """Return the action that corrects gradients."""
         parameters = dict(client.named_parameters())
         corrected = [(parameters[name], correction) for name, correction in corrections(download.tensors).items()]
 
@@ -42,11 +40,6 @@ class ScaffoldSide(DenseSide):
         return StepActions(before_step=correct)
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The trained values, and the learning rate.
-
-        Raises:
-            ValueError: If parameter groups have different learning rates in this round.
-        """
         upload = super().collect(client, download)
         rates = {float(group["lr"]) for groups in download.options for group in groups}
         check_one_rate(rates)
@@ -66,15 +59,7 @@ def corrections(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def check_plain_sgd(template: Optimizer, server: nn.Module) -> None:
-    """Check that one optimizer steps all trainable parameters, by the learning rate times the gradient.
-
-    Args:
-        template: One of the user's optimizers.
-        server: The server's module.
-
-    Raises:
-        ValueError: If it is not SGD, has momentum or several learning rates, or leaves out a trainable parameter.
-    """
+    """Raise ``ValueError`` unless one optimizer steps all trainable parameters by one rate times the gradient."""
     if type(template) is not SGD:
         raise ValueError(
             f"SCAFFOLD needs plain SGD, got {type(template).__name__}; use torch.optim.SGD without momentum, and an "

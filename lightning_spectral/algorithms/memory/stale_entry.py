@@ -14,30 +14,18 @@ Tensors = Mapping[str, Tensor]
 
 @torch.no_grad()
 def update_of(before: Tensors, after: Tensors) -> dict[str, Tensor]:
-    """The change of each tensor of ``before``, in its own type but at least in single precision.
-
-    Example:
-        >>> before, after = torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
-        >>> update_of({"bias": before}, {"bias": after, "steps": torch.tensor(3)})
-        {'bias': tensor([-1., -1.])}
-    """
+    """The change of each tensor of ``before``, in its own type but at least in single precision."""
     wide = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in before.items()}
     return {name: after[name].to(wide[name]) - tensor.to(wide[name]) for name, tensor in before.items()}
 
 
 @torch.no_grad()
 def compress(update: Tensors, num_terms: int | None) -> dict[str, Tensor]:
-    """Compress an update for the server's store.
+    """Compress a finite update for the server's store.
 
-    Args:
-        update: A client's changes by name, finite.
-        num_terms: Number of leading singular terms to keep of each tensor of two dimensions or more, seen as the matrix
-            of shape ``(c_out, c_in k_1 ...)``; ``None`` to keep tensors whole. A tensor is kept whole if its terms
-            would be no smaller.
-
-    Returns:
-        Whole tensors under their own names; for a tensor kept as terms, the factors u, shape ``(c_out, num_terms)``,
-        and v, shape ``(num_terms, c_in k_1 ...)``.
+    Tensors of two dimensions or more, seen as matrices of shape ``(c_out, c_in k_1 ...)``, are stored as the factors u,
+    shape ``(c_out, num_terms)``, and v of their leading singular terms. The others, those whose terms would be no
+    smaller, and all of them if ``num_terms`` is ``None``, stay whole, under their own names.
 
     Example:
         >>> entry = compress({"weight": torch.ones(4, 3), "bias": torch.ones(4)}, num_terms=1)
@@ -56,11 +44,9 @@ def compress(update: Tensors, num_terms: int | None) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(entry: Tensors, like: Tensors) -> dict[str, Tensor]:
-    """Restore the update that an entry stands for, in float64 and bit for bit the same every time.
+    """Restore the update that an entry of `compress` stands for, in float64 and bit for bit the same every time.
 
-    Args:
-        entry: What `compress` returned, on any device.
-        like: Tensors of the names, shapes and device to restore.
+    Names, shapes and device are those of ``like``; the entry may be on another device.
     """
 
     def wide(name: str, tensor: Tensor) -> Tensor:

@@ -53,7 +53,6 @@ class StaleRound(DenseRound):
 
     @property
     def trained(self) -> Tensors:
-        """The trainable parameters before the round."""
         return {name: self.mean.before[name] for name in self.drawn.names}
 
     @property
@@ -71,7 +70,6 @@ class StaleRound(DenseRound):
 
     @cached_property
     def largest(self) -> Mapping[str, float]:
-        """Largest magnitude of each trainable parameter before the round."""
         return largest_magnitudes(self.trained)
 
     def entry(self, unit: WorkUnit) -> Tensors:
@@ -85,7 +83,6 @@ class StaleRound(DenseRound):
         return self.over_all
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's update and its stale one, and put the new one into the table."""
         unit = receipt.unit
         share = self.cohort.shares[unit.key]
         weight = share if self.choice.coefficients == "data" else unit.coefficient
@@ -119,11 +116,9 @@ class StaleRound(DenseRound):
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """The sums of updates, of stale updates, and of the changes of the table."""
         return [self.mean, self.drawn, self.table]
 
     def close(self) -> None:
-        """Set the corrected pseudo-gradients, then update the sum over all clients."""
         apply_mean_change(self.half.server, self._corrected())
         self.total.add(self.table)
 
@@ -149,7 +144,6 @@ class StaleHalf(DenseHalf):
         self.choice, self.total = choice, total
 
     def open(self, cohort: Cohort) -> StaleRound:
-        """Look up what the table holds for the round's clients; `StaleRound.add` replaces it."""
         return StaleRound(self, cohort)
 
 
@@ -230,7 +224,6 @@ class StaleUpdates(FedAvg):
         return cls(coefficients="data")
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
-        """The sum over all clients, initially zero."""
         return ClientSum({**{name: p.shape for name, p in server.named_parameters()}, SEEN: ()})
 
     def bind(
@@ -241,6 +234,5 @@ class StaleUpdates(FedAvg):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        """Bind to the sum that `new_state` returned."""
         assert isinstance(state, ClientSum), "made by `new_state`"
         return StaleHalf(self, server, state)

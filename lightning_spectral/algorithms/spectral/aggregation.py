@@ -75,14 +75,7 @@ class TermAggregation(ABC):
 
     @abstractmethod
     def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
-        """Open a round of one factorised matrix.
-
-        Args:
-            u: As for `LayerMean`.
-            v: As for `LayerMean`.
-            cohort: The clients that take part.
-            held_rows: As for `LayerMean`.
-        """
+        """Open a round of one factorised matrix; arguments as for `LayerMean`."""
 
 
 class MeanOfTerms(LayerMean):
@@ -95,24 +88,18 @@ class MeanOfTerms(LayerMean):
 
     @property
     def running(self) -> MeanChange:
-        """The sums of the vectors' changes."""
         return self._mean
 
     @property
     def visited(self) -> Tensor:
-        """Terms held by clients of positive weight."""
         return self._mean.held["u"] > 0
 
     def add(self, client: TrainedTerms, weight: float) -> None:
-        """Add the changes of a client's vectors; multipliers are not used."""
         largest = dict(zip("uv", client.magnitudes, strict=True))
         self._mean.add({"u": client.u, "v": client.v}, weight, largest, where=dict.fromkeys("uv", client.terms))
 
     def weight_change(self) -> Tensor:
-        """The change that follows from the new vectors.
-
-        Rows of ``u`` that no client holds are unchanged, but are multiplied by the new ``v``.
-        """
+        """Rows of ``u`` that no client holds are unchanged, but are multiplied by the new ``v``."""
         visited = self._mean.visited("u")
         u_change, v_change = (self._mean.change(name, visited) for name in "uv")
         u_change = with_absent_rows(u_change, len(self.u))
@@ -130,7 +117,6 @@ class TermMeans(TermAggregation):
     """
 
     def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
-        """Begin the sums of both vectors of each term."""
         return MeanOfTerms(u, v, cohort, held_rows)
 
 
@@ -151,17 +137,14 @@ class MeanOfMatrices(LayerMean):
 
     @property
     def running(self) -> MeanChange:
-        """The sums of each term's holders, of the terms' multiples, and of the changes from training."""
         return self._mean
 
     @property
     def visited(self) -> Tensor:
-        """Terms held by clients of positive weight."""
         _, holders = next(self._mean.finish())
         return holders > 0
 
     def add(self, client: TrainedTerms, weight: float) -> None:
-        """Multiply out what a client sent back."""
         omega = client.multipliers().double()
         matrix = self._matrix(client, omega)
         holders, multiples = omega.new_zeros(len(self.v)), omega.new_full((len(self.v),), -1.0)
@@ -180,7 +163,6 @@ class MeanOfMatrices(LayerMean):
         return largest_within(bound, lambda: self._matrix(client, omega))
 
     def weight_change(self) -> Tensor:
-        """Both parts together; rows that no client holds are unchanged."""
         mean = dict(self._mean.finish())
         truncation = (self.u[: self.held_rows].double() * mean["multiples"]) @ self.v.double()
         return with_absent_rows(mean["matrix"] + truncation, len(self.u))
@@ -201,5 +183,4 @@ class MatrixMeans(TermAggregation):
     """
 
     def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
-        """Begin the sum of matrices."""
         return MeanOfMatrices(u, v, cohort, held_rows)

@@ -37,11 +37,7 @@ def check_by_round(strategy: object, design: object) -> None:
 
 
 def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
-    """Layer choices that exclude some layers.
-
-    Raises:
-        ValueError: If ``layers`` is given too.
-    """
+    """Layer choices that exclude some layers; raise ``ValueError`` if ``layers`` is given too."""
     choices = LayerChoices(exclude=exclude)
     if layers != LayerChoices():
         raise ValueError(
@@ -54,8 +50,7 @@ def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> Laye
 def cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoices | ModulePlan:
     """The same layers, with clients computing only a share of the outputs.
 
-    Raises:
-        ValueError: If ``layers`` sets another share, or is a plan made with another one.
+    Raise ``ValueError`` if ``layers`` sets another share, or is a plan made with another one.
     """
     choices = layers if isinstance(layers, LayerChoices) else layers.choices
     wanted = replace(choices, output_ratio=output_ratio)
@@ -109,15 +104,7 @@ def warn_of_optimizer(template: Optimizer, clip_tau: float, frobenius_decay: flo
 
 
 def noisy_sub_models(layers: Mapping[str, TermDraws], starts_random: bool) -> Sequence[str]:
-    """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only.
-
-    Args:
-        layers: How clients draw the terms of each sharded layer.
-        starts_random: Whether the run has no spectral start, which might then help.
-
-    Returns:
-        The warning with its remedies, or nothing.
-    """
+    """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only; or nothing."""
     if not layers:
         return []
     rounds = list(layers.values())
@@ -143,15 +130,7 @@ def _remedies(least: float, starts_random: bool) -> str:
 
 
 def empty_terms(layers: Mapping[str, TermDraws], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:
-    """A warning if even the smallest clients hold more terms of a matrix than its rank.
-
-    Args:
-        layers: How clients draw the terms of each sharded layer.
-        dtypes: The types of the weights; terms below their rounding count as zero.
-
-    Returns:
-        The warning with its remedies, or nothing.
-    """
+    """A warning if even the smallest clients hold more terms of a matrix than its rank, up to rounding; or nothing."""
     ranks = {name: _rank(layer, dtypes[name]) for name, layer in layers.items()}
     fewest = {name: min(plan.num_terms for plan in layer.groups.values()) for name, layer in layers.items()}
     lacking = [

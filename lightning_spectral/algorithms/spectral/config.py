@@ -137,11 +137,6 @@ class SpectralSharding(ByKeepRatio):
     ) -> SpectralSharding:
         """The paper's recipe: weights as they are initialised, and no bound on the learning rate of the weight.
 
-        Args:
-            strategy: As for the class; ``None`` for `Collective`.
-            keep_ratio: As for the class.
-            **options: Further arguments of the class.
-
         Example:
             >>> SpectralSharding.published(keep_ratio=0.1).spectral_start is None
             True
@@ -150,16 +145,10 @@ class SpectralSharding(ByKeepRatio):
         return cls(chosen, keep_ratio, **{"clip_weight_lr": math.inf, "spectral_start": None, **options})
 
     def plan(self, server: nn.Module) -> ModulePlan:
-        """How clients hold every layer and buffer of ``server``.
-
-        Raises:
-            ValueError: If ``server`` cannot be sharded, with all problems at once, or if ``layers`` is the plan of
-                another module.
-        """
+        """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""
         return plan_of(server, self.layers)
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
-        """The numbers N of singular terms of sharded matrices; of each, a client of keep ratio r holds ceil(r N)."""
         return {block.num_singular for block in self.plan(server).blocks.values()}
 
     @property
@@ -168,14 +157,9 @@ class SpectralSharding(ByKeepRatio):
         return self.layers.kept_buffers if isinstance(self.layers, ModulePlan) else self.layers.keep_buffers
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if ``server`` cannot be sharded, or ``layers`` is the plan of another module.
-
-        Warns about layers of which every client would hold all terms, and if no layer is sharded at all.
-        """
         warn_of_whole_layers(server, self.plan(server))
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
         if self.plan(server).sharded:
             warn_of_optimizer(template, self.clip_tau, self.frobenius_decay)
 
@@ -187,7 +171,6 @@ class SpectralSharding(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> SpectralHalf:
-        """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
         planned = PlannedModule(server, plan)

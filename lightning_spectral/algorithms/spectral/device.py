@@ -50,14 +50,12 @@ class SpectralSide(ClientSide):
         return (*self.dense, *self.weight_of)
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A copy of ``module`` whose sharded layers hold ceil(r N) terms, empty until `load`."""
         # The dense weights are about to be replaced, so they are not copied.
         client: nn.Module = copy_module(module, [module.get_parameter(name) for name in self.plan.sharded_weights])
         swap_layers(client, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Overwrite terms, multipliers and dense tensors in place."""
         load_tensors(client, download.tensors)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
@@ -89,9 +87,7 @@ class SpectralSide(ClientSide):
         return {n: self.frobenius_decay + decay_of[b.parameter] for n, b in blocks if b.parameter in decay_of}
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The trained factors and dense tensors."""
         return Upload(download.unit, select_tensors(client, self.returned))
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
-        """The left factor of every sharded matrix."""
         return {name: layer.u for name, layer in sharded_layers(client).items()}

@@ -16,12 +16,7 @@ NamedMatrix = tuple[str, Tensor]
 
 
 class PlannedModule:
-    """A module, and how clients hold it.
-
-    Attributes:
-        module: The module.
-        plan: How clients hold every layer and buffer.
-    """
+    """A module, and the plan of how clients hold every layer and buffer of it."""
 
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
         self.module = module
@@ -36,15 +31,7 @@ class PlannedModule:
     def of_each_matrix(
         self, compute: Callable[[Tensor], tuple[Tensor, ...]], workers: SharesWork
     ) -> dict[str, tuple[Tensor, ...]]:
-        """What follows from the decomposition of each sharded matrix, computed in one of the processes.
-
-        Args:
-            compute: Maps a matrix to tensors.
-            workers: The processes that share the work.
-
-        Raises:
-            ValueError: If a matrix cannot be factorised; the message names the layer.
-        """
+        """What follows from each sharded matrix, computed in one of the processes; errors name the layer."""
 
         def named(piece: NamedMatrix) -> tuple[Tensor, ...]:
             name, matrix = piece
@@ -55,11 +42,7 @@ class PlannedModule:
         return dict(zip(self.plan.blocks, workers.share_out(pieces, named, decomposition_cost), strict=True))
 
     def assembled(self, matrix_of: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every sharded weight, with a tensor of its shape made of one matrix for each of its blocks.
-
-        Args:
-            matrix_of: Maps a block's name to a matrix, of any type.
-        """
+        """Yield every sharded weight, with a tensor of its shape made of ``matrix_of`` each of its blocks' names."""
         for name, blocks in by_parameter(list(self.plan.blocks.values())):
             weight = self.module.get_parameter(name)
             yield weight, assemble(blocks, [matrix_of(block.name).to(weight.dtype) for block in blocks], weight)
@@ -95,40 +78,18 @@ def naming_layer(name: str) -> Iterator[None]:
 
 
 def decomposition_cost(named_matrix: NamedMatrix) -> float:
-    """Number of multiplications of a singular value decomposition, up to a constant factor.
-
-    Example:
-        >>> import torch
-        >>> decomposition_cost(("net.0", torch.ones(2, 3)))
-        12.0
-    """
+    """Number of multiplications of a singular value decomposition, up to a constant factor."""
     rows, columns = named_matrix[1].shape
     return float(rows * columns * min(rows, columns))
 
 
 def leading_entries(tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> dict[str, Tensor]:
-    """Named tensors, some of them cut to their leading entries; views.
-
-    Args:
-        tensors: By name.
-        held: Number of entries of the first dimension to keep, by name; other tensors stay whole.
-
-    Example:
-        >>> import torch
-        >>> leading_entries({"a": torch.arange(3), "b": torch.arange(3)}, {"b": 2})
-        {'a': tensor([0, 1, 2]), 'b': tensor([0, 1])}
-    """
+    """Named tensors, some of them cut to their leading ``held[name]`` entries; views."""
     return {name: tensor[: held[name]] if name in held else tensor for name, tensor in tensors.items()}
 
 
 def with_absent_rows(change: Tensor, num_rows: int) -> Tensor:
-    """A change of leading rows, followed by zeros.
-
-    Example:
-        >>> import torch
-        >>> with_absent_rows(torch.ones(2), 3)
-        tensor([1., 1., 0.])
-    """
+    """A change of leading rows, followed by zeros."""
     if len(change) == num_rows:
         return change
     whole = change.new_zeros(num_rows, *change.shape[1:])

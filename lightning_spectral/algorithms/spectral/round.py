@@ -58,14 +58,7 @@ class LayerRound:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How terms are drawn and averaged: what every round reads of the choice.
-
-    Attributes:
-        strategy: As for `SpectralSharding`.
-        design: As for `SpectralSharding`.
-        aggregation: As for `SpectralSharding`.
-        weigh_clients: As for `SpectralSharding`.
-    """
+    """How terms are drawn and averaged: what every round reads of `SpectralSharding`."""
 
     strategy: ShardingStrategy | Schedule[ShardingStrategy]
     design: Design | Schedule[Design | None] | None
@@ -75,15 +68,7 @@ class Sampling:
     def open(
         self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int, held_rows: int | None
     ) -> LayerRound:
-        """Plan the draws of one matrix, and begin its sums.
-
-        Args:
-            name: Its dotted name.
-            terms: Singular values, left vectors and right vectors.
-            cohort: The clients that take part.
-            granularity: Numbers of terms are rounded up to a multiple of this.
-            held_rows: Number of leading rows that clients hold; ``None`` for all.
-        """
+        """Plan the draws of one matrix from its singular values, left and right vectors, and begin its sums."""
         strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
         singular_values, u, v = terms
         mean = self.aggregation.open(u, v, cohort, held_rows)
@@ -96,7 +81,6 @@ class SpectralRound(Round):
     """One open round of spectral sharding.
 
     Attributes:
-        cohort: The clients that take part.
         layers: The sharded matrices by dotted name.
         tensors: The tensors that travel whole, by name.
         mean: Running mean of the clients' changes to these tensors.
@@ -113,7 +97,6 @@ class SpectralRound(Round):
         self._starts_random = starts_random
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Draw the unit's terms of every matrix, independently."""
         keep_ratio = self.cohort.keep_ratio_of(unit)
         tensors, terms = dict(self.tensors), {}
         for name, layer in self.layers.items():
@@ -122,7 +105,6 @@ class SpectralRound(Round):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add the client's change: dense tensors whole, sharded matrices by their terms."""
         self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
         for layer in self.layers.values():
             layer.mean.add(layer.trained(receipt, upload), receipt.unit.coefficient)
@@ -134,11 +116,9 @@ class SpectralRound(Round):
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """One sum over the dense tensors, and one for each sharded matrix."""
         return [self.mean, *(layer.mean.running for layer in self.layers.values())]
 
     def close(self) -> None:
-        """Set the pseudo-gradients of dense tensors, and of sharded weights from the aggregation of their terms."""
         self._planned.apply_mean_change(self.mean.finish())
         for weight, change in self._planned.assembled(lambda name: self.layers[name].mean.weight_change()):
             weight.grad = -change
@@ -158,14 +138,11 @@ class SpectralRound(Round):
 
     @property
     def term_draws(self) -> Mapping[str, TermDraws]:
-        """How clients draw the terms of each sharded matrix."""
         return {name: layer.draws for name, layer in self.layers.items()}
 
     def visited_terms(self) -> Mapping[str, Tensor]:
-        """Which terms of each sharded matrix were held by some client."""
         return {name: layer.mean.visited for name, layer in self.layers.items()}
 
     def warnings(self) -> Sequence[str]:
-        """Warnings if the sub-models of a keep ratio retain little of the weights, or hold empty terms."""
         dtypes = {name: layer.mean.u.dtype for name, layer in self.layers.items()}
         return [*noisy_sub_models(self.term_draws, self._starts_random), *empty_terms(self.term_draws, dtypes)]

@@ -19,14 +19,7 @@ from lightning_spectral.protocol.cohort import Cohort, SharesWork
 
 
 class SpectralHalf(ServerHalf):
-    """Factorises the sharded matrices of a module in every round.
-
-    Args:
-        planned: The server's module, and how clients hold it.
-        device_half: What devices have to know.
-        sampling: How terms are drawn and averaged.
-        start: How initial weights are changed, with its keep ratio; ``None`` to leave them as they are.
-    """
+    """Factorises the sharded matrices of a module in every round; ``start`` is to have its keep ratio."""
 
     rounds_are_alike: ClassVar[bool] = True
 
@@ -41,12 +34,10 @@ class SpectralHalf(ServerHalf):
 
     @property
     def plan(self) -> ModulePlan:
-        """How clients hold every layer and buffer."""
         return self.planned.plan
 
     @property
     def device_half(self) -> SpectralSide:
-        """Sub-models, and optimizers that decay and clip their factors."""
         return self._device_half
 
     @property
@@ -55,7 +46,6 @@ class SpectralHalf(ServerHalf):
         return {"missing_rank": dict(found)} if (found := self.plan.missing_rank) else {}
 
     def initialize(self, workers: SharesWork) -> str:
-        """Apply the spectral start, if there is one; and say what a plan without a forward pass assumes."""
         if not self.plan.sharded:
             return ""
         said = [untraced_ends(self.server, self.plan)]
@@ -64,7 +54,6 @@ class SpectralHalf(ServerHalf):
         return "\n".join(filter(None, said))
 
     def open(self, cohort: Cohort) -> SpectralRound:
-        """Factorise every sharded matrix once, and compute probabilities and multipliers for each keep ratio."""
         terms = self.planned.of_each_matrix(singular_terms, cohort.workers)
         layers = {name: self._open(name, found, cohort) for name, found in terms.items()}
         return SpectralRound(self.planned, cohort, layers, starts_random=self.start is None)
@@ -76,11 +65,9 @@ class SpectralHalf(ServerHalf):
 
     @property
     def remedy_for_large_updates(self) -> str:
-        """The bound on the learning rate of the weight, unless it is set."""
         bounded = self.device_half.clip_weight_lr <= 1
         return "" if bounded else "bound the steps along large terms and multipliers with `clip_weight_lr=1`"
 
     @property
     def remedy_for_unused_layers(self) -> str:
-        """To exclude them."""
         return "keep them dense with `SpectralSharding(exclude=[...])`"

@@ -32,18 +32,10 @@ class SpectralStart:
             smallest keep ratio, so that every client can hold the energy.
         trained: Whether to change even weights that look trained.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``tail`` or ``keep_ratio`` is out of range.
-
     Note:
         A weight looks trained if its largest singular value exceeds that of a random matrix of its size and norm. A
         weight whose next term is at most ``tail`` times the n-th has nothing to move. So fitting again with the same
         ratio does not repeat a start, even in small matrices, where the start does not show in the largest value.
-
-    Example:
-        >>> SpectralStart(tail=0.02)
-        SpectralStart(tail=0.02, keep_ratio=None, trained=False)
     """
 
     tail: float = 0.1
@@ -56,7 +48,7 @@ class SpectralStart:
 
 @dataclass(frozen=True)
 class StartReport:
-    """The outcome of a spectral start.
+    """The outcome of a spectral start, which prints as one sentence.
 
     Attributes:
         keep_ratio: Share of the terms into which energy was moved.
@@ -99,9 +91,6 @@ def spectral_start(
         layers: Which layers are sharded: choices, or the plan that `validate` returned.
         workers: Processes that share the work; ``None`` for this process alone.
 
-    Returns:
-        A report of what was changed, which prints as one sentence.
-
     Raises:
         ValueError: If an argument is out of range, a weight is not finite, or the module cannot be sharded.
 
@@ -111,9 +100,6 @@ def spectral_start(
         >>> mlp = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2))
         >>> print(spectral_start(mlp, keep_ratio=0.1))
         Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms.
-        >>> print(spectral_start(mlp, keep_ratio=0.1))
-        Spectral start: the energy of 0 of 2 sharded matrices is now in 10% of the terms; left as they are, because they
-        look trained or have nothing to move: 1, 2.
     """
     start = SpectralStart(tail, KEEP_RATIO("keep_ratio", keep_ratio), trained)
     return move_energy(PlannedModule(module, plan_of(module, layers)), start, workers or Alone())

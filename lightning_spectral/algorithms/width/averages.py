@@ -28,11 +28,7 @@ def at_width(name: str, width: float) -> str:
 
 
 def running_averages(server: nn.Module, keep_buffers: Sequence[str]) -> tuple[str, ...]:
-    """Names of the running averages of all normalisation layers that have them.
-
-    Raises:
-        ValueError: If one of them keeps the server's value.
-    """
+    """Names of all running averages; raise ``ValueError`` if one of them keeps the server's value."""
     names = names_of_averages(server)
     if kept := set(names) - averaged_tensors(server, keep_buffers=keep_buffers).keys():
         raise ValueError(
@@ -45,11 +41,7 @@ def running_averages(server: nn.Module, keep_buffers: Sequence[str]) -> tuple[st
 class WidthAverages(nn.Module):
     """The server's running averages at each width below that of the widest clients, whose own are in its module.
 
-    Args:
-        server: The server's module; each width starts from the first entries of its averages.
-        plan: Which channels belong together.
-        names: Names of the averages.
-        widths: The widths.
+    Each width starts from the first entries of the module's averages.
 
     Attributes:
         has_begun: Whether they are the run's own, and no longer those that the module was built with.
@@ -110,15 +102,8 @@ def arrange(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
     """Put each width's averages in their place; a client holds no entries for a width at which it took no step.
 
-    Args:
-        upload: What the client sends back.
-        positions: Positions of the entries of cut tensors.
-        names: Names of the averages.
-        capacity: The client's own width.
-        widths: The widths that have averages of their own on the server; those of wider clients are in its module.
-
-    Returns:
-        Tensors, positions and largest magnitudes for `MeanChange.add`.
+    ``widths`` have averages of their own on the server; those of wider clients are in its module. Returns tensors,
+    positions and largest magnitudes for `MeanChange.add`.
     """
     tensors, places, largest = dict(upload.tensors), dict(positions), dict(upload.largest)
     like = next(iter(upload.tensors.values()))
@@ -151,5 +136,4 @@ def _widths_used(tensors: Tensors, capacity: float, widths: Sequence[float]) -> 
 
 
 def _key(name: str, width: float) -> str:
-    """A valid name for a buffer."""
     return at_width(name, width).replace(".", ":")

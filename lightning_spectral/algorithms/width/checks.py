@@ -16,14 +16,7 @@ from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 def check_step_widths(
     step_widths: Collection[float], channels: ChannelChoice, keep_ratios: Collection[float], scaler: bool
 ) -> None:
-    """Raise ``ValueError`` if widths cannot be drawn for each step.
-
-    Args:
-        step_widths: The widths.
-        channels: Which channels clients get.
-        keep_ratios: The clients' keep ratios.
-        scaler: Whether outputs are divided by the keep ratio.
-    """
+    """Raise ``ValueError`` if widths cannot be drawn for each step."""
     if not isinstance(channels, PrefixChannels):
         raise ValueError(f"`step_widths` needs nested sub-models: channels=PrefixChannels(), not {channels!r}.")
     if scaler:
@@ -103,13 +96,7 @@ def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> N
 
 
 def check_estimation(averages_per_width: bool, widest: float) -> None:
-    """Raise ``ValueError`` if the module's averages are those of a narrower model: the whole model's are estimated.
-
-    Example:
-        >>> check_estimation(averages_per_width=True, widest=0.5)
-        Traceback (most recent call last):
-        ValueError: BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the ...
-    """
+    """Raise ``ValueError`` if the module's averages are those of a narrower model: the whole model's are estimated."""
     if averages_per_width and widest < 1:
         raise ValueError(
             "BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the module has "

@@ -46,12 +46,7 @@ KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of a layer's chann
 
 
 def as_widths(argument: str, widths: object) -> tuple[float, ...]:
-    """Distinct keep ratios, ascending.
-
-    Raises:
-        TypeError: If they are not a sequence of numbers.
-        ValueError: If one is out of range.
-    """
+    """Distinct keep ratios, ascending."""
     if isinstance(widths, str) or not isinstance(widths, Sequence):
         raise TypeError(f"`{argument}` is a sequence of keep ratios, such as (0.5, 1.0), got {widths!r}.")
     return tuple(sorted({KEEP_RATIO(argument, width) for width in widths}))
@@ -131,7 +126,6 @@ class WidthSharding(ByKeepRatio):
             raise ValueError("`averages_per_width` needs widths: give `step_widths`, or leave it out.")
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if no plan can be made, or a sub-model does not run; warn if nothing is cut."""
         plan = self._plan(server)
         if not plan.groups:
             warn_of_uncut_module(server)
@@ -151,24 +145,19 @@ class WidthSharding(ByKeepRatio):
         return self.plan
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
-        """The numbers N of channels in the groups; of each, a client of keep ratio r holds ceil(r N)."""
         return {group.num_units for group in self._plan(server).groups}
 
     def planned(self, server: nn.Module) -> WidthSharding:
-        """The same choice with the plan of ``server``, so that it is made only once."""
         return replace(self, plan=self._plan(server))
 
     def _averages(self, server: nn.Module) -> tuple[str, ...]:
-        """Names of the running averages of which each width has its own."""
         return running_averages(server, self.keep_buffers) if self.averages_per_width else ()
 
     @property
     def widest(self) -> float:
-        """The largest keep ratio of any client."""
         return max(entries_of(self.keep_ratio))
 
     def new_state(self, server: nn.Module, seed: int) -> WidthAverages | None:
-        """The running averages of widths narrower than the widest clients', if these have their own."""
         names, widths = self._averages(server), [width for width in self.step_widths if width < self.widest]
         return WidthAverages(server, self._plan(server), names, widths) if names and widths else None
 
@@ -180,7 +169,6 @@ class WidthSharding(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        """Make the plan, and decide which buffers keep the server's value."""
         plan = self._plan(server)
         return WidthHalf(
             server,
@@ -195,15 +183,9 @@ class WidthSharding(ByKeepRatio):
         )
 
     def check_average_estimation(self) -> None:
-        """Raise ``ValueError`` if the module's averages are those of a narrower model."""
         check_estimation(self.averages_per_width, self.widest)
 
     def narrow(self, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
-        """A copy of the server's module with only the first channels, and with the averages of that width.
-
-        Raises:
-            ValueError: If clients do not train such a model; see `lightning_spectral.plugin.narrow_model`.
-        """
         keep_ratio = KEEP_RATIO("width", width)
         check_narrow(self.channels, self.scaler)
         averages = state.widths if isinstance(state, WidthAverages) and state.has_begun else {}

@@ -39,7 +39,6 @@ class WidthSide(DenseSide):
     averages: tuple[str, ...] = ()
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A copy of ``module`` with the first channels; all clients of a keep ratio have the same number."""
         client: nn.Module = cut_copy(module, self.plan, capacity)
         for name in self.scaled if capacity < 1 else ():
             client.get_submodule(name).register_forward_hook(partial(_divide, capacity))
@@ -53,7 +52,6 @@ class WidthSide(DenseSide):
 
     @torch.no_grad()
     def load(self, client: nn.Module, download: Download) -> None:
-        """Copy the server's values, and those of each smaller width's own buffers."""
         averages = self._averages(client)
         rest = {name: tensor for name, tensor in download.tensors.items() if name not in averages}
         super().load(client, replace(download, tensors=rest))
@@ -64,7 +62,6 @@ class WidthSide(DenseSide):
                 buffers[name].copy_(client.get_buffer(name))
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        """The trained values, and the averages of smaller widths with the number of steps at each."""
         upload = super().collect(client, download)
         if not (averages := self._averages(client)):
             return upload
@@ -79,7 +76,6 @@ class WidthSide(DenseSide):
         return by_width(found)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        """Draw a width before each step, uniformly among those up to the client's own."""
         widths = [width for width in self.step_widths if width <= download.capacity]
         if not widths:
             return None

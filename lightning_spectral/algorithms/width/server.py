@@ -66,16 +66,13 @@ class WidthHalf(ServerHalf):
         self._kept = kept_buffers
 
     def averaged(self) -> dict[str, Tensor]:
-        """The tensors of the server's module that clients send back, as they are now."""
         return averaged_tensors(self.server, keep_buffers=self._kept)
 
     @cached_property
     def device_half(self) -> WidthSide:
-        """Small modules whose parameters and averaged buffers travel back."""
         return WidthSide(tuple(self.averaged()), self.plan, self.scaled, self.step_widths, self.averages)
 
     def initialize(self, workers: SharesWork) -> str:
-        """Say how large the sub-models are."""
         sizes = {ratio: self.plan.num_parameters(self.server, ratio) for ratio in self.keep_ratios}
         listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
         total = sum(parameter.numel() for parameter in self.server.parameters())
@@ -86,7 +83,6 @@ class WidthHalf(ServerHalf):
         return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
 
     def settle(self) -> None:
-        """Before the first round, let narrower widths start from the averages that the module then has."""
         if self.state is not None:
             self.state.begin(self.server)
 
@@ -100,7 +96,6 @@ class WidthHalf(ServerHalf):
         return bool(self.step_widths and self.averaged().keys() & {*names_of_averages(self.server)})
 
     def open(self, cohort: Cohort) -> WidthRound:
-        """Collect the tensors that clients get parts of."""
         return WidthRound(self, cohort)
 
 
@@ -108,8 +103,6 @@ class WidthRound(Round):
     """One open round.
 
     Attributes:
-        half: The server's half.
-        cohort: The clients that take part.
         tensors: All tensors of the server's module, by name.
         averages: The running averages of each width that has its own on the server, by name; other widths use the first
             entries of the module's.
@@ -128,7 +121,6 @@ class WidthRound(Round):
         self.mean = MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers, by_index=by_index)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Choose the unit's channels of each group, and send the part of every tensor that belongs to them."""
         keep_ratio = self.cohort.keep_ratio_of(unit)
         kept = {group.name: self._kept(unit, group, keep_ratio) for group in self.half.plan.groups}
         indices = self.half.plan.indices(kept)
@@ -154,7 +146,6 @@ class WidthRound(Round):
         return self.averages.get(width) or first_entries(self.tensors, self.half.plan, self.half.averages, width)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add a client's change to the entries that it held and trained, weighted by its coefficient."""
         tensors, positions, largest = upload.tensors, self.half.plan.positions(receipt.drawn), upload.largest
         if self.averages:
             held = arrange(upload, positions, self.half.averages, receipt.capacity, list(self.averages))
@@ -165,11 +156,9 @@ class WidthRound(Round):
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """The single sum over entries."""
         return [self.mean]
 
     def close(self) -> None:
-        """Set the pseudo-gradients, which are minus the mean changes."""
         changes, state = self.mean.finish(), self.half.state
         apply_mean_change(self.half.server, changes if state is None else state.add(changes))
 

@@ -15,15 +15,7 @@ LEAST_MOVE = 0.3  # below it, accuracy is far below that of a larger learning ra
 
 
 def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Check that one optimizer steps all scores with the same options, and warn that weight decay does not reach them.
-
-    Args:
-        template: One of the user's optimizers.
-        weights: The weights that scores stand for.
-
-    Raises:
-        ValueError: If it steps only some of them, or in parameter groups with different options.
-    """
+    """Check that one optimizer steps all scores with the same options; warn that weight decay does not reach them."""
     wanted = {id(weight) for weight in weights}
     groups = [group for group in template.param_groups if any(id(p) in wanted for p in group["params"])]
     if not groups:
@@ -46,12 +38,7 @@ def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> 
 
 
 def check_unchanged(drawn: Sequence[CompressedWeight], found: Sequence[CompressedWeight]) -> None:
-    """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now.
-
-    Args:
-        drawn: The weights that were compressed when the probabilities were drawn.
-        found: Those that are compressed now.
-    """
+    """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now."""
     if changed := sorted({weight.name for weight in set(drawn) ^ set(found)}):
         raise ValueError(
             f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed since: "
@@ -62,12 +49,7 @@ def check_unchanged(drawn: Sequence[CompressedWeight], found: Sequence[Compresse
 
 
 def check_none_untrained(compressed: Sequence[str], untrained: Collection[str]) -> None:
-    """Raise ``ValueError`` if no optimizer steps a weight that is compressed: it would lose its value for a random one.
-
-    Args:
-        compressed: Names of the compressed weights.
-        untrained: Names of the parameters that no optimizer steps.
-    """
+    """Raise ``ValueError`` if no optimizer steps a compressed weight: it would lose its value for a random one."""
     if lost := [name for name in compressed if name in untrained]:
         raise ValueError(
             f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and would "
@@ -77,20 +59,10 @@ def check_none_untrained(compressed: Sequence[str], untrained: Collection[str]) 
 
 
 def hardly_moved(moved: float, num_clients: int) -> Sequence[str]:
-    r"""A warning if clients' bits say more about chance than about training.
+    r"""A warning if clients' bits say more about chance than about training; ``moved`` is a root mean square.
 
     Drawing the bits of K clients moves their mean by some :math:`0.4 / \sqrt{K}`. This adds up over rounds: after some
     K of them, most bits have settled by chance, unless training has moved the probabilities by then.
-
-    Args:
-        moved: How far a client moves a probability in a round, root mean square.
-        num_clients: Number of clients K in the round.
-
-    Example:
-        >>> hardly_moved(0.004, num_clients=10)[0][:66]
-        'clients move their probabilities by only 0.004 a round (root mean '
-        >>> hardly_moved(0.1, num_clients=10)
-        ()
     """
     if moved * num_clients >= LEAST_MOVE:
         return ()

@@ -133,14 +133,11 @@ class Zampling(Algorithm):
     def fed_pm(cls, straight_through: bool = False) -> Zampling:
         """FedPM (Isik et al., 2023): signed constants, sigmoid scores, and the mean of a Beta(1, 1) posterior.
 
-        Args:
-            straight_through: Whether gradients pass through the draw unchanged. In FedPM's code they are multiplied by
-                p.
+        If ``straight_through``, gradients pass through the draw unchanged. In FedPM's code they are multiplied by p.
         """
         return cls(compression=1, degree=None, link=Sigmoid(straight_through), values="sign", smoothing=1.0)
 
     def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[Zampling, float]]:
-        """One federation for each compression, since all of its clients share one."""
         factors = each("capacities", capacities, COMPRESSION["compression"])
         return {factor: (replace(self, compression=factor), 1.0) for factor in factors}
 
@@ -164,16 +161,10 @@ class Zampling(Algorithm):
         )
 
     def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if nothing can be compressed, or there are fewer probabilities than the degree."""
         how = self.scheme()
         how.matrix(how.weights_of(server), seed=0)
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Check that one optimizer steps all scores with the same options, and warn about weight decay.
-
-        Raises:
-            ValueError: If compressed weights are in parameter groups of different options, or some are in none.
-        """
         check_score_groups(template, [server.get_parameter(weight.name) for weight in self.weights_of(server)])
 
     def weights_of(self, server: nn.Module) -> tuple[CompressedWeight, ...]:
@@ -181,7 +172,6 @@ class Zampling(Algorithm):
         return self.scheme().weights_of(server)
 
     def new_state(self, server: nn.Module, seed: int) -> ZamplingState:
-        """Draw the first probabilities, uniform in [0, 1]."""
         weights, how = self.weights_of(server), self.scheme()
         return ZamplingState(how.first_probs(weights, seed), weights, how.matrix(weights, seed))
 
@@ -193,12 +183,6 @@ class Zampling(Algorithm):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ZamplingHalf:
-        """Decide which buffers keep the server's value, and check the weights that are compressed.
-
-        Raises:
-            ValueError: If they are others than when the state was made, or no optimizer steps one of them: it would be
-                random and stay so.
-        """
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
         kept = kept_buffers(server, self.keep_buffers)
         weights = self.weights_of(server)
@@ -226,13 +210,7 @@ class Zampling(Algorithm):
     def network(
         self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """The compressed weights of one network, by name.
-
-        Args:
-            server: The server's module.
-            state: The server's state.
-            generator: Draws bits z for the weights Qz of a sampled network; ``None`` for Qp, the expected one.
-        """
+        """The compressed weights Qz for bits z that ``generator`` draws, by name; without one Qp, the expected ones."""
         assert isinstance(state, ZamplingState)
         check_unchanged(state.weights, self.weights_of(server))
         return state.network(generator)

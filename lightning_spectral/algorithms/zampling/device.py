@@ -46,21 +46,18 @@ class ZamplingSide(ClientSide):
     skip_settled: bool = False
 
     def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        """A copy of ``module`` that holds scores instead of the compressed weights."""
         # The weights are about to be replaced, so they are not copied.
         client: nn.Module = copy_module(module, [module.get_parameter(weight.name) for weight in self.weights])
         SampledWeights(client, self.weights, self.matrix, self.link, self.sampled)
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        """Set scores from the probabilities, and copy dense tensors."""
         tensors = dict(download.tensors)
         sampled_weights(client).set_probs(self.received(tensors.pop(PROBS)))
         tensors.pop(PLACE, None)
         load_tensors(client, tensors)
 
     def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, with the scores in place of the weights and without weight decay."""
         return rebuild_optimizer(
             recipe,
             client,
@@ -69,7 +66,6 @@ class ZamplingSide(ClientSide):
         )
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
-        """Draw new weights before each step."""
         weights = sampled_weights(client)
         generator = derived_generator(download.seed, "local bits", *download.ids)
         return StepActions(before_forward=lambda: weights.draw(generator))
@@ -97,7 +93,6 @@ class ZamplingSide(ClientSide):
         )
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
-        """The scores."""
         return {"the compressed weights": sampled_weights(client).scores}
 
     def received(self, sent: Tensor) -> Tensor:

@@ -61,7 +61,6 @@ class ZamplingHalf(ServerHalf):
 
     @property
     def device_half(self) -> ZamplingSide:
-        """The device half, which draws the same Q."""
         return self.side
 
     @property
@@ -71,14 +70,12 @@ class ZamplingHalf(ServerHalf):
         return Cost(step_macs=2 * entries, held_bytes=BYTES_PER_ENTRY * entries)
 
     def initialize(self, workers: SharesWork) -> str:
-        """Say what becomes of the module's own weights, which `settle` overwrites."""
         return (
             f"Zampling: {self.state.matrix.num_rows:,} weights in {len(self.state.weights)} tensors become random "
             f"combinations of {len(self.state.probs):,} bits; the values they had, trained or not, are not used."
         )
 
     def open(self, cohort: Cohort) -> ZamplingRound:
-        """Collect what every client starts from."""
         return ZamplingRound(self, cohort)
 
     def settle(self) -> None:
@@ -87,7 +84,6 @@ class ZamplingHalf(ServerHalf):
         load_tensors(self.server, self.state.network())
 
     def warnings_after(self, summary: RoundSummary) -> Sequence[str]:
-        """A warning if clients hardly moved their probabilities."""
         moved = summary.logged.get(MOVED)
         return hardly_moved(moved.value, len(summary.averaged)) if moved else ()
 
@@ -96,12 +92,9 @@ class ZamplingRound(Round):
     """One open round.
 
     Attributes:
-        half: The server's half.
-        cohort: The clients that take part.
         tensors: What every client is sent: probabilities and dense tensors, by name.
         probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
         asked: Which bits clients send, shape ``(n,)``; the others are settled.
-        num_asked: Number of these bits.
         bits: Running mean of the clients' bits.
         dense: Running mean of the changes of dense tensors.
     """
@@ -121,12 +114,10 @@ class ZamplingRound(Round):
         self.dense = dense_mean(half.server, select_tensors(half.server, half.side.dense), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Send the same to every client, except for its place."""
         place = {PLACE: torch.tensor(self.cohort.place_of(unit), dtype=torch.int32)} if self.half.coordinated else {}
         return Download(unit, 1.0, {**self.tensors, **place}), Receipt(unit, 1.0)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Count the client's bits, and add the changes of dense tensors."""
         coefficient = receipt.unit.coefficient
         bits = self.probs == 1
         bits[self.asked] = unpack_bits(upload.tensors[BITS], self.num_asked)
@@ -135,7 +126,6 @@ class ZamplingRound(Round):
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        """The counts of bits, and the sum over dense tensors."""
         return [self.bits, self.dense]
 
     def close(self) -> None:

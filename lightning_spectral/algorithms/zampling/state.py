@@ -33,11 +33,7 @@ class ZamplingState(nn.Module):
 
     @torch.no_grad()
     def network(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """The compressed weights of one network, by name.
-
-        Args:
-            generator: Draws bits z for the weights Qz of a sampled network; ``None`` for Qp, the expected one.
-        """
+        """The compressed weights Qz for bits z that ``generator`` draws, by name; without one Qp, the expected ones."""
         probs = self.probs.detach()
         z = probs if generator is None else draw_bits(probs, generator).to(probs.dtype)
         parts = split_weights(self.matrix.expand(z), [weight.shape for weight in self.weights])
@@ -49,7 +45,6 @@ class ZamplingState(nn.Module):
         self.probs.copy_(on_grid(self.probs))
 
     def histograms(self) -> Mapping[str, Tensor]:
-        """The probabilities."""
         return {"probs": self.probs}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:

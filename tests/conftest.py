@@ -18,7 +18,7 @@ import lightning_spectral as ls
 sys.path.insert(0, str(Path(__file__).parent))  # every test can import the modules beside this file by name
 import federation
 from federation import Fit, seeded
-from toy_models import LitMLP, Remembering
+from toy_models import LitMLP, Remembering, toy_examples
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
 
@@ -54,9 +54,7 @@ def lit() -> LitMLP:
 
 @pytest.fixture
 def toy() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(120, 6, generator=generator)
-    return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+    return toy_examples()
 
 
 @pytest.fixture

@@ -19,35 +19,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ports import free_port
-from torch import nn
-from torch.utils.data import TensorDataset
+from toy_models import LitSmall, toy_examples
 
 import lightning_spectral as ls
 
 CLIENTS_PER_ROUND = 4
 ROUNDS_PER_SIGNAL = 1  # at most this many between two signals, so that the run outlasts the signals
-
-
-class LitNet(pl.LightningModule):
-    """Has everything that a resumed run might get wrong: dropout, momentum, batch norm, a schedule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        hidden = [nn.BatchNorm1d(12), nn.Dropout(0.2), nn.ReLU(), nn.Linear(12, 12), nn.ReLU()]
-        self.net = nn.Sequential(nn.Linear(6, 12), *hidden, nn.Linear(12, 3))
-
-    def training_step(self, batch: Any) -> Any:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)]
 
 
 class Report(ls.RoundCallback):
@@ -66,14 +43,13 @@ def fed_adam(parameters: Any) -> Any:
 
 def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes: int = 1) -> None:
     """Fit, from the newest complete checkpoint if there is one, and write the outcome."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(80, 6, generator=generator)
-    examples = TensorDataset(x, x[:, :3].argmax(1))
+    torch.manual_seed(0)
+    examples = toy_examples(80)
     clock = ls.VirtualClock(
         {ls.simulation.DeviceProfile(1e4, 1e4, 1e6): 0.5, ls.simulation.DeviceProfile(1e3, 1e3, 1e6): 0.5}, deadline=9.0
     )
     model = ls.FederatedModule(
-        LitNet(),
+        LitSmall(dropout=0.2),  # and momentum, batch norm and a schedule, all of which a resumed run might get wrong
         algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
         clients_per_round=CLIENTS_PER_ROUND,
         server_optimizer=fed_adam,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
-from toy_models import LitMLP
+from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.client.batches import ClientData
@@ -106,17 +106,14 @@ def serve(pipe: Connection) -> None:
 
 def toy_data() -> ls.FederatedDataModule:
     """The same data in every process."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(120, 6, generator=generator)
-    toy = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+    toy = toy_examples()
     return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), val=toy, batch_size=4)
 
 
 def sorted_data() -> ls.FederatedDataModule:
     """Clients with few classes: ten examples each, in the order of their labels."""
-    whole = toy_data().train
-    order = whole.tensors[1].argsort(stable=True)
-    toy = TensorDataset(*(tensor[order] for tensor in whole.tensors))
+    tensors = toy_examples().tensors
+    toy = TensorDataset(*(tensor[tensors[1].argsort(stable=True)] for tensor in tensors))
     by_label = ls.NaturalPartitioner([i // 10 for i in range(len(toy))])
     return ls.FederatedDataModule(toy, by_label, val=toy, batch_size=4)
 

@@ -1,4 +1,4 @@
-"""The small modules that most tests train, and an algorithm that stores something about each client."""
+"""The small modules that most tests train, their examples, and an algorithm that stores something of each client."""
 
 from typing import Any
 
@@ -6,10 +6,36 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.protocol.records import Receipt, Upload
+
+
+def toy_examples(number: int = 120) -> TensorDataset:
+    """Six features each, and one of three labels that follows from them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(number, 6, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+
+
+class LitNet(pl.LightningModule):
+    """Any network, trained by cross-entropy and SGD."""
+
+    def __init__(self, net: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.net, self.sgd = net, {"lr": lr, "momentum": momentum}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x).flatten(0, -2), y.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], **self.sgd)
 
 
 class LitMLP(pl.LightningModule):
@@ -53,12 +79,12 @@ class LitMLP(pl.LightningModule):
 
 
 class LitSmall(LitMLP):
-    """Has an example input, no dropout, and a BatchNorm whose averages are shared."""
+    """Has an example input, by default no dropout, and a BatchNorm whose averages are shared."""
 
     example_input_array = torch.zeros(2, 6)
 
-    def __init__(self, momentum: float = 0.9) -> None:
-        super().__init__(momentum=momentum, dropout=0.0)
+    def __init__(self, momentum: float = 0.9, dropout: float = 0.0) -> None:
+        super().__init__(momentum=momentum, dropout=dropout)
         self.net.insert(1, nn.BatchNorm1d(12))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

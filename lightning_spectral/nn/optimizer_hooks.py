@@ -165,7 +165,6 @@ def _of_both_vectors(layer: SingularTerms, factors: Tensor) -> Factors:
 
 
 def _stepped(optimizer: Optimizer) -> set[int]:
-    """The identities of the parameters that an optimizer steps."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 

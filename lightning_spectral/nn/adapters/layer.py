@@ -31,7 +31,6 @@ class AdaptedLayer:
 
     @property
     def weight(self) -> str:
-        """Name of its weight, without the adapter."""
         return self.tensor("weight")
 
     def tensor(self, own: str) -> str:

@@ -73,7 +73,6 @@ class ShardedLayer(_Base):
         return holder
 
     def held_terms(self) -> list[SingularTerms]:
-        """The terms of every block, in order."""
         return [module for module in self.modules() if isinstance(module, SingularTerms)]
 
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:

@@ -71,7 +71,6 @@ def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
 
 
 def _excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of the tensors of layers that a pattern matches."""
     layers = dict.fromkeys(name.rpartition(".")[0] for name in travelling_tensors(module))
     check_matches("exclude", patterns, layers, "layer")
     return {n for n in travelling_tensors(module) if matches_any(n.rpartition(".")[0], patterns)}

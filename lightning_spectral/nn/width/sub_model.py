@@ -70,7 +70,6 @@ def _is_transformers_linear(layer: nn.Module) -> bool:
 
 
 def _small_tensors(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> dict[int, Tensor]:
-    """The cut tensors, by the identity of the whole one, which may occur in several places."""
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     small: dict[int, Tensor] = {}
     for name, where in indices.items():

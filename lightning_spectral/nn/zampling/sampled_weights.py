@@ -74,7 +74,6 @@ class SampledWeights(nn.Module):
         return weights
 
     def draw_bits(self, generator: torch.Generator | None) -> Tensor:
-        """One bit for each score, 1 with its probability, shape ``(n,)``."""
         return draw_bits(self.probs, generator)
 
     def rest(self) -> None:

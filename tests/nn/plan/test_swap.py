@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrizations
 from toy_models import Detour
 
@@ -13,6 +14,7 @@ from lightning_spectral.nn import (
     SpectralShardedConv2d,
     SpectralShardedLinear,
     plan_layers,
+    plan_of,
     replace_layers,
     sharded_layers,
     validate,
@@ -232,3 +234,31 @@ def test_a_layer_whose_forward_was_replaced_stays_dense_and_keeps_it() -> None:
     assert isinstance(copied[2], SpectralShardedLinear)
     nn.init.zeros_(copied[1].weight)
     assert not copied[1](torch.ones(1, 4)).any()
+
+
+class Linear(nn.Module):
+    """A linear layer as in graph libraries: not a subclass of torch's, and perhaps without a shape yet."""
+
+    __module__ = "graphs.nn.dense"
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        is_known = in_channels > 0
+        self.weight = nn.Parameter(torch.ones(out_channels, in_channels)) if is_known else UninitializedParameter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def test_a_layer_named_as_torchs_stays_dense_under_its_packages_name(capsys: pytest.CaptureFixture[str]) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Linear(8, 8), nn.Linear(8, 8))
+    plan = validate(module, torch.zeros(2, 8))
+    assert plan.sharded_weights == ("1.weight",)
+    assert (plan.layers[2].type_name, plan.layers[2].reason) == ("graphs.Linear", "graphs.Linear is not supported")
+    assert "graphs.Linear" in capsys.readouterr().out
+
+
+def test_a_weight_without_a_shape_is_named() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), Linear(-1, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="Lazy layers have no weight yet: 1; run one forward pass first"):
+        plan_of(module)

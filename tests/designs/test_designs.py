@@ -116,7 +116,7 @@ class Swapped(ConditionalPoisson):
         (Swapped(), "`fit_all` draws differently"),
         (Unchecked(), "although their sum 1.5 is not whole"),
     ],
-    ids=repr,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_design_that_breaks_a_rule_is_caught(design, message):
     with pytest.raises(AssertionError, match=message) as error:

@@ -120,7 +120,8 @@ class AdapterAggregation(ABC):
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         """The parts of an `Adapter` that the server optimizer steps; by default both factors.
 
-        If there are none, the aggregation sets new factors itself, and only plain averaging makes sense. ``is_mixed`` says
+        If there are none, the aggregation sets new factors itself, and only plain averaging makes sense.
+        ``is_mixed`` says
         whether the federation has clients of different ranks.
         """
         return ("B", "A")

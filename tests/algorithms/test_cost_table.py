@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from aggregations import AGGREGATIONS
-from federation import HARDLY_MOVED, Fit
+from federation import HARDLY_MOVED, Fit, same_state, seeded
 from toy_models import LitMLP
 
 import lightning_spectral as ls
@@ -50,6 +50,29 @@ def test_bytes_are_those_of_the_ledger(algorithm: Any, capacities: Any, trained:
         back[row.keep_ratio] = max(row.uplink_bytes, back.get(row.keep_ratio, 0))
     assert sorted(down for _, down in sent) == sorted(cost.downlink_bytes for cost in table.at.values())
     assert sorted(back.values()) == sorted(cost.uplink_bytes for cost in table.at.values())
+
+
+@pytest.mark.parametrize(("algorithm", "capacities", "trained"), CASES, ids=lambda value: repr(value)[:70])
+def test_counting_changes_nothing_and_the_whole_model_costs_the_same(
+    algorithm: Any, capacities: Any, trained: Any
+) -> None:
+    module, state = seeded(LitPlain), torch.get_rng_state()
+    table = cost_table(module, algorithm, capacities, EXAMPLE)
+    assert same_state(module.state_dict(), seeded(LitPlain).state_dict())
+    assert torch.equal(state, torch.get_rng_state())
+    assert table.full == cost_table(module, ls.FedAvg(), [1], EXAMPLE).full
+
+
+@pytest.mark.parametrize(("algorithm", "head"), [(ADAPTED[0], "rank"), (KEPT[1], "keep ratio")], ids=["LoRA", "width"])
+def test_frozen_tensors_have_a_column(algorithm: Any, head: str) -> None:
+    module = LitPlain()
+    module.net[0].requires_grad_(head == "rank")
+    module.net[5].bias.requires_grad_(False)
+    header, full, last = str(cost_table(module, algorithm, [1], EXAMPLE)).splitlines()
+    assert header.startswith(f"{head} ")
+    assert header.endswith("down once")
+    assert full.startswith("full ")
+    assert last.startswith("1 ")
 
 
 def test_a_whole_model_has_no_smaller_capacity() -> None:

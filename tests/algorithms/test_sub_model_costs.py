@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Fit, same_state, seeded
+from federation import Fit
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP, LitSmall
@@ -63,7 +63,6 @@ def test_width_saves_all_and_large_weights_save_traffic_alone() -> None:
         ls.cost_table(LitMLP(dropout=0.0), algorithm, [0.25], EXAMPLE)
         for algorithm in (ls.WidthSharding(), ls.FIARSE())
     )
-    assert width.full == largest.full == ls.cost_table(LitMLP(dropout=0.0), ls.SpectralSharding(), [0.5], EXAMPLE).full
     small, n = width.at[0.25], 3
     assert small.parameters == (6 + 1) * n + (n + 1) * n + (n + 1) * 3
     assert (small.macs, small.kept_values) == (5 * (6 * n + n * n + n * 3), 5 * 2 * n)
@@ -71,15 +70,6 @@ def test_width_saves_all_and_large_weights_save_traffic_alone() -> None:
     assert (chosen.parameters, chosen.macs, chosen.kept_bytes) == (whole.parameters, whole.macs, whole.kept_bytes)
     assert chosen.uplink_bytes == 4 * (num_weights // 4 + 12 + 12 + 3)
     assert chosen.downlink_bytes == chosen.uplink_bytes + (72 + 7) // 8 + 144 // 8 + (36 + 7) // 8
-
-
-def test_counting_changes_nothing() -> None:
-    module, state = seeded(LitFrozen), torch.get_rng_state()
-    for algorithm in algorithms():
-        table = ls.cost_table(module, algorithm, [0.5], EXAMPLE)
-        assert str(table).splitlines()[0].endswith("down once")
-    assert same_state(module.state_dict(), seeded(LitFrozen).state_dict())
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def net() -> nn.Module:
@@ -112,10 +102,6 @@ def test_the_answer_fits_and_no_larger_ratio_does(algorithm: Any, ratios: list[f
 def test_what_has_no_cost_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`capacities` must be in \(0, 1\], got 1\.5"):
         ls.cost_table(net(), ls.FIARSE(), [1.5], EXAMPLE)
-    with pytest.raises(ValueError, match="give `example_input`"):
-        ls.cost_table(net(), ls.FIARSE(), [0.5])
     with pytest.raises(ValueError, match="set its `example_input_array`"):
         ls.largest_that_fits(net(), ls.WidthSharding(), budget_bytes=100)
-    with pytest.raises(ValueError, match=r"Give exactly one of budget_bytes, .*; got none"):
-        ls.largest_that_fits(net(), ls.FIARSE())
     assert ls.largest_that_fits(net(), ls.FIARSE(), budget_bytes=1e6) == 1.0

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import HARDLY_MOVED, Fit, seeded
+from federation import HARDLY_MOVED, Fit
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -94,22 +94,6 @@ def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
     assert cost.held_bytes == matrix._kept.data.nbytes + matrix._kept.indices.nbytes
 
 
-def test_the_whole_model_costs_what_it_costs_in_the_other_table() -> None:
-    ours = ls.cost_table(Federated(), ls.Zampling(), [4], EXAMPLE).full
-    theirs = ls.cost_table(Federated(), ls.SpectralSharding(), [0.5], EXAMPLE).full
-    for name in ("parameters", "macs", "downlink_bytes", "uplink_bytes", "frozen_bytes", "round_bytes"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.step_macs == ours.held_bytes == 0
-
-
-def test_counting_changes_nothing() -> None:
-    module, state = seeded(Federated), torch.get_rng_state()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    ls.cost_table(module, ls.Zampling(), [4], EXAMPLE)
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_the_table_reads_as_rows_of_compressions(tmp_path: Any) -> None:
     table = ls.cost_table(Federated(), ls.Zampling(), [2, 30], EXAMPLE)
     header, full, _, last = str(table).splitlines()
@@ -133,25 +117,23 @@ def test_what_zampling_refuses_has_no_cost() -> None:
         ls.cost_table(Federated(), ls.Zampling(), [100], EXAMPLE)
     with pytest.raises(ValueError, match="has no trainable weight"):
         ls.cost_table(nn.BatchNorm1d(3), ls.Zampling(), [8], torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="give `example_input`"):
-        ls.cost_table(nn.Linear(3, 3), ls.Zampling(), [1])
 
 
 @pytest.mark.parametrize("budgeted", [name for name in NEEDS if name != "budget_macs"])  # the same at any compression
 @pytest.mark.parametrize("downlink_bits", [None, 3])
 def test_the_answer_fits_and_no_smaller_compression_does(budgeted: str, downlink_bits: int | None) -> None:
     """Every number of probabilities is tried, and budgets just below, at and above what each takes."""
-    module, degree = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)), 2
+    module, degree = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), 2
     how = Compression(1, degree)
     weights = how.weights_of(module)
     num_weights = sum(weight.num_values for weight in weights)
     algorithm = ls.Zampling(degree=degree, downlink_bits=downlink_bits)
     factors = dict(zip(range(degree, num_weights + 1), Compressions(num_weights, degree), strict=True))
-    table = ls.cost_table(module, algorithm, list(factors.values()), torch.zeros(2, 6))
+    table = ls.cost_table(module, algorithm, list(factors.values()), torch.zeros(2, 4))
     needed = {n: NEEDS[budgeted](table.at[factor]) for n, factor in factors.items()}
-    assert [cost.parameters - 14 for cost in table.at.values()] == list(factors)
+    assert [cost.parameters - 6 for cost in table.at.values()] == list(factors)
     for budget in sorted({value + change for value in needed.values() for change in (-1, 0, 1)})[1:]:
-        compression: Any = ls.largest_that_fits(module, algorithm, torch.zeros(2, 6), **{budgeted: budget})
+        compression: Any = ls.largest_that_fits(module, algorithm, torch.zeros(2, 4), **{budgeted: budget})
         assert Compression(compression, degree).num_probs(weights) == max(n for n in needed if needed[n] <= budget)
 
 

@@ -1,4 +1,4 @@
-"""Designs in a federation."""
+"""Every design trains in a federation of two rounds."""
 
 import math
 
@@ -8,8 +8,19 @@ import lightning_spectral as ls
 from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint
 
 
-@pytest.mark.parametrize("design", [ls.SuccessiveSampling(), ls.MinimumSupport()], ids=repr)
-def test_a_design_trains_for_two_rounds(design, lit, data, fit):
+@pytest.mark.parametrize(
+    "design",
+    [
+        ls.ConditionalPoisson(),
+        ls.SuccessiveSampling(),
+        ls.Brewer(),
+        ls.MinimumSupport(),
+        ls.Systematic(),
+        ls.designs.RandomSystematic(),
+    ],
+    ids=repr,
+)
+def test_every_design_trains_for_two_rounds(design, lit, data, fit):
     before = [parameter.detach().clone() for parameter in lit.parameters()]
     algorithm = ls.SpectralSharding(ls.Collective(), keep_ratio=0.4, design=design)
     history = fit(lit, data, algorithm=algorithm, clients_per_round=3, max_epochs=2).history

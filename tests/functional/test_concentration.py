@@ -11,7 +11,7 @@ from lightning_spectral.functional.concentration import concentrated_values, is_
 
 EPS = torch.finfo(torch.float64).eps
 SHAPES = [(64, 576), (300, 20), (48, 48), (8, 8), (12, 6), (2, 30)]
-NUM_SEEDS = 50
+NUM_SEEDS = 100
 
 
 def gaussian(shape: tuple[int, int], seed: int) -> Tensor:
@@ -135,6 +135,23 @@ def test_a_matrix_looks_trained_after_a_start(shape: tuple[int, int], keep: floa
         values = spectrum(gaussian(shape, seed))
         assert looks_random(values, shape)
         assert not looks_random(concentrated_values(values, n, 0.1), shape)
+
+
+def test_weights_look_trained_after_a_few_steps() -> None:
+    """A regression on three directions: with a step of about one over the curvature, each step adds to them."""
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(40, 60, bias=False)
+    nn.init.kaiming_uniform_(linear.weight, a=5**0.5, generator=generator)
+    x = torch.randn(400, 40, generator=generator)
+    target = x @ torch.randn(40, 3, generator=generator) @ torch.randn(3, 60, generator=generator)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.2)
+    seen = [seems_random(linear.weight.detach())]
+    for _ in range(5):
+        optimizer.zero_grad()
+        (0.5 * (linear(x) - target).square().sum(1).mean()).backward()
+        optimizer.step()
+        seen.append(seems_random(linear.weight.detach()))
+    assert seen == [True, False, False, False, False, False]
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (9, 1), (1, 1)])

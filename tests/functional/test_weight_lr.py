@@ -23,8 +23,16 @@ class Terms(NamedTuple):
     v: Tensor
 
     @property
+    def of_left(self) -> Tensor:
+        return self.omega.square() * self.u.square().sum(0)
+
+    @property
+    def of_right(self) -> Tensor:
+        return self.omega.square() * self.v.square().sum(1)
+
+    @property
     def speeds(self) -> Tensor:
-        return self.omega.square() * (self.u.square().sum(0) + self.v.square().sum(1))
+        return self.of_left + self.of_right
 
 
 def orthogonal_terms(rows: int, columns: int, n: int, seed: int, balanced: bool = True) -> Terms:
@@ -64,7 +72,7 @@ def rounding(terms: Terms) -> float:
     return 4 * len(terms.u) * terms.v.shape[1] * EPS
 
 
-CASES = [(4, 6, 4), (6, 4, 3), (5, 5, 1), (4, 4, 4)]
+CASES = [(4, 6, 4), (6, 4, 3), (5, 5, 1), (3, 5, 2), (5, 5, 5)]
 
 
 @pytest.fixture(params=[(*shape, seed) for shape in CASES for seed in range(3)], ids=str)
@@ -72,11 +80,35 @@ def drawn(request: pytest.FixtureRequest) -> Terms:
     return orthogonal_terms(*request.param)
 
 
+def test_without_a_bound_the_fastest_direction_pairs_the_largest_left_with_the_largest_right_vector(
+    drawn: Terms,
+) -> None:
+    """u_i v_j^T is an eigenvector with omega_i^2 |u_i|^2 + omega_j^2 |v_j|^2, for every i and j."""
+    pairs = [float(left + right) for left in drawn.of_left for right in drawn.of_right]
+    free = weight_lr_factors(*drawn, math.inf)
+    assert torch.equal(free, torch.ones_like(drawn.omega))
+    assert largest_rate(drawn, free) == pytest.approx(max(pairs), rel=rounding(drawn), abs=0)
+    matrix = operator(drawn, free)
+    for i, left in enumerate(drawn.of_left):
+        for j, right in enumerate(drawn.of_right):
+            direction = torch.outer(drawn.u[:, i] / drawn.u[:, i].norm(), drawn.v[j] / drawn.v[j].norm()).flatten()
+            expected = (left + right) * direction
+            torch.testing.assert_close(matrix @ direction, expected, rtol=0, atol=rounding(drawn) * max(pairs))
+
+
 @pytest.mark.parametrize("bound", [0.1, 1.0, 30.0])
 def test_with_a_bound_no_direction_is_faster_and_the_fastest_term_is_as_fast(drawn: Terms, bound: float) -> None:
     free, fastest = float(drawn.speeds.max()), largest_rate(drawn, weight_lr_factors(*drawn, bound))
     assert fastest <= bound * (1 + rounding(drawn))
     assert fastest == pytest.approx(min(bound, free), rel=rounding(drawn), abs=0)
+
+
+def test_the_fastest_directions_are_bounded_in_some_cases_and_left_in_others() -> None:
+    """Negative control of the test above: both sides of its minimum occur, and without the bound it would fail."""
+    free = [float(orthogonal_terms(*shape, seed).speeds.max()) for shape in CASES for seed in range(3)]
+    for bound in (1.0, 30.0):
+        assert any(speed > 2 * bound for speed in free)
+    assert any(speed < 30.0 for speed in free)
 
 
 @pytest.mark.parametrize("bound", [0.1, 1.0, 30.0])

@@ -73,20 +73,35 @@ def test_bad_input_is_named(strategy, values, n, message):
         strategy(torch.tensor(values, dtype=torch.float64), n, 10)
 
 
-def mean_shard(strategy: ShardingStrategy) -> Tensor:
-    """Mean singular values of 4000 clients that have not trained."""
-    probs, multipliers = strategy(SPECTRUM, 13, 1)
-    draws = strategy.own_design(SPECTRUM, 13).sample(probs, 4000, torch.Generator().manual_seed(0))
-    held = torch.zeros(4000, 64, dtype=torch.float64).scatter_(1, draws, 1.0)
-    return (held * multipliers * SPECTRUM).mean(0)
+def shard_weight(strategy: ShardingStrategy, size: int, cohort_size: int, seed: int) -> Tensor:
+    """Singular values of ``size`` averages over cohorts of clients that have not trained, shape (size, N)."""
+    probs, multipliers = strategy(SPECTRUM, 13, cohort_size)
+    generator = torch.Generator().manual_seed(seed)
+    draws = strategy.own_design(SPECTRUM, 13).sample(probs, size * cohort_size, generator)
+    held = torch.zeros(size * cohort_size, 64, dtype=torch.float64).scatter_(1, draws, 1.0)
+    return (held * multipliers * SPECTRUM).view(size, cohort_size, 64).mean(1)
 
 
 def test_unbiased_shards_average_to_the_weight():
+    shards = shard_weight(Unbiased(), 4000, 1, seed=0)
     probs, _ = Unbiased()(SPECTRUM, 13, 1)
     sigma = SPECTRUM * ((1 - probs) / probs / 4000).sqrt()
-    assert ((mean_shard(Unbiased()) - SPECTRUM).abs() <= 5 * sigma + 1e-12).all()
+    assert ((shards.mean(0) - SPECTRUM).abs() <= 5 * sigma + 1e-12).all()
     # Negative control: PriSM's unscaled shards do not.
-    assert ((mean_shard(PriSM()) - SPECTRUM).abs() > 5 * sigma + 1e-12).any()
+    assert ((shard_weight(PriSM(), 4000, 1, seed=0).mean(0) - SPECTRUM).abs() > 5 * sigma + 1e-12).any()
+
+
+def test_collective_cohorts_have_the_predicted_error_and_the_least_of_all():
+    C, size = 10, 400
+    probs, _ = Collective()(SPECTRUM, 13, C)
+    predicted = float((SPECTRUM**2 * (1 - probs) / (1 + (C - 1) * probs)).sum())
+    errors = {}
+    for strategy in (Collective(), Unbiased(), PriSM(), TopN()):
+        error = (shard_weight(strategy, size, C, seed=1) - SPECTRUM).square().sum(1)
+        errors[strategy] = (float(error.mean()), float(error.std()) / size**0.5)
+    mean, standard_error = errors.pop(Collective())
+    assert abs(mean - predicted) <= 5 * standard_error
+    assert all(mean + 5 * standard_error < other - 5 * spread for other, spread in errors.values())
 
 
 def test_unbiased_multipliers_are_inverse_probabilities_and_one_for_terms_never_drawn():
@@ -94,6 +109,12 @@ def test_unbiased_multipliers_are_inverse_probabilities_and_one_for_terms_never_
     probs, multipliers = Unbiased()(values, 2, 10)
     assert probs.tolist() == [1, 0.5, 0.5, 0]
     assert multipliers.tolist() == [1, 2, 2, 1]
+
+
+def test_collective_multipliers_stay_below_the_cohort_size():
+    probs, multipliers = Collective()(SPECTRUM, 13, 10)
+    assert (multipliers[probs > 0] < 10).all()
+    assert (multipliers >= 1).all()
 
 
 @pytest.mark.parametrize(("N", "n", "exponent"), [(64, 13, 4), (64, 14, 2.5), (15, 3, 4), (15, 4, 2.5), (1, 1, 4)])
@@ -143,18 +164,57 @@ class Broken(ShardingStrategy):
         return self.design
 
 
+def uncapped(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    return n * s / s.sum().clamp_min(1e-300), torch.ones_like(s)
+
+
+def horvitz_thompson_of_top_n(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    probs, _ = TopN()(s, n, C)
+    return probs, 1 / probs
+
+
+def in_unit_of_the_weight(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    return Collective()(s + 0.1, n, C)
+
+
+def sorted_only(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    return (torch.arange(len(s)) < n).double(), torch.ones_like(s)
+
+
+def single_precision(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    return tuple(x.float() for x in Collective()(s, n, C))
+
+
+def in_place(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    return Collective()(s.mul_(2), n, C)
+
+
+def always_scaled(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    return TopN()(s, n, C)[0], torch.full_like(s, C)
+
+
+def sum_off(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    probs, multipliers = Unbiased()(s, n, C)
+    return 0.999 * probs, multipliers
+
+
+def negative(s: Tensor, n: int, C: float) -> tuple[Tensor, Tensor]:
+    probs, multipliers = Unbiased()(s, n, C)
+    return probs, -multipliers
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda s, n, C: (n * s / s.sum().clamp_min(1e-300), torch.ones_like(s)), "leave"),
-        (lambda s, n, C: (TopN()(s, n, C)[0], 1 / TopN()(s, n, C)[0]), "multipliers are not finite"),
-        (lambda s, n, C: Collective()(s + 0.1, n, C), "depends on the unit"),
-        (lambda s, n, C: ((torch.arange(len(s)) < n).double(), torch.ones_like(s)), "depends on the order"),
-        (lambda s, n, C: tuple(x.float() for x in Collective()(s, n, C)), "not float64"),
-        (lambda s, n, C: Collective()(s.mul_(2), n, C), "changed in place"),
-        (lambda s, n, C: (TopN()(s, n, C)[0], torch.full_like(s, C)), "not all multipliers are one"),
-        (lambda s, n, C: (0.999 * Unbiased()(s, n, C)[0], Unbiased()(s, n, C)[1]), "not n"),
-        (lambda s, n, C: (Unbiased()(s, n, C)[0], -Unbiased()(s, n, C)[1]), "not positive"),
+        (uncapped, "leave"),
+        (horvitz_thompson_of_top_n, "multipliers are not finite"),
+        (in_unit_of_the_weight, "depends on the unit"),
+        (sorted_only, "depends on the order"),
+        (single_precision, "not float64"),
+        (in_place, "changed in place"),
+        (always_scaled, "not all multipliers are one"),
+        (sum_off, "not n"),
+        (negative, "not positive"),
     ],
 )
 def test_a_strategy_that_breaks_a_rule_is_caught(function, message):

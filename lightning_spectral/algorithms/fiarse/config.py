@@ -95,5 +95,6 @@ class FIARSE(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> FIARSEHalf:
+        """Decide which weights are cut, and which buffers keep the server's value; what is untrained travels whole."""
         masked = [name for name in self.masked_weights(server) if name not in untrained]
         return FIARSEHalf(server, masked, kept_buffers(server, self.keep_buffers))

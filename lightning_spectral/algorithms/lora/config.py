@@ -76,11 +76,6 @@ class LoRA(Algorithm):
             again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
             follows the next round that has one. ``None`` for never.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a rank is below 1, shares do not sum to 1, ``alpha`` is not positive, or patterns are not a
-            sequence of strings.
-
     Note:
         :math:`W_0` holds the weights at the start of the first fit; changes made to them later are lost. The server
         keeps the adapted weights in memory twice.
@@ -184,6 +179,7 @@ class LoRA(Algorithm):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
+        """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
         assert isinstance(state, LoRAState), "made by `new_state`"
         kept = kept_buffers(server, self.keep_buffers)
         dense = tuple(trained_whole(server, state.layers, self.train, kept))

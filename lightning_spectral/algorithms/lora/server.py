@@ -22,17 +22,7 @@ from lightning_spectral.sums import RunningMean
 
 
 class LoRAHalf(ServerHalf):
-    """Federated LoRA, bound to a module.
-
-    Args:
-        server: The server's module.
-        state: Its adapters.
-        aggregation: How clients' adapters are combined.
-        is_mixed: Whether the federation has clients of different ranks.
-        max_rank: The largest rank R of any client.
-        merge_every: Number of rounds after which adapters are merged; ``None`` for never.
-        dense: Names of the parameters and buffers that are trained whole.
-    """
+    """Federated LoRA, bound to a module; ``dense`` names the parameters and buffers that are trained whole."""
 
     state: LoRAState
 

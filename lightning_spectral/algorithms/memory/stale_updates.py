@@ -176,10 +176,6 @@ class StaleUpdates(FedAvg):
         num_terms: Number of leading singular terms that the table keeps of each tensor of two dimensions or more, which
             takes a fraction of the memory; ``None`` for all. Both sums use the same truncated update.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``beta`` is outside [0, 1], a choice is unknown or ``num_terms`` is below 1.
-
     Note:
         For N clients, the server stores N times the trainable parameters, logged as ``fl/store_bytes``, plus three
         float64 numbers per parameter. In a round without clients the server steps by the stale updates alone; otherwise

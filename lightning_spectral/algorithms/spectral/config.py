@@ -171,6 +171,7 @@ class SpectralSharding(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> SpectralHalf:
+        """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
         planned = PlannedModule(server, plan)

@@ -70,10 +70,6 @@ class Zampling(Algorithm):
         memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
             what does not fit is drawn again in every product.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a number is out of range, or patterns are not a sequence of strings.
-
     Reference:
         Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning.
 

@@ -29,16 +29,7 @@ from lightning_spectral.sums import MeanBits, RunningMean
 
 
 class ZamplingHalf(ServerHalf):
-    """Zampling bound to a module.
-
-    Args:
-        server: The server's module.
-        state: The probabilities.
-        side: The device half. In one process it shares the rows of Q with the state.
-        smoothing: Pseudo-count of the prior on each mean of bits.
-        weigh_clients: Whether clients count by their numbers of examples.
-        coordinated: Whether clients draw their bits jointly, for which each needs to know its place in the round.
-    """
+    """Zampling bound to a module. In one process the device half shares the rows of Q with the state."""
 
     state: ZamplingState
 

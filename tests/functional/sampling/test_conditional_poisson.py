@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sampling_laws import conditional_poisson_law
+from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_spectral.functional import (
@@ -18,6 +19,8 @@ from lightning_spectral.functional import (
 from lightning_spectral.functional.sampling.conditional_poisson import fit_conditional_poissons
 from lightning_spectral.functional.sampling.poisson_binomial import (
     centred_logits,
+    count_probability,
+    leave_one_out_probabilities,
 )
 
 
@@ -110,6 +113,24 @@ def test_fit_reaches_1e_12_on_spectra(N, n, power):
         np.testing.assert_allclose(marginals_by_dynamic_programme(p, n), pi, atol=1e-12, rtol=0)
 
 
+def test_fit_and_draw_handle_4096_terms():
+    n = 2048
+    pi = proportional_inclusion_probs(torch.linspace(3, 1, 4096, dtype=torch.float64), n)
+    p = fit_conditional_poisson(pi)
+    np.testing.assert_allclose(marginals_by_dynamic_programme(p.numpy(), n), pi, atol=1e-12, rtol=0)
+    draws = draw_conditional_poisson(p, n, 5, torch.Generator().manual_seed(0))
+    assert draws.shape == (5, n)
+    assert (draws.diff(dim=1) > 0).all()
+
+
+def test_closed_forms_of_one_drawn_and_one_left_out():
+    pi = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04], dtype=torch.float64)
+    odds = torch.special.logit(fit_conditional_poisson(pi)).exp()
+    torch.testing.assert_close(odds / odds.sum(), pi, rtol=1e-11, atol=0)
+    odds = torch.special.logit(fit_conditional_poisson(1 - pi)).exp()
+    torch.testing.assert_close(odds.reciprocal() / odds.reciprocal().sum(), pi, rtol=1e-11, atol=0)
+
+
 def test_ones_and_zeros_stay_and_only_the_rest_is_fitted():
     pi = torch.tensor([1.0, 0.3, 0.0, 0.3, 0.4, 1.0], dtype=torch.float64)
     p = fit_conditional_poisson(pi)
@@ -133,6 +154,25 @@ def test_float32_probabilities_sum_closely_enough_to_an_integer():
     implied = poisson_conditional_inclusion_probs(p, 777)
     # float32 sums of 2000 terms are off by at most 1e-6 n = 8e-4, which the fit spreads over the terms.
     torch.testing.assert_close(implied, pi.double(), rtol=0, atol=1e-6)
+
+
+def test_no_other_design_has_the_same_marginals_and_more_entropy():
+    """With all subset probabilities as unknowns, maximise the entropy over all designs with these marginals."""
+    pi = torch.tensor([0.9, 0.6, 0.3, 0.2], dtype=torch.float64)
+    p = fit_conditional_poisson(pi).numpy()
+    rows, ours = conditional_poisson_law(p, 2)
+    result = minimize(
+        lambda law: float((law * np.log(law)).sum()),
+        np.full(len(rows), 1 / len(rows)),
+        jac=lambda law: np.log(law) + 1,
+        method="SLSQP",
+        bounds=[(1e-9, 1)] * len(rows),
+        constraints={"type": "eq", "fun": lambda law: law @ rows - pi.numpy(), "jac": lambda _: rows.T},
+        options={"ftol": 1e-15, "maxiter": 500},
+    )
+    assert result.success
+    np.testing.assert_allclose(result.x, ours, atol=1e-5)
+    assert (ours * np.log(ours)).sum() <= result.fun + 1e-9
 
 
 def test_draws_have_the_enumerated_joint_law():
@@ -160,6 +200,33 @@ def test_equal_working_odds_up_to_a_factor_draw_the_same_law():
     )
     # Uncentred rows would have two ones once in 1e17 tries; the draw centres them first.
     assert draw_conditional_poisson(scaled, 2, 100, torch.Generator()).shape == (100, 2)
+
+
+@pytest.mark.parametrize("kind", ["even", "steep", "tiny", "half"])
+@pytest.mark.parametrize("N", [1, 2, 9, 40, 300])
+def test_leave_one_out_probabilities_equal_the_dynamic_programme(N, kind):
+    rng = np.random.default_rng(N)
+    p = {
+        "even": rng.random(N),
+        "steep": 10.0 ** rng.uniform(-12, 0, N),
+        "tiny": 1e-8 * rng.random(N),
+        "half": np.full(N, 0.5),
+    }[kind]
+
+    def law(trials: np.ndarray) -> np.ndarray:
+        pmf = np.ones(1)
+        for x in trials:
+            pmf = np.convolve(pmf, [1 - x, x])
+        return pmf
+
+    mean = int(p.sum())
+    total = law(p)
+    for first, last in [(mean, mean), (0, mean), (mean + 1, N), (0, N), (N + 1, N + 3)]:
+        expected = total[first : last + 1].sum()
+        assert count_probability(torch.tensor(p), first, last) == pytest.approx(expected, abs=1e-13)
+        without = [law(np.delete(p, i))[first : last + 1].sum() for i in range(0, N, max(1, N // 5))]
+        actual = leave_one_out_probabilities(torch.tensor(p), first, last)[:: max(1, N // 5)]
+        np.testing.assert_allclose(actual, without, atol=1e-13, rtol=0)
 
 
 def test_bad_input_is_named():

@@ -57,6 +57,14 @@ def algorithm_2(lam: np.ndarray, n: int, C: float, sign: int = 1) -> tuple[np.nd
     return best_pi, best_w
 
 
+def unbiased_error(pi: np.ndarray, lam: np.ndarray) -> float:
+    return float((lam**2 * (1 / pi - 1)).sum())
+
+
+def collective_error(pi: np.ndarray, lam: np.ndarray, C: float) -> float:
+    return float((lam**2 * (1 - pi) / (1 + (C - 1) * pi)).sum())
+
+
 def random_spectra(count: int, seed: int, max_terms: int = 14):
     rng = np.random.default_rng(seed)
     for _ in range(count):
@@ -102,7 +110,28 @@ def test_collective_equals_algorithm_2_of_the_paper_with_the_sign_corrected():
     assert differs_from_top_n > 100
 
 
-def test_collective_finds_the_water_level_where_an_unguarded_newton_would_jump_between_two_break_points_forever():
+def collective_by_bisection(lam: np.ndarray, n: int, C: float) -> np.ndarray:
+    """The water level by 300 halvings of its logarithm: the slow obvious way."""
+    low, high = math.log(lam[lam > 0].min() / C), math.log(lam.max())
+    for _ in range(300):
+        middle = (low + high) / 2
+        pi = ((lam / math.exp(middle) - 1) / (C - 1)).clip(0, 1)
+        low, high = (middle, high) if pi.sum() > n else (low, middle)
+    return pi
+
+
+def test_collective_finds_the_water_level_where_terms_and_break_points_coincide():
+    """Ties, and values whose ratio is C: here an unguarded Newton's method would never leave two break points."""
+    rng = np.random.default_rng(3)
+    for k in range(600):
+        N, C = int(rng.integers(2, 60)), float(rng.choice([1.5, 2, 10, 1e6]))
+        lam = [rng.choice([1, 2, 3, 10.0], N), rng.choice([0, 1, 1e-9, C, 1 / C], N), 10.0 ** rng.uniform(-15, 0, N)][
+            k % 3
+        ]
+        n = int(rng.integers(1, N))
+        if (lam > 0).sum() > n:
+            pi = collective_inclusion_probs(torch.tensor(lam), n, C).numpy()
+            np.testing.assert_allclose(pi, collective_by_bisection(lam, n, C), atol=1e-12)
     lam = torch.tensor([1.0] * 8 + [2.0] * 12 + [3.0] * 12 + [10.0] * 14, dtype=torch.float64)  # 12 (5 / L - 2) = 12
     pi = collective_inclusion_probs(lam, 26, 2)
     assert pi[[0, 8, 20, 32]].tolist() == pytest.approx([0, 0.2, 0.8, 1], abs=1e-15)
@@ -111,6 +140,15 @@ def test_collective_finds_the_water_level_where_an_unguarded_newton_would_jump_b
 def test_algorithm_2_as_printed_always_returns_top_n():
     for lam, n, C in random_spectra(100, seed=2):
         assert np.array_equal(algorithm_2(lam, n, C, sign=-1)[0], np.arange(len(lam)) < n)
+
+
+def test_no_other_multipliers_beat_the_collective_ones():
+    """Eq. (22): the error as a function of the multipliers, term by term, against a fine grid."""
+    C, grid = 4.0, np.linspace(0, 8, 2001)
+    for pi in (0.05, 0.3, 0.9, 1.0):
+        error = 1 + grid * pi * (-2 + grid / C + grid * pi * (C - 1) / C)
+        best = collective_multipliers(torch.tensor([pi], dtype=torch.float64), C).item()
+        assert abs(grid[error.argmin()] - best) <= grid[1]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -158,12 +196,24 @@ def test_collective_is_top_n_across_a_spectral_gap_of_ratio_c(n, C):
     assert torch.equal(collective_inclusion_probs(lam.flip(0), n, C), top_inclusion_probs(lam.flip(0), n))
 
 
+def test_collective_is_not_top_n_below_that_gap():
+    lam = torch.tensor([1.0, 1 / 2.9], dtype=torch.float64)
+    assert 0 < collective_inclusion_probs(lam, 1, 3.0)[1] < 1
+
+
 def test_collective_tends_to_the_unbiased_design_for_many_clients():
     lam = 1 / torch.arange(1, 65, dtype=torch.float64)
     limit = proportional_inclusion_probs(lam, 7)
     worst = [float((collective_inclusion_probs(lam, 7, C) - limit).abs().max()) for C in (1e2, 1e4, 1e6, 1e9)]
     # pi_C - pi = (u s / tail - 1) / (C - 1) exactly, on a common active set: below 8 / C here.
     assert all(error <= 8 / C for error, C in zip(worst, (1e2, 1e4, 1e6, 1e9), strict=True))
+
+
+def test_collective_error_is_at_most_the_unbiased_error_divided_by_the_cohort():
+    for lam, n, C in random_spectra(100, seed=5):
+        collective = collective_error(collective_inclusion_probs(torch.tensor(lam), n, C).numpy(), lam, C)
+        unbiased = unbiased_error(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), lam)
+        assert collective <= unbiased / C * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("C", [1, 1 + 1e-9])

@@ -1,5 +1,7 @@
 """Joint inclusion probabilities against enumeration of all samples, and their identities."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lightning_spectral.functional import (
     successive_inclusion_probs,
     successive_joint_probs,
 )
+from lightning_spectral.functional.sampling.poisson_binomial import leave_two_out_probabilities
 
 
 def conditional_poisson_by_enumeration(p: np.ndarray, n: int) -> np.ndarray:
@@ -65,6 +68,16 @@ def test_successive_pairs_equal_enumeration_of_all_orders(sizes, n):
     np.testing.assert_allclose(joint, successive_joint(sizes, n), atol=1e-11, rtol=0)
 
 
+def test_leaving_two_out_equals_the_law_of_the_remaining_terms():
+    p = np.random.default_rng(0).random(9)
+    actual = leave_two_out_probabilities(torch.tensor(p), 2, 4)
+    for i, j in itertools.combinations(range(9), 2):
+        law = np.ones(1)
+        for x in np.delete(p, [i, j]):
+            law = np.convolve(law, [1 - x, x])
+        assert float(actual[i, j]) == pytest.approx(law[2:5].sum(), abs=1e-14)
+
+
 @settings(deadline=None, max_examples=60)
 @given(spectra, st.data())
 def test_identities_hold_for_any_spectrum(values, data):
@@ -79,3 +92,18 @@ def test_identities_hold_for_any_spectrum(values, data):
     # terms.
     excess = joint - torch.outer(pi, pi)
     assert (excess.fill_diagonal_(0.0) <= 1e-12).all()
+
+
+@pytest.mark.parametrize(("N", "n"), [(512, 205), (1100, 550)])
+def test_identities_hold_for_large_layers(N, n):
+    pi = proportional_inclusion_probs(1 / torch.arange(1, N + 1, dtype=torch.float64).sqrt(), n)
+    joint = conditional_poisson_joint_probs(fit_conditional_poisson(pi), n)
+    torch.testing.assert_close(joint.diagonal(), pi, rtol=0, atol=1e-12)
+    torch.testing.assert_close(joint.sum(1), n * pi, rtol=0, atol=N * 1e-13)
+
+
+def test_successive_identities_hold_for_a_large_layer():
+    logs = -4 * torch.arange(1, 257, dtype=torch.float64).log()
+    joint = successive_joint_probs(logs, 52)
+    torch.testing.assert_close(joint.sum(1), 52 * joint.diagonal(), rtol=0, atol=1e-10)
+    assert torch.equal(joint, joint.T)

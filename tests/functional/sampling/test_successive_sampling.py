@@ -81,7 +81,7 @@ def test_marginals_equal_a_much_finer_quadrature(log_sizes, n):
     assert actual.sum().item() == pytest.approx(n, rel=1e-11)
 
 
-@pytest.mark.parametrize("n", [64, 4095])
+@pytest.mark.parametrize("n", [1, 64, 2048, 4095])
 @pytest.mark.parametrize("power", [0.0, 0.5, 4.0])
 def test_exact_marginals_of_4096_terms_hold_to_1e_10(n, power):
     """The sum over all terms is n only if every one is right, and flat sizes have n / N."""
@@ -90,6 +90,13 @@ def test_exact_marginals_of_4096_terms_hold_to_1e_10(n, power):
     assert (pi.diff() <= 1e-11).all()
     if power == 0:
         torch.testing.assert_close(pi, torch.full_like(pi, n / 4096), rtol=0, atol=1e-12)
+
+
+def test_fourth_powers_over_fifteen_decades_stay_finite():
+    pi = successive_inclusion_probs(4 * torch.linspace(0, -15, 16, dtype=torch.float64) * math.log(10), 4)
+    assert torch.isfinite(pi).all()
+    assert (pi > 0).all()
+    assert pi.sum().item() == pytest.approx(4, rel=1e-12)
 
 
 def test_a_common_factor_of_all_sizes_changes_nothing():
@@ -119,6 +126,17 @@ def test_numpy_choice_without_replacement_has_these_marginals(log_sizes, n):
     assert frequency_excess(counts / size, pi, size) <= 1
     # Negative control: n times the normalised sizes are not the marginals.
     assert frequency_excess(counts / size, np.minimum(n * p, 1), size) > 1
+
+
+def test_choice_with_inclusion_probabilities_over_n_does_not_have_those_inclusion_probabilities():
+    pi, size = np.array([0.95, 0.8, 0.6, 0.3, 0.2, 0.1, 0.05]), 10_000
+    rng = np.random.default_rng(1)
+    counts = np.zeros(7)
+    for _ in range(size):
+        counts[rng.choice(7, 3, replace=False, p=pi / 3)] += 1
+    assert frequency_excess(counts / size, pi, size) > 1
+    draws = draw_successive(fit_log_sizes(torch.tensor(pi)), 3, size, torch.Generator().manual_seed(1))
+    assert frequency_excess(np.bincount(draws.flatten(), minlength=7) / size, pi, size) <= 1
 
 
 def test_the_race_has_the_enumerated_joint_law():

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch._dynamo
@@ -12,22 +11,15 @@ from federation import Fit, seeded
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 
 
-class LitCompiled(pl.LightningModule):
+class LitCompiled(LitNet):
     def __init__(self, compiled: bool = True) -> None:
-        super().__init__()
         net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
-        self.net = torch.compile(net, backend="aot_eager") if compiled else net
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        super().__init__(torch.compile(net, backend="aot_eager") if compiled else net, momentum=0.9)  # type: ignore[arg-type]
 
 
 class CountGraphs(ls.RoundCallback):

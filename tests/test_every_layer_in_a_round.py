@@ -5,12 +5,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, same_state
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral.nn.plan.planner import plan_layers
@@ -73,22 +73,14 @@ CORES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class LitCore(pl.LightningModule):
+class LitCore(LitNet):
     def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core = core
-        self.head = nn.LazyLinear(3)
+        super().__init__(nn.Sequential())
+        self.core, self.head = core, nn.LazyLinear(3)
         self(torch.zeros(2, 32))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.core(x))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.fixture
@@ -172,11 +164,11 @@ def test_mixed_keep_ratios_train_every_layer(name: str, flat: TensorDataset, fit
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
 
 
-class LitNet(pl.LightningModule):
+class LitOf(LitNet):
     """Layers under given names, with a `forward` that the test passes."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Tensor], traced: bool, **layers: nn.Module) -> None:
-        super().__init__()
+        super().__init__(nn.Sequential())
         self.stem, self.head = nn.Linear(32, 8), nn.Linear(8, 3)
         for name, layer in layers.items():
             setattr(self, name, layer)
@@ -187,26 +179,19 @@ class LitNet(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.run(self, self.stem(x)))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
 
 @flat_spectra
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_layer_used_twice_trains(traced: bool, flat: TensorDataset, fit: Fit) -> None:
-    lit = LitNet(lambda self, x: self.mid(self.mid(x).relu()), traced, mid=nn.Linear(8, 8))
+    lit = LitOf(lambda self, x: self.mid(self.mid(x).relu()), traced, mid=nn.Linear(8, 8))
     before = lit.mid.weight.detach().clone()
     fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5, spectral_start=None))
     assert not torch.equal(lit.mid.weight, before)
 
 
 def test_a_layer_never_used_stays_dense_if_seen_and_is_named_if_not(flat: TensorDataset, fit: Fit) -> None:
-    def make(traced: bool) -> LitNet:
-        return LitNet(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
+    def make(traced: bool) -> LitOf:
+        return LitOf(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
 
     lit = make(traced=True)
     fit(lit, shared_out(flat), algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
@@ -214,25 +199,21 @@ def test_a_layer_never_used_stays_dense_if_seen_and_is_named_if_not(flat: Tensor
     # registered last, so that only `exclude` could save it: the head is registered before
     with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient to these sharded layers: mid2\."):
         fit(
-            LitNet(lambda self, x: self.mid(x), False, mid=nn.Linear(8, 8), mid2=nn.Linear(8, 8), last=nn.Linear(8, 8)),
+            LitOf(lambda self, x: self.mid(x), False, mid=nn.Linear(8, 8), mid2=nn.Linear(8, 8), last=nn.Linear(8, 8)),
             shared_out(flat),
             algorithm=ls.SpectralSharding(keep_ratio=0.5),
         )
 
 
 def test_a_tied_head_stays_tied_and_dense(fit: Fit) -> None:
-    class LitTied(pl.LightningModule):
+    class LitTied(LitNet):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(nn.Sequential())
             self.embed, self.mid, self.head = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5, bias=False)
             self.head.weight = self.embed.weight
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            tokens, y = batch
-            return nn.functional.cross_entropy(self.head(self.mid(self.embed(tokens)).mean(1)), y)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.mid(self.embed(tokens)).mean(1))
 
     lit, generator = LitTied(), torch.Generator().manual_seed(0)
     before = lit.embed.weight.detach().clone()
@@ -243,7 +224,7 @@ def test_a_tied_head_stays_tied_and_dense(fit: Fit) -> None:
 
 
 def test_a_frozen_layer_stays_dense_and_unchanged(flat: TensorDataset, fit: Fit) -> None:
-    lit = LitNet(
+    lit = LitOf(
         lambda self, x: self.mid(self.base(x)), True, base=nn.Linear(8, 8).requires_grad_(False), mid=nn.Linear(8, 8)
     )
     before = lit.base.weight.detach().clone()
@@ -261,7 +242,7 @@ def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorD
         net.compile(backend="eager")
     else:
         net = torch.compile(net, backend="eager")
-    lit = LitNet(lambda self, x: self.net(x), False, net=net)
+    lit = LitOf(lambda self, x: self.net(x), False, net=net)
     names = [name for name in lit.state_dict() if name.startswith("net") and name.endswith("weight")]
     before = {name: lit.state_dict()[name].clone() for name in names}
     said = pytest.warns(ls.SpectralWarning, match="run uncompiled") if in_place else nullcontext()
@@ -278,13 +259,13 @@ def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_th
     def adapted(self: Any, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
 
-    lit = LitNet(adapted, True, **layers)
+    lit = LitOf(adapted, True, **layers)
     nn.init.zeros_(lit.up.weight)
     plan = ls.SpectralSharding().plan(lit)
     assert [*plan.missing_rank] == ["up"]
     assert {"base", "down"} <= {*plan.sharded}
     lit.base.requires_grad_(False)
-    with pytest.warns(ls.SpectralWarning, match="shards no layer of LitNet"):
+    with pytest.warns(ls.SpectralWarning, match="shards no layer of LitOf"):
         fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert bool(lit.up.weight.any())
 
@@ -292,24 +273,24 @@ def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_th
 def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
     flat: TensorDataset, fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lit = LitNet(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    lit = LitOf(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     plan = ls.validate(lit, torch.zeros(1, 32), ls.LayerChoices(exclude=["a"]))
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)
     fit(lit, shared_out(flat), algorithm=algorithm)
     assert list(algorithm.plan(lit).sharded) == ["b"]
-    wider = LitNet(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
+    wider = LitOf(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
     with pytest.raises(ValueError, match=r"another module: b.weight is \(8, 9\) as a matrix, not \(8, 8\)"):
         algorithm.check(wider)
     with pytest.raises(ValueError, match=r"another module: this one has no weights b\.weight"):
-        algorithm.check(LitNet(lambda self, x: x, False, a=nn.Linear(8, 8)))
+        algorithm.check(LitOf(lambda self, x: x, False, a=nn.Linear(8, 8)))
     with pytest.raises(ValueError, match="for a plan, pass them to `validate`"):
         ls.SpectralSharding(layers=plan, exclude=["b"])
 
 
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> None:
-    def make() -> LitNet:
-        return LitNet(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
+    def make() -> LitOf:
+        return LitOf(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
     kept = ["*running_*"]
     choices = ls.LayerChoices(keep_buffers=kept)

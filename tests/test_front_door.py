@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -73,12 +74,8 @@ def test_a_wrong_name_is_refused_with_what_may_have_been_meant() -> None:
     with pytest.raises(AttributeError, match="module 'lightning_spectral' has no attribute 'FedAvgg'") as caught:
         _ = ls.FedAvgg
     assert (caught.value.name, caught.value.obj) == ("FedAvgg", ls)  # from which Python makes its proposal
-    done = subprocess.run(
-        [sys.executable, "-c", "import lightning_spectral as ls; ls.FedAvgg"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", "import lightning_spectral as ls; ls.FedAvgg"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "Did you mean: 'FedAvg'?" in done.stderr
     with pytest.raises(ImportError, match="cannot import name 'FedAvgg'"):
         exec("from lightning_spectral import FedAvgg")
@@ -96,11 +93,6 @@ def test_an_old_name_says_its_new_path_and_is_the_same_object(name: str) -> None
     assert name not in {*dir(ls), *ls.__all__}
     with pytest.warns(FutureWarning, match=f"{place}.{name}"):
         exec(f"from lightning_spectral import {name}")
-
-
-@pytest.mark.parametrize("place", ["functional.zampling", "plugin.callbacks"])
-def test_a_package_inside_a_package_is_found_from_the_top(place: str) -> None:
-    run(f"import lightning_spectral as ls\nls.{place}")
 
 
 def test_yaml_with_an_old_path_works_and_a_name_gets_the_new_one() -> None:
@@ -135,34 +127,56 @@ def test_importing_the_package_imports_no_other() -> None:
     run(refusing(*heavy) + "import lightning_spectral as ls\nassert ls.__version__ and len(dir(ls)) > 60")
 
 
-def test_a_federation_imports_no_logger_and_no_other_lightning() -> None:
-    before = "import lightning.pytorch, sys; before = {*sys.modules}\n"
-    imported = run(f"{before}import lightning_spectral as ls; ls.FederatedModule\nprint(*({{*sys.modules}} - before))")
-    assert {"pytorch_lightning", "wandb", "matplotlib", "mlxtend"}.isdisjoint(imported.split())
-
-
-def test_with_a_federation_every_choice_is_known_by_its_name() -> None:
-    """jsonargparse finds a class without a dotted path if it has been imported."""
-    imported = run("import lightning_spectral as ls, sys; ls.FederatedModule; print(*sys.modules)").split()
-    assert {choice.__module__ for choice in PUBLIC.values()} <= {*imported}
-
-
 STRATEGY = """
-    {imports}
-    waiting = sum(type(finder).__module__.startswith("lightning_spectral") for finder in sys.meta_path)
-    names = [name for name in lightning.pytorch.strategies.StrategyRegistry if name.startswith("client_parallel")]
-    trainer = lightning.pytorch.Trainer(strategy="client_parallel", accelerator="cpu", devices=1, logger=False)
-    print(waiting, len(names), type(trainer.strategy).__name__)
+waiting = sum(type(finder).__module__.startswith("lightning_spectral") for finder in sys.meta_path)
+names = [name for name in lightning.pytorch.strategies.StrategyRegistry if name.startswith("client_parallel")]
+trainer = lightning.pytorch.Trainer(strategy="client_parallel", accelerator="cpu", devices=1, logger=False)
+say(waiting, len(names), type(trainer.strategy).__name__)
+"""
+FORKED = {
+    "ours first": f"import lightning_spectral, lightning.pytorch\n{STRATEGY}",
+    "ours last": f"import lightning.pytorch, lightning_spectral\n{STRATEGY}",
+    "a part of ours first": f"import lightning_spectral.plugin, lightning.pytorch\n{STRATEGY}",
+    "functional": "import lightning_spectral as ls; say(ls.functional.zampling.__name__)",
+    "plugin": "import lightning_spectral as ls; say(ls.plugin.callbacks.__name__)",
+    "federation": """
+import lightning.pytorch
+before = {*sys.modules}
+import lightning_spectral as ls; ls.FederatedModule
+say(*({*sys.modules} - before))
+""",
+}
+# What all of these import is imported once: it is neither ours nor Lightning.
+FORKING = """
+import os, sys, torchmetrics
+for name, script in {scripts!r}.items():
+    if os.fork() == 0:
+        exec(script, {{"sys": sys, "say": lambda *words: print(name, *words, sep="\\t", flush=True)}})
+        os._exit(0)
+    assert os.wait()[1] == 0, name
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import sys, lightning_spectral, lightning.pytorch",
-        "import sys, lightning.pytorch, lightning_spectral",
-        "import sys, lightning_spectral.plugin, lightning.pytorch",
-    ],
-)
-def test_lightning_knows_the_strategy_by_name_in_any_order_of_imports(imports: str) -> None:
-    assert run(STRATEGY.format(imports=imports)).splitlines()[-1] == "0 4 ClientParallelStrategy"
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What each of the scripts says in a process in which neither our package nor Lightning was imported."""
+    if not hasattr(os, "fork"):
+        pytest.skip("the scripts run in forks")
+    lines = [line.split("\t") for line in run(FORKING.format(scripts=FORKED)).splitlines()]
+    return {name: words for name, *words in lines if name in FORKED}
+
+
+@pytest.mark.parametrize("order", ["ours first", "ours last", "a part of ours first"])
+def test_lightning_knows_the_strategy_by_name_in_any_order_of_imports(order: str, said: dict[str, list[str]]) -> None:
+    assert said[order] == ["0", "4", "ClientParallelStrategy"]
+
+
+def test_a_package_inside_a_package_is_found_from_the_top(said: dict[str, list[str]]) -> None:
+    assert said["functional"] == ["lightning_spectral.functional.zampling"]
+    assert said["plugin"] == ["lightning_spectral.plugin.callbacks"]
+
+
+def test_a_federation_imports_every_choice_but_no_logger_and_no_other_lightning(said: dict[str, list[str]]) -> None:
+    """jsonargparse finds a class without a dotted path if it has been imported."""
+    assert {"pytorch_lightning", "wandb", "matplotlib", "mlxtend"}.isdisjoint(said["federation"])
+    assert {choice.__module__ for choice in PUBLIC.values()} <= {*said["federation"]}

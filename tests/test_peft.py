@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, seeded
 from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
+from toy_models import LitNet
 
 import lightning_spectral as ls
 
@@ -30,18 +30,14 @@ CONFIGS = {
 }
 
 
-class LitAdapted(pl.LightningModule):
+class LitAdapted(LitNet):
     def __init__(self, name: str) -> None:
-        super().__init__()
-        self.net = peft.get_peft_model(gpt2(), CONFIGS[name])
+        super().__init__(peft.get_peft_model(gpt2(), CONFIGS[name]))
         self.shards = name == "LoRA and whole layers"
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.net(input_ids=x).logits
         return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]).flatten(0, -2), batch[1].flatten())
 
     def configure_optimizers(self) -> Any:
         if self.shards:

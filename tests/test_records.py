@@ -100,7 +100,7 @@ def test_the_repository_keeps_each_run_once_and_in_order(path: Path) -> None:
 
 LOADS_EACH = """
 import os, runpy, sys
-import matplotlib.pyplot, transformers, lightning_spectral  # once for all
+import lightning.pytorch, matplotlib.pyplot, mlxtend.data, transformers, lightning_spectral.plugin  # once for all
 for path in sys.argv[1:]:
     if os.fork() == 0:
         sys.path[0] = os.path.dirname(path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 
@@ -17,22 +18,19 @@ ROUNDS, FROM = 500, 100  # sub-models and caches, built in the first rounds, are
 FAST, SLOW = ls.simulation.DeviceProfile(1e6, 1e6, 1e9), ls.simulation.DeviceProfile(1.0, 1.0, 1.0)
 
 
-class LitFlaky(pl.LightningModule):
+class LitFlaky(LitNet):
     """A module of about 130 kB; training fails if a feature is infinite."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 2))
+        layers = nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 2)
+        super().__init__(nn.Sequential(*layers), lr=0.01, momentum=0.9)
 
-    def training_step(self, batch: Any) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if bool(torch.isinf(batch[0]).any()):
             raise RuntimeError("the sensor is broken")
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
 class Held(NamedTuple):

@@ -3,34 +3,25 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 
 
-class LitLogits(pl.LightningModule):
+class LitLogits(LitNet):
     """Any model, and how to get logits from it."""
 
     def __init__(self, model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> None:
-        super().__init__()
-        self.model = model
-        self.logits = logits
-        self.example_input_array = example
+        super().__init__(model)
+        self.logits, self.example_input_array = logits, example
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.model, x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x).flatten(0, -2), y.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.logits(self.net, x)
 
 
 def tokens() -> TensorDataset:
@@ -104,7 +95,7 @@ def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, fit: Fi
     assert not [name for name, weight in before.items() if torch.equal(weight, lit.state_dict()[name])]
 
     plain = make()
-    plain.load_state_dict(lit.model.state_dict(), strict=True)
+    plain.load_state_dict(lit.net.state_dict(), strict=True)
     x = dataset().tensors[0][:4]
     with torch.no_grad():
         torch.testing.assert_close(logits(plain.eval(), x), lit.eval()(x))

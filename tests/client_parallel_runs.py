@@ -49,6 +49,11 @@ class WithBatchNorm(LitMLP):
         return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
 
 
+class WithPlainSGD(LitMLP):
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0)
+
+
 class WithExperts(LitMLP):
     """Two layers, of which each client uses one, chosen by its first example, and a third that no client uses."""
 
@@ -132,7 +137,6 @@ def breaking(parameters: Any) -> torch.optim.Optimizer:
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=EVERY_LAYER)
 COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.designs.Coordinated(), layers=EVERY_LAYER)
-# That no algorithm's sums depend on who shares the work is checked by `check_algorithm`.
 RUNS: dict[str, dict[str, Any]] = {
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
@@ -179,6 +183,44 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
         "local_hooks": [ls.client.MaskedLogits("net.6")],
         "dashboard": True,
+    },
+    "outputs cut": {
+        "algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, output_ratio=0.4),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+    },
+    "matrices averaged": {
+        "algorithm": ls.SpectralSharding(ls.TopN(), {0.3: 0.5, 0.6: 0.5}, aggregation=ls.algorithms.MatrixMeans()),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+    },
+    "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
+    "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
+    "FIARSE": {
+        "algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
+    },
+    "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "clients_per_round": 7, "rounds": 3},
+    "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "clients_per_round": 7, "rounds": 3},
+    "LoRA, truncated": {
+        "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
+        "clients_per_round": 5,
+    },
+    "width of each step": {
+        "algorithm": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5)),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
+    },
+    "averages of each width": {
+        "algorithm": ls.WidthSharding(
+            keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
+        ),
+        "module": WithBatchNorm,
+        "clients_per_round": 7,
+        "rounds": 3,
     },
     "errors, dropout and over-selection": {
         "module": FailsForClient,

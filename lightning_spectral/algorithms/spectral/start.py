@@ -36,6 +36,10 @@ class SpectralStart:
         A weight looks trained if its largest singular value exceeds that of a random matrix of its size and norm. A
         weight whose next term is at most ``tail`` times the n-th has nothing to move. So fitting again with the same
         ratio does not repeat a start, even in small matrices, where the start does not show in the largest value.
+
+    Example:
+        >>> SpectralStart(tail=0.02)
+        SpectralStart(tail=0.02, keep_ratio=None, trained=False)
     """
 
     tail: float = 0.1

@@ -107,7 +107,7 @@ def _explained(same: list[str], value: str) -> str:
     if found := UNKNOWN_ATTRIBUTE.search(same[0]):
         return same[0] + _nearest(found[2], dir(sys.modules.get(found[1])))
     if found := UNKNOWN_COMMAND.search(same[0]):
-        commands = [*re.findall(r"\w+", found[2]), "report", "doctor"]  # which are not LightningCLI's
+        commands = [*re.findall(r"\w+", found[2]), "report", "doctor", "network"]  # which are not LightningCLI's
         return (
             f"there is no command {found[1]!r}{_nearest(found[1], commands) or '; choose from ' + ', '.join(commands)}"
         )
@@ -140,7 +140,8 @@ def _keys(parser: Any) -> set[str]:
 
 def _class_names() -> list[str]:
     packages = [module for name, module in sys.modules.items() if name.startswith(f"{PACKAGE.__name__}.")]
-    ours = [getattr(package, name) for package in packages for name in getattr(package, "__all__", ())]
+    offered = [package for package in packages if not package.__name__.startswith(f"{PACKAGE.__name__}.network")]
+    ours = [getattr(package, name) for package in offered for name in getattr(package, "__all__", ())]
     others = [value for place in (callbacks, loggers, torch.optim) for value in vars(place).values()]
     return [value.__name__ for value in (*ours, *others) if isinstance(value, type)]
 

@@ -78,7 +78,8 @@ class Cohorts:
     def units(self, round_idx: int) -> list[WorkUnit]:
         """The units of a round, as a pure function of the seed, the round and what the sampler has seen."""
         for member in self._members.values():
-            member.engine.run.clients.begin_round(round_idx)
+            if (engine := member.engine_or_none) is not None:  # with a sampler, cohorts can be drawn without a fit
+                engine.run.clients.begin_round(round_idx)
         if self.sampled is None:
             with self._runtime.profile("plan"):
                 return self._uniform(round_idx)[: self._most_units]

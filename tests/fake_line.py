@@ -94,7 +94,7 @@ class FakeLine(Line):
         return [*arrived, *again]
 
 
-def toy_examples() -> list[TensorDataset]:
+def toy_client_data() -> list[TensorDataset]:
     """Twelve clients' own examples: those of `toy_data`."""
     data = toy_data()
     whole: Any = data.train
@@ -104,23 +104,33 @@ def toy_examples() -> list[TensorDataset]:
     ]
 
 
-def toy_line(
-    lit: Callable[[], Any] | Mapping[str, Callable[[], Any]],
-    keep_ratios: Mapping[int, float] | None = None,
+def line_of(
+    modules: Sequence[Mapping[str, Callable[[], Any]]],
+    data: Sequence[Mapping[str, ClientData]],
     *,
     forgets: bool = False,
     **options: Any,
 ) -> FakeLine:
-    """Twelve nodes, numbered from 100, in an order that is not that of their clients."""
-    examples, lits = toy_examples(), {"": lit} if callable(lit) else lit
+    """Nodes numbered from 100, in an order that is not that of their clients."""
 
     def node(client: int) -> Node:
-        keep_ratio = None if keep_ratios is None else keep_ratios[client]
-        data = ClientData(examples[client], batch_size=4, keep_ratio=keep_ratio)
-        return Node(lambda: DeviceService(lits, dict.fromkeys(lits, data), str(client), TRUSTED), forgets=forgets)
+        return Node(lambda: DeviceService(modules[client], data[client], str(client), TRUSTED), forgets=forgets)
 
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
     return FakeLine({100 + number: node(client) for number, client in enumerate(order)}, **options)
+
+
+def toy_line(
+    lit: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+    keep_ratios: Mapping[int, float] | None = None,
+    **options: Any,
+) -> FakeLine:
+    """The toy federation's clients, who may say their keep ratios."""
+    lits: Mapping[str, Callable[[], Any]] = {"": lit} if callable(lit) else lit
+    ratios = [None if keep_ratios is None else keep_ratios[client] for client in range(12)]
+    own = zip(toy_client_data(), ratios, strict=True)
+    datas = [ClientData(examples, batch_size=4, keep_ratio=keep_ratio) for examples, keep_ratio in own]
+    return line_of([lits] * 12, [dict.fromkeys(lits, data) for data in datas], **options)
 
 
 def remote(line: FakeLine | Roster, **options: Any) -> Any:

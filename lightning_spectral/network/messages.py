@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `WHO` | none | who the device is: `Identity` |
 | `TRAIN` | the digest of a `Start`, the start itself if the device may lack it, a `Download` | an `Upload` |
+| `EVALUATE` | the model's name, a `Download` of the server's weights | an `Upload` without tensors |
 
 A `Download` and an `Upload` are divided into a head and the values of their tensors, so that values which all clients
 get are one part that can be sent once. Instead of its answer, a device may say that it lacks the start (`LACKS`), or
@@ -26,7 +27,8 @@ from lightning_spectral.protocol.records import Download, Upload
 
 Parts = Mapping[str, bytes]
 
-WHO, TRAIN = "query", "train"
+WHO, TRAIN, EVALUATE = "query", "train", "evaluate"
+MODEL = "model"
 START, DIGEST, HEAD, VALUES, IDENTITY, LACKS, REFUSED = (
     "start",
     "digest",
@@ -49,11 +51,13 @@ class Holding:
         num_examples: Number of its training examples.
         examples_per_epoch: How many of them it trains on in a local epoch.
         keep_ratio: What it can hold; ``None`` to leave that to the algorithm.
+        num_held_out: Number of examples on which it does not train, for `ClientEvaluation`.
     """
 
     num_examples: int
     examples_per_epoch: int
     keep_ratio: float | None = None
+    num_held_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def encode_object(value: Identity | Start) -> bytes:
 
     Example:
         >>> decode_object(encode_object(Identity("ward 7", {"": Holding(80, 64)})), Identity).holdings
-        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None)}
+        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0)}
     """
     name = type(value).__name__
     return encode_plain(to_plain(value, name), name)

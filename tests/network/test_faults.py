@@ -149,8 +149,9 @@ def test_too_few_clients_are_an_error_that_says_so(fit: Fit) -> None:
 
 
 def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:
-    with pytest.raises(ValueError, match=r"ClientEvaluation needs clients' examples at the server"):
-        fit(seeded(LitMLP), remote(toy_line(LitMLP)), callbacks=[ls.ClientEvaluation()], **SETTINGS)
+    callbacks = [ls.plugin.callbacks.BatchNormEstimation()]
+    with pytest.raises(ValueError, match=r"BatchNormEstimation needs clients' examples at the server"):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP)), callbacks=callbacks, **SETTINGS)
 
 
 def test_the_code_on_the_device_must_be_that_of_the_server(fit: Fit) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_line import toy_examples
+from fake_line import toy_client_data
 from federation import same_state, seeded
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
@@ -113,7 +113,7 @@ def _within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def client(config: Any) -> net.ClientData:
-    return net.ClientData(toy_examples()[int(config["client"])], batch_size=4)
+    return net.ClientData(toy_client_data()[int(config["client"])], batch_size=4)
 
 
 def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any, tmp_path: Any) -> None:

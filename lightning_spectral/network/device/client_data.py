@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,8 @@ from lightning_spectral.client.batches import ClientData as ClientBatches
 from lightning_spectral.network.messages import Holding
 from lightning_spectral.protocol.records import Download
 
+SMALLEST_EVALUATION_BATCH = 256  # as at the server
+
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
@@ -24,6 +26,7 @@ class ClientData:
     Args:
         train: Any map-style data set, of this client's examples alone.
         batch_size: Examples per local step.
+        val: Examples on which it does not train, for `ClientEvaluation`; ``None`` for none.
         keep_ratio: What the device can hold, one of the algorithm's; ``None`` to leave that to the algorithm.
         drop_last: Whether a local epoch omits its last batch if that is smaller, unless it is the only one.
         labels: Class of each example, for hooks that need the client's classes; ``None`` if they are not known.
@@ -37,11 +40,12 @@ class ClientData:
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> ClientData(TensorDataset(torch.ones(50, 3)), batch_size=8, drop_last=True).holding()
-        Holding(num_examples=50, examples_per_epoch=48, keep_ratio=None)
+        Holding(num_examples=50, examples_per_epoch=48, keep_ratio=None, num_held_out=0)
     """
 
     train: Any
     batch_size: int = 32
+    val: Any = None
     keep_ratio: float | None = None
     drop_last: bool = False
     labels: Tensor | Sequence[int] | None = field(default=None, repr=False)
@@ -59,8 +63,8 @@ class ClientData:
 
     def holding(self) -> Holding:
         """What the server is told of it."""
-        size = len(self.train)
-        return Holding(size, examples_per_epoch(size, self.batch_size, self.drop_last), self.keep_ratio)
+        size, held_out = len(self.train), 0 if self.val is None else len(self.val)
+        return Holding(size, examples_per_epoch(size, self.batch_size, self.drop_last), self.keep_ratio, held_out)
 
     def batches(self, download: Download) -> ClientBatches:
         """The examples of one round, in an order that depends on the run's seed, the round and the client."""
@@ -68,6 +72,11 @@ class ClientData:
         order = download.seed, download.ids, self.drop_last
         labels = None if self.labels is None else self._classes
         return ClientBatches(self._source, indices, self.batch_size, *order, labels=labels)
+
+    def held_out_batches(self) -> Iterator[tuple[Any, int]]:
+        """The held-out examples in order: pairs of (batch, number of examples in it)."""
+        index_batches = torch.split(torch.arange(len(self.val)), max(self.batch_size, SMALLEST_EVALUATION_BATCH))
+        return zip(BatchSource(self.val, self.collate_fn).batches(index_batches), map(len, index_batches), strict=True)
 
     def _classes(self) -> Tensor:
         return torch.as_tensor(self.labels)

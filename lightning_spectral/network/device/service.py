@@ -13,11 +13,14 @@ from lightning_spectral.client.local_optimizer import OptimizerRecipe, recipe_of
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.device.client_data import ClientData
+from lightning_spectral.network.device.evaluation import evaluated
 from lightning_spectral.network.device.kept import read_kept, write_kept
 from lightning_spectral.network.messages import (
     DIGEST,
+    EVALUATE,
     IDENTITY,
     LACKS,
+    MODEL,
     REFUSED,
     START,
     TRAIN,
@@ -30,7 +33,7 @@ from lightning_spectral.network.messages import (
     record_of,
     record_parts,
 )
-from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.records import Download, Failure, Upload
 
 Memory = MutableMapping[str, bytes]
 
@@ -63,7 +66,7 @@ class DeviceService:
         """Answer one message; whatever is wrong with it is said in the answer.
 
         Args:
-            question: `WHO` or `TRAIN`.
+            question: `WHO`, `TRAIN` or `EVALUATE`.
             parts: The message.
             memory: What the device keeps between messages; changed in place.
         """
@@ -72,6 +75,8 @@ class DeviceService:
                 return {IDENTITY: encode_object(self.identity())}
             if question == TRAIN:
                 return self._train(parts, memory)
+            if question == EVALUATE:
+                return self._evaluate(parts)
             raise RecordError(f"This device does not know the question {question!r}.")
         except (RecordError, ValueError) as error:
             return {REFUSED: str(error).encode()}
@@ -99,6 +104,22 @@ class DeviceService:
             write_kept(device, memory, model)
         return record_parts(upload)
 
+    def _evaluate(self, parts: Parts) -> dict[str, bytes]:
+        model, download = parts.get(MODEL, b"").decode(), record_of(parts, Download)
+        self._check_model(model)
+        if not (data := self.data[model]).holding().num_held_out:
+            raise RecordError("This client has no held-out examples.")
+        try:
+            logged = evaluated(self.modules[model](), data, download)
+        except Exception as error:
+            failure = Failure("evaluation", f"{type(error).__name__}: {error}")
+            return record_parts(Upload(download.unit, {}, left_out="error", failure=failure))
+        return record_parts(Upload(download.unit, {}, logged=logged))
+
+    def _check_model(self, model: str) -> None:
+        if model not in self.modules or model not in self.data:
+            raise RecordError(f"This device has no model {model!r}; it has {sorted(self.data)}.")
+
     def _device(self, digest: bytes, memory: Memory) -> tuple[str, Device]:
         if digest not in self._devices:
             start = decode_object(memory[f"start {digest.decode()}"], Start, self.trusted)
@@ -106,8 +127,7 @@ class DeviceService:
         return self._devices[digest]
 
     def _make(self, start: Start) -> Device:
-        if start.model not in self.modules or start.model not in self.data:
-            raise RecordError(f"This device has no model {start.model!r}; it has {sorted(self.data)}.")
+        self._check_model(start.model)
         module: Any = self.modules[start.model]()
         recipes = _recipes(module)
         if (own := described(recipes)) != start.optimizers:

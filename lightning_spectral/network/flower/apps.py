@@ -61,6 +61,7 @@ def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) 
 
     app.query()(answer)
     app.train()(answer)
+    app.evaluate()(answer)
     return app
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -17,11 +17,12 @@ from lightning_spectral.network.device.service import described
 from lightning_spectral.network.messages import Start
 from lightning_spectral.network.server.line import Line
 from lightning_spectral.network.server.remote_directory import RemoteDirectory
+from lightning_spectral.network.server.remote_evaluation import HeldOut, evaluate_on_devices, held_out
 from lightning_spectral.network.server.remote_executor import RemoteExecutor
 from lightning_spectral.network.server.reply_checks import ReplyChecks
 from lightning_spectral.network.server.roster import Roster, check_enough
 from lightning_spectral.participation import Sampler
-from lightning_spectral.plugin.callbacks import BatchNormEstimation, ClientEvaluation
+from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
@@ -127,6 +128,17 @@ class RemoteClients(ServerData):
         start = Start(self.model, side, tuple(owner.local_hooks), described(recipes), measures)
         return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline)
 
+    @property
+    def held_out(self) -> HeldOut:
+        """How many examples each client holds out, for `ClientEvaluation`."""
+        return held_out(self.roster, self.model)
+
+    def evaluate_elsewhere(
+        self, owner: Any, round_idx: int, client_ids: Sequence[int]
+    ) -> dict[int, Mapping[str, float]]:
+        """Let clients evaluate the server's model on their own held-out examples."""
+        return evaluate_on_devices(self.roster, self.model, owner.module, owner.seed, round_idx, client_ids)
+
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples."""
         names = self.roster.names
@@ -153,7 +165,7 @@ class RemoteClients(ServerData):
 
 def _check_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
-        if isinstance(callback, BatchNormEstimation | ClientEvaluation):
+        if isinstance(callback, BatchNormEstimation):
             raise ValueError(
                 f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
                 "leave it out."

@@ -82,7 +82,7 @@ class RemoteExecutor(Executor):
         if answer.reason in ("late", "dropped_out"):
             return Upload(download.unit, {}, left_out=answer.reason)
         try:
-            upload = record_of(_usable(answer), Upload)
+            upload = record_of(usable(answer), Upload)
             self.checks.check(download, upload)
         except RecordError as error:
             failure = Failure("network", f"The device's answer cannot be used: {error}")
@@ -90,7 +90,8 @@ class RemoteExecutor(Executor):
         return replace(upload, unit=download.unit)  # with the server's own coefficient
 
 
-def _usable(answer: Answer) -> Parts:
+def usable(answer: Answer) -> Parts:
+    """The parts of an answer; raise ``RecordError`` if there is none."""
     if answer.reason is not None:
         raise RecordError(answer.message or "there is none")
     if REFUSED in answer.parts:

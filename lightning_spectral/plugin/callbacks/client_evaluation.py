@@ -138,6 +138,11 @@ def evaluate_clients(
         One row for each client, in the order of ``client_ids``; the same rows in all processes.
     """
     sizes = model.data.held_out.sizes_of(client_ids)
+    if (elsewhere := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is not None:
+        sized = zip(client_ids, sizes, strict=True)
+        return tuple(
+            ClientRow(client_id, size, elsewhere[client_id]) for client_id, size in sized if client_id in elsewhere
+        )
     processes = processes_of(trainer)
     mine = deal(sizes, processes.size)[processes.rank]
 

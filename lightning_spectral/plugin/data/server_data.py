@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -84,6 +84,21 @@ class ServerData(pl.LightningDataModule):
             owner: The `FederatedModule` of the model that they train.
             run: Settings and state shared by its rounds.
             local_trainer: Runs a client's local epochs; ``None`` for the client engine that the owner asks for.
+        """
+        return None
+
+    def evaluate_elsewhere(
+        self, owner: Any, round_idx: int, client_ids: Sequence[int]
+    ) -> Mapping[int, Mapping[str, float]] | None:
+        """Evaluate the server's model where clients are; ``None``, as by default, if that is here.
+
+        Args:
+            owner: The `FederatedModule`.
+            round_idx: The round, from 0.
+            client_ids: Clients to evaluate.
+
+        Returns:
+            The metrics of each client that could be evaluated, by name.
         """
         return None
 

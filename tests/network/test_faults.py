@@ -169,3 +169,16 @@ def test_a_local_hook_travels_and_a_function_does_not(fit: Fit) -> None:
     theirs = fit(seeded(LitMLP), toy_data(), **options)
     assert same_state(ours.state, theirs.state)
     assert not same_state(ours.state, fit(seeded(LitMLP), toy_data(), **SETTINGS).state)
+
+
+def test_a_device_keeps_only_its_sub_model(fit: Fit) -> None:
+    modules = []
+
+    def make() -> LitMLP:
+        modules.append(LitMLP())
+        return modules[-1]
+
+    options = {**SETTINGS, "algorithm": ls.SpectralSharding(keep_ratio=0.5)}
+    fit(seeded(LitMLP), remote(toy_line(make)), **options)
+    assert modules
+    assert all(parameter.is_meta for module in modules for parameter in module.parameters())

@@ -11,6 +11,7 @@ from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop, LossLoop
 from lightning_spectral.client.local_optimizer import OptimizerRecipe, recipe_of
 from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.client.user_step import Recorder, log_to
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.device.client_data import ClientData
 from lightning_spectral.network.device.evaluation import evaluated
@@ -60,7 +61,7 @@ class DeviceService:
     ) -> None:
         self.modules, self.data, self.client = modules, data, client
         self.trusted = frozenset(trusted)
-        self._devices: dict[bytes, tuple[str, Device]] = {}
+        self._devices: dict[tuple[bytes, float], tuple[str, Device]] = {}
 
     def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
         """Answer one message; whatever is wrong with it is said in the answer.
@@ -91,8 +92,8 @@ class DeviceService:
             memory[f"start {digest.decode()}"] = parts[START]
         if f"start {digest.decode()}" not in memory:
             return {LACKS: digest}
-        model, device = self._device(digest, memory)
         download = record_of(parts, Download)
+        model, device = self._device(digest, download.capacity, memory)
         read_kept(device, memory, model)
         device.generators.save()
         try:
@@ -120,11 +121,12 @@ class DeviceService:
         if model not in self.modules or model not in self.data:
             raise RecordError(f"This device has no model {model!r}; it has {sorted(self.data)}.")
 
-    def _device(self, digest: bytes, memory: Memory) -> tuple[str, Device]:
-        if digest not in self._devices:
+    def _device(self, digest: bytes, capacity: float, memory: Memory) -> tuple[str, Device]:
+        key = digest, capacity
+        if key not in self._devices:
             start = decode_object(memory[f"start {digest.decode()}"], Start, self.trusted)
-            self._devices[digest] = start.model, self._make(start)
-        return self._devices[digest]
+            self._devices[key] = start.model, self._make(start)
+        return self._devices[key]
 
     def _make(self, start: Start) -> Device:
         self._check_model(start.model)
@@ -137,7 +139,12 @@ class DeviceService:
             )
         settings = LocalSettings(local_hooks=start.local_hooks)
         trainer = LossLoop if start.measures else LocalLoop
-        return Device(module, start.side, recipes, self.data[start.model].batches, settings, trainer)
+
+        def attach(recorder: Recorder, client: Any) -> None:
+            log_to(recorder, client)
+            module.to("meta")  # a device trains the sub-model alone, and has no room for the whole
+
+        return Device(module, start.side, recipes, self.data[start.model].batches, settings, trainer, attach)
 
 
 def _recipes(module: Any) -> list[OptimizerRecipe]:

@@ -183,7 +183,7 @@ class ClientOutcome:
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
-        update_norm: Norm of its update if the sampler uses it, NaN otherwise.
+        update_norm: Norm of its update if the sampler or a bound uses it, NaN otherwise.
         frozen_bytes: Bytes of the frozen tensors among those sent to it, which it did not have yet.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.

@@ -103,8 +103,9 @@ class OpenRound:
         return common, receipt
 
     def update_norm(self, download: Download | None, upload: Upload) -> float:
-        """Norm of one unit's update if this run's sampler uses it, NaN otherwise."""
-        if download is None or self.run.figure not in ("update", "stale update"):
+        """Norm of one unit's update if this run's sampler or its bound uses it, NaN otherwise."""
+        is_used = self.run.update_bound is not None or self.run.figure in ("update", "stale update")
+        if download is None or not is_used:
             return math.nan
         expected = None
         if self.run.figure == "stale update" and isinstance(self.opened, ExpectsUpdates):

@@ -129,6 +129,10 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          ls.server.Faults(on_error=ls.server.LeaveOut(),
                    on_not_finite=ls.server.Raise(), on_late=ls.server.LeaveOut(0.2))),
     ],
+    "update_bound": [
+        ("{norm: 2.0}", ls.server.MaxUpdateNorm(2.0)),
+        ("{class_path: MaxUpdateNorm, init_args: {norm: 2.0}}", ls.server.MaxUpdateNorm(2.0)),
+    ],
     "dropout": [
         ("{probability: 0.1}", ls.ClientDropout(0.1)),
         ("{probability: {0.0: 0.5, 0.3: 0.5}}", ls.ClientDropout({0.0: 0.5, 0.3: 0.5})),

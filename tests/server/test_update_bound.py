@@ -32,14 +32,25 @@ def test_the_norm_is_at_most_the_bound_and_the_direction_stays(bound: float, see
         assert torch.allclose(found[name].double(), expected, rtol=0, atol=4 * size * torch.finfo(torch.float32).eps)
 
 
+class Seen(ls.RoundCallback):
+    def __init__(self) -> None:
+        self.summaries: list[Any] = []
+
+    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+        self.summaries.append(summary)
+
+
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.Scaffold()])
 def test_a_round_counts_the_clients_that_were_shortened(algorithm: Any, fit: Fit, data: Any) -> None:
     lit = seeded(LitMLP, momentum=0.0) if isinstance(algorithm, ls.Scaffold) else seeded(LitMLP)
     before = torch.nn.utils.parameters_to_vector(lit.parameters()).detach().clone()
-    fitted = fit(lit, data, algorithm=algorithm, update_bound=MaxUpdateNorm(1e-3))
+    fitted = fit(lit, data, algorithm=algorithm, update_bound=MaxUpdateNorm(1e-3), callbacks=[seen := Seen()])
     assert fitted.rows[0]["fl/clients_bounded"] == 4
     if isinstance(algorithm, ls.FedAvg):
         assert 0 < float((fitted.weights - before).norm()) <= 1.001e-3
+    (outcome, *_) = seen.summaries[0].clients
+    assert outcome.is_bounded
+    assert outcome.update_norm > 1e-3
     free = fit(seeded(LitMLP), data, algorithm=ls.FedAvg(), update_bound=MaxUpdateNorm(1e6))
     assert free.rows[0]["fl/clients_bounded"] == 0
 

@@ -178,7 +178,7 @@ class LitTokens(LitLogits):
     def __init__(self) -> None:
         super().__init__(gpt2(), lambda net, x: net(input_ids=x).logits, torch.zeros(1, 8, dtype=torch.long))
         with torch.no_grad():
-            self.model.transformer.wte.weight.mul_(25)
+            self.net.transformer.wte.weight.mul_(25)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx))

@@ -28,6 +28,7 @@ CONTENDERS = {
     "FedAvg": ("ours", "fedavg"),
     "spectral sharding, r = 0.2": ("ours", "spectral"),
 }
+ENDS = "Run finished", "`Trainer.fit` stopped"
 PYPROJECT = """\
 [project]
 name = "{app}"
@@ -79,7 +80,9 @@ def run(network, app, rounds, algorithm):
     """Seconds and bytes of one run."""
     config = f'rounds={rounds} algorithm="{algorithm}"'
     start, before = time.monotonic(), loopback_bytes()
-    network.run(["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config])
+    printed = network.run(["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config])
+    if not any(end in printed for end in ENDS):
+        raise RuntimeError(printed)
     return time.monotonic() - start, loopback_bytes() - before
 
 

@@ -9,7 +9,8 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 from work import client_examples, make_model
 
-device, server = ClientApp(), ServerApp()
+device = ClientApp()
+server = ServerApp()  # apart, because Flower looks for the names without running the file
 
 
 @device.train()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import RecordError
 from lightning_spectral.protocol.codec import VERSION, decode, decode_plain, encode, encode_plain, head_and_values
@@ -83,15 +84,15 @@ class Start:
         model: The model's name; empty if there is only one.
         side: The device half of the algorithm.
         local_hooks: Hooks that act while clients train.
-        optimizers: For each of the user's optimizers, the name of its class and its groups' parameters by name. The
-            device makes them itself, and compares.
+        recipes: Recipes of the user's optimizers. A device does not configure them itself, since that often needs a
+            Trainer, to schedule the learning rate.
         measures: Whether clients only measure their loss.
     """
 
     model: str
     side: ClientSide
     local_hooks: tuple[LocalHook, ...] = ()
-    optimizers: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = ()
+    recipes: tuple[OptimizerRecipe, ...] = ()
     measures: bool = False
 
 

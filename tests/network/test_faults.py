@@ -9,7 +9,7 @@ import torch
 from fake_line import remote, toy_line
 from federation import Fit, Fitted, same_state, seeded
 from other_process import LitFails, toy_data
-from toy_models import LitMLP
+from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.errors import RoundError
@@ -154,13 +154,23 @@ def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:
         fit(seeded(LitMLP), remote(toy_line(LitMLP)), callbacks=callbacks, **SETTINGS)
 
 
-def test_the_code_on_the_device_must_be_that_of_the_server(fit: Fit) -> None:
-    class Other(LitMLP):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters())
+class NeedsTrainer(LitMLP):
+    """As many modules do, it reads from its Trainer how long the learning rate is to fall."""
 
-    with pytest.raises(ls.ClientError, match=r"configure_optimizers` gives .*Adam.* run the same code on both"):
-        fit(seeded(LitMLP), remote(toy_line(Other)), **SETTINGS)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
+
+
+def test_a_device_needs_no_trainer_to_make_optimizers(fit: Fit) -> None:
+    options = {**SETTINGS, "max_epochs": 3}
+    ours, theirs = (fit(seeded(NeedsTrainer), data, **options) for data in (remote(toy_line(NeedsTrainer)), toy_data()))
+    assert same_state(ours.state, theirs.state)
+
+
+def test_the_module_on_the_device_must_be_that_of_the_server(fit: Fit) -> None:
+    with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, loading: "):
+        fit(seeded(LitMLP), remote(toy_line(LitSmall)), **SETTINGS)
 
 
 def test_a_local_hook_travels_and_a_function_does_not(fit: Fit) -> None:

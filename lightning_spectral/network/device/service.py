@@ -9,7 +9,6 @@ from torch import nn
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop, LossLoop
-from lightning_spectral.client.local_optimizer import OptimizerRecipe, recipe_of
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.client.user_step import Recorder, log_to
 from lightning_spectral.errors import RecordError
@@ -131,12 +130,6 @@ class DeviceService:
     def _make(self, start: Start) -> Device:
         self._check_model(start.model)
         module: Any = self.modules[start.model]()
-        recipes = _recipes(module)
-        if (own := described(recipes)) != start.optimizers:
-            raise RecordError(
-                f"`configure_optimizers` gives {own} on the device and {start.optimizers} at the server; run the same "
-                "code on both."
-            )
         settings = LocalSettings(local_hooks=start.local_hooks)
         trainer = LossLoop if start.measures else LocalLoop
 
@@ -144,18 +137,4 @@ class DeviceService:
             log_to(recorder, client)
             module.to("meta")  # a device trains the sub-model alone, and has no room for the whole
 
-        return Device(module, start.side, recipes, self.data[start.model].batches, settings, trainer, attach)
-
-
-def _recipes(module: Any) -> list[OptimizerRecipe]:
-    """Recipes of the optimizers that a module configures; its schedules act at the server."""
-    configured: Any = module.configure_optimizers()
-    if isinstance(configured, tuple):  # of optimizers and schedules
-        configured = configured[0] if isinstance(configured[0], list | tuple) else list(configured)
-    listed = configured if isinstance(configured, list) else [configured]
-    return [recipe_of(one["optimizer"] if isinstance(one, Mapping) else one, module) for one in listed]
-
-
-def described(recipes: Collection[OptimizerRecipe]) -> tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]:
-    """The class and the parameters of each optimizer, to compare server and device."""
-    return tuple((recipe.optimizer_class.__name__, recipe.groups) for recipe in recipes)
+        return Device(module, start.side, start.recipes, self.data[start.model].batches, settings, trainer, attach)

@@ -13,7 +13,6 @@ from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalTrainer
-from lightning_spectral.network.device.service import described
 from lightning_spectral.network.messages import Start
 from lightning_spectral.network.server.line import Line
 from lightning_spectral.network.server.remote_directory import RemoteDirectory
@@ -123,9 +122,9 @@ class RemoteClients(ServerData):
             ValueError: If the run has settings that devices cannot honour.
         """
         _check_settings(owner)
-        recipes = [recipe_of(template, owner.module) for template in owner.templates()]
+        recipes = tuple(recipe_of(template, owner.module) for template in owner.templates())
         side, measures = run.half.device_half, local_trainer is LossLoop
-        start = Start(self.model, side, tuple(owner.local_hooks), described(recipes), measures)
+        start = Start(self.model, side, tuple(owner.local_hooks), recipes, measures)
         return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline)
 
     @property

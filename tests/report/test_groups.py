@@ -101,7 +101,7 @@ def test_megabytes_are_all_that_was_sent_until_then() -> None:
 
 
 def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
-    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9}
+    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9, "over_bytes/acc": 0.9}
     after = {"fl/round": 0, "val_loss": 0.5, "val_acc": 0.5, "lr-SGD": 0.1, "fl/clients/val_acc/mean": 0.5}
     assert choose_metric([run({}, during, after)], None) == "val_acc"
     assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})], None) == "val_loss"

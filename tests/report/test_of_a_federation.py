@@ -73,6 +73,7 @@ def test_csv_files_wandb_tensorboard_and_the_history_hold_the_same(
         assert run.config["federation"] == fitted.model.hparams["federation"]
         assert "val_acc" in run.names - run.from_clients
         assert "train_acc" in run.from_clients
+    assert not any(name.startswith(OVER_BYTES) for name in events.names)
     for run in (csv, offline, events):
         found = spectra(run)
         assert {layer: sorted(by_round) for layer, by_round in found.items()} == {"net.2": [0, 1, 2]}

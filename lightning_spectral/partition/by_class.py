@@ -46,16 +46,9 @@ def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: t
 
 
 def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng: np.random.Generator) -> Ints:
-    """Draw the class of every slot, for clients served in the given order.
+    """Draw the class of every slot, client by client, for clients served in the given order.
 
-    Args:
-        class_sizes: Examples of each class, shape ``(K,)``.
-        client_sizes: Examples each client gets, shape ``(C,)``; their sum is at most that of ``class_sizes``.
-        draw: How many of each class a client gets.
-        rng: Source of randomness.
-
-    Returns:
-        Class indices, client by client, shape ``(client_sizes.sum(),)``.
+    There are as many slots as the sum of ``client_sizes``, which is at most that of ``class_sizes``.
 
     Example:
         >>> def one_of_each(left, num_draws, rng):

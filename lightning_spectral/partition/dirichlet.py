@@ -72,7 +72,7 @@ class DirichletPartitioner(Partitioner):
 
 
 def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
-    """Concentration of a prior over classes of given sizes: it sums to ``total`` or, if symmetric, is that for each.
+    """Concentration of a prior over classes: as their sizes, with the sum ``total``, or ``total`` for each class.
 
     Example:
         >>> class_concentration(np.array([3, 1]), 2.0, symmetric=False)
@@ -94,17 +94,14 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
     renormalised prior of the classes that still have examples is the same as drawing from the full prior and skipping
     the labels of classes that have run out. So all missing labels are drawn at once: the first ``supply`` of each class
     are accepted and the others skipped, whatever their order. The skipped labels are then drawn again. From here on
-    every label of an exhausted class would be skipped, so these classes are left out.
+    every label of an exhausted class would be skipped, so these classes are left out. If the prior has no mass left on
+    the classes that have examples, the rest is a uniform draw from the remaining examples.
 
     Args:
         log_prior: Logarithm of the class probabilities up to a constant, shape ``(K,)``; ``-inf`` is zero.
         supply: Examples of each class, shape ``(K,)``.
         num_draws: Labels to draw, at most the sum of ``supply``.
         rng: Source of randomness.
-
-    Returns:
-        Counts, shape ``(K,)``, at most ``supply``. If the prior has no mass left on the classes that have examples, the
-        rest is a uniform draw from the remaining examples.
 
     Example:
         >>> draw_class_counts(np.log([0.5, 0.5]), np.array([1, 9]), 8, np.random.default_rng(0))
@@ -127,11 +124,9 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
     """Logarithm of a Dirichlet draw, up to a constant, even where the draw itself would underflow.
 
-    A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U``
-    is a standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all
-    classes.
-
-    A concentration of zero, which is an underflow, gives ``-inf``. Shapes are ``(K,)``.
+    A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U`` is a
+    standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all classes. Only
+    ``a = 0``, itself an underflow, gives ``-inf``.
 
     Example:
         >>> log_q = log_dirichlet(np.full(3, 1e-6), np.random.default_rng(0))

@@ -107,17 +107,7 @@ class TwoStages:
 
 
 def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float, symmetric: bool) -> TwoStages:
-    """Create the law for one data set.
-
-    Args:
-        class_sizes: Examples of each class, shape ``(K,)``.
-        superclasses: Superclass of each class, shape ``(K,)``.
-        alpha: Concentration over superclasses.
-        beta: Concentration over the classes of a superclass.
-        symmetric: Whether these hold for each superclass or class, instead of being sums.
-
-    Returns:
-        The law.
+    """Create the law for classes of given sizes and superclasses, both of shape ``(K,)``.
 
     Example:
         >>> two_stages(np.array([2, 1, 3]), np.array([5, 5, 7]), 2.0, 3.0, symmetric=False)

@@ -133,7 +133,8 @@ def with_metric(
     """Leave out runs without the metric, or without any, such as those that were killed before the first evaluation.
 
     Returns:
-        The other runs with those in the files ``kept``, and why each is left out; all runs, if none has a metric.
+        The runs to report, with those in the files ``kept``, and why each other one is left out; all runs, if none has
+        a metric.
     """
     measured = [run for run in runs if run.path in kept or _has_metric(run, wanted)]
     if not measured:

@@ -204,9 +204,12 @@ def test_tied_weights_a_loss_of_the_modules_and_frozen_foreign_parameters_are_no
 
 def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = with_sgd(lit_mlp, lambda self: [self.net[2].weight])
-    before = module.net[0].weight.detach().clone()
+    module.net[2].bias.data.fill_(0.5)
+    before = copy.deepcopy(module.net)
     fit(module, data, server_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5))
-    assert torch.equal(module.net[0].weight, before)
+    assert torch.equal(module.net[0].weight, before[0].weight)
+    assert torch.equal(module.net[2].bias, before[2].bias)
+    assert not torch.equal(module.net[2].weight, before[2].weight)
 
 
 @pytest.mark.filterwarnings("ignore:.*no client has given a gradient")

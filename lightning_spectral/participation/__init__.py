@@ -1,11 +1,9 @@
 """Which clients take part in a round, and which of several models they train."""
 
-from lightning_spectral.participation.assignment import Assignment, outcome_to_assignment
-from lightning_spectral.participation.base import Participation
 from lightning_spectral.participation.baselines import FullParticipation, RoundRobin, Uniform
-from lightning_spectral.participation.population import Population
+from lightning_spectral.participation.population import Assignment, Population, outcome_to_assignment
 from lightning_spectral.participation.sampler import Figure, Sampler
-from lightning_spectral.participation.uniform import UniformParticipation
+from lightning_spectral.participation.uniform import Participation, UniformParticipation
 from lightning_spectral.participation.variance_reduced import (
     LossVarianceReduced,
     StaleUpdateVarianceReduced,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import check_fields, flag
-from lightning_spectral.participation.assignment import Assignment
-from lightning_spectral.participation.population import Population
+from lightning_spectral.participation.population import Assignment, Population
 from lightning_spectral.participation.sampler import Sampler
 
 __all__ = ["FullParticipation", "RoundRobin", "Uniform", "uniform_probs"]
@@ -19,7 +18,8 @@ class FullParticipation(Sampler):
     """Every client trains every model that it can in every round, whatever its number of processors.
 
     This is the reference that other samplers approximate; nothing is drawn. All processors count as active for every
-    model they can train, so rows of the probabilities sum to more than one.
+    model they can train, so rows of the probabilities sum to more than one. Pairs are in the order of clients, then
+    models.
 
     Args:
         normalize: Whether coefficients are numbers of examples, to be divided by their sum, instead of shares. Both
@@ -42,13 +42,11 @@ class FullParticipation(Sampler):
         check_fields(self, normalize=flag)
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
-        """One wherever a processor has a score."""
         return (scores > 0).double()
 
     def assign(
         self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
     ) -> Assignment:
-        """All pairs, in the order of clients, then models; see :meth:`Sampler.assign`."""
         clients, models = population.trainable.nonzero(as_tuple=True)
         coefficients = population.num_examples.double() if self.normalize else population.shares
         pairs = clients.tolist(), models.tolist(), coefficients[clients, models].tolist()
@@ -82,20 +80,15 @@ class Uniform(Sampler):
     """
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
-        """Probability ``active / P_able`` of every able processor, shared among its models; the same in all rounds."""
         return uniform_probs(scores > 0, self.active)
 
 
 def uniform_probs(can: Tensor, active: float) -> Tensor:
-    """Equal row sums, shared equally among the models that a processor can train.
+    """Probabilities with equal row sums, each shared equally among a processor's models, float64, shape ``(P, S)``.
 
     Args:
         can: Which processor can train which model, bool, shape ``(P, S)``.
-        active: Sum m of all probabilities, at most the number of processors that can train something; larger values
-            count as that number.
-
-    Returns:
-        Probabilities, float64, shape ``(P, S)``.
+        active: Sum m of all probabilities; no more than the number of processors that can train something.
     """
     counts = can.sum(1, keepdim=True)
     chance = min(1.0, active / max(int((counts > 0).sum()), 1))
@@ -134,7 +127,6 @@ class RoundRobin(Sampler):
     """
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
-        """Probability ``active / P_able`` of every able processor to train the model whose turn it is."""
         can = scores > 0
         counts = can.sum(1, keepdim=True)
         turn = (torch.arange(len(can))[:, None] + round_idx) % counts.clamp(min=1)
@@ -142,5 +134,4 @@ class RoundRobin(Sampler):
         return uniform_probs(on_turn, self.active)
 
     def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
-        """Probabilities over a cycle: every model that a processor can train has the same share of rounds."""
         return uniform_probs(scores > 0, self.active)

@@ -51,7 +51,6 @@ def _independent(cumulative: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _active(rows: Tensor, design: Design, generator: torch.Generator) -> Tensor:
-    """Active processors by their row sums, in the order drawn."""
     able = rows.nonzero()[:, 0]
     if _all_equal(rows[able]):
         return able[UniformParticipation(round(float(rows.sum()))).cohort(len(able), generator)]
@@ -59,7 +58,6 @@ def _active(rows: Tensor, design: Design, generator: torch.Generator) -> Tensor:
 
 
 def _picks(cumulative: Tensor, generator: torch.Generator) -> Tensor:
-    """The model of each active processor."""
     if cumulative.shape[1] == 1:
         return torch.zeros(len(cumulative), dtype=torch.int64)
     uniforms = torch.rand(len(cumulative), 1, dtype=torch.float64, generator=generator)

@@ -11,9 +11,8 @@ from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.designs.base import Design
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.sampling.assignment import model_joint_probs
-from lightning_spectral.participation.assignment import Assignment, outcome_to_assignment
 from lightning_spectral.participation.draws import draw_choices, processor_joint_probs
-from lightning_spectral.participation.population import Population
+from lightning_spectral.participation.population import Assignment, Population, outcome_to_assignment
 
 __all__ = ["Figure", "Sampler", "sampling_scores"]
 
@@ -104,14 +103,9 @@ class Sampler(ABC):
         return outcome_to_assignment(population, coefficient_probs, choice, order, normalize=self.normalize)
 
     def joint_probs(self, probs: Tensor, model: int) -> Tensor | None:
-        """Joint probabilities that two processors train a model, as needed for the variance figures.
+        """Joint probabilities, shape ``(P, P)``, that two processors train a model, for the variance figures.
 
-        Args:
-            probs: The probabilities of an assignment, shape ``(P, S)``.
-            model: Index of the model.
-
-        Returns:
-            Shape ``(P, P)``, or ``None`` if processors draw independently.
+        ``probs`` is that of an assignment. The result is ``None`` if processors draw independently.
         """
         if self.design is None:
             return None
@@ -128,7 +122,6 @@ class Sampler(ABC):
 
 
 def _checked(probs: Tensor, can: Tensor, sampler: Sampler) -> Tensor:
-    """Check the probabilities that a sampler returned, which may be a user's own."""
     valid = probs.shape == can.shape and bool((probs >= 0).all() and (probs.sum(1) <= 1 + 1e-9).all())
     if not valid or bool((probs[~can] > 0).any()):
         raise ValueError(
@@ -163,17 +156,16 @@ def sampling_scores(population: Population, figures: Tensor | None) -> Tensor:
 
 
 def _completed(population: Population, figures: Tensor) -> Tensor:
-    """Non-negative figures without gaps; those of clients without examples do not matter."""
+    """Figures without gaps or negative ones; those of clients without examples do not matter."""
     expected = tuple(population.num_examples.shape)
     if tuple(figures.shape) != expected:
         raise ValueError(f"`figures` must have shape (N, S) = {expected}, got {tuple(figures.shape)}.")
     values = torch.where(population.num_examples > 0, figures.detach().double().cpu(), torch.nan)
     if values.isinf().any():
         client, model = values.isinf().nonzero()[0].tolist()
-        value = values[client, model].item()
         raise ValueError(
-            f"`figures` must be finite, or NaN if not known, got {value} of client {client}, model {model}; "
-            "its training diverged: lower the learning rate, or pass NaN."
+            f"`figures` must be finite, or NaN if not known, got {values[client, model].item()} of client {client}, "
+            f"model {model}; its training diverged: lower the learning rate, or pass NaN."
         )
     values = values.clamp(min=0.0)  # leaves NaN
     largest = values.nan_to_num(-1.0).amax(0)

@@ -9,17 +9,14 @@ from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.functional.sampling.assignment import assignment_probs
 from lightning_spectral.participation.sampler import Figure, Sampler
 
-__all__ = [
-    "LossVarianceReduced",
-    "StaleUpdateVarianceReduced",
-    "UpdateVarianceReduced",
-    "VarianceReduced",
-]
+__all__ = ["LossVarianceReduced", "StaleUpdateVarianceReduced", "UpdateVarianceReduced", "VarianceReduced"]
 
 
 @dataclass(frozen=True)
 class VarianceReduced(Sampler):
     """The base of the three samplers: probabilities with the least total variance of their weighted figures.
+
+    See :func:`~lightning_spectral.functional.assignment_probs`.
 
     Args:
         active: Expected number m of active processors in a round, above zero.
@@ -39,7 +36,6 @@ class VarianceReduced(Sampler):
             check_fields(self, measure=Whole(at_least=1, hint='it is "all", "last" or a number of clients'))
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
-        """Solve for the probabilities; see :func:`~lightning_spectral.functional.assignment_probs`."""
         return assignment_probs(scores, min(self.active, len(scores)))
 
 
@@ -47,9 +43,7 @@ class VarianceReduced(Sampler):
 class LossVarianceReduced(VarianceReduced):
     """MMFL-LVR: sampling by the clients' losses, which cost no more than one pass over their data.
 
-    A client whose loss is zero is not drawn.
-
-    Its arguments are those of :class:`VarianceReduced`.
+    A client whose loss is zero is not drawn. Its arguments are those of :class:`VarianceReduced`.
 
     Reference:
         Zhang et al. (2024), "Towards Optimal Heterogeneous Client Sampling in Multi-Model Federated Learning".
@@ -69,9 +63,7 @@ class UpdateVarianceReduced(VarianceReduced):
     """MMFL-GVR: sampling by the norms of the clients' updates, which has the least variance of the average update.
 
     Measuring an update means training: with ``measure="all"``, all clients train every model in every round, and only
-    communication is saved.
-
-    Its arguments are those of :class:`VarianceReduced`.
+    communication is saved. Its arguments are those of :class:`VarianceReduced`.
 
     Reference:
         Zhang et al. (2024), Eq. (5).
@@ -88,9 +80,8 @@ class UpdateVarianceReduced(VarianceReduced):
 class StaleUpdateVarianceReduced(VarianceReduced):
     """MMFL-GVR*: sampling by how far the clients' updates are from the last ones that the server has stored.
 
-    It suits an algorithm that keeps these stale updates and averages only the differences.
-
-    Its arguments are those of :class:`VarianceReduced`.
+    It suits an algorithm that keeps these stale updates and averages only the differences. Its arguments are those of
+    :class:`VarianceReduced`.
 
     Reference:
         Zhang et al. (2024); Jhunjhunwala et al. (2022), FedVARP.

@@ -2,13 +2,11 @@
 
 from lightning_spectral.partition.base import Partitioner
 from lightning_spectral.partition.dirichlet import DirichletPartitioner
-from lightning_spectral.partition.held_out import hold_out
-from lightning_spectral.partition.iid import IIDPartitioner
 from lightning_spectral.partition.labels import Labels, class_indices, dataset_labels, labels_in_examples
-from lightning_spectral.partition.natural import NaturalPartitioner
 from lightning_spectral.partition.pachinko import PachinkoPartitioner
-from lightning_spectral.partition.partition import Partition
+from lightning_spectral.partition.partition import Partition, hold_out
 from lightning_spectral.partition.report import PartitionReport, report
+from lightning_spectral.partition.without_labels import IIDPartitioner, NaturalPartitioner
 
 __all__ = [
     "DirichletPartitioner",

@@ -1,14 +1,15 @@
-"""The interface of a partitioner."""
+"""The interface of a partitioner, and what partitioners share."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_spectral.partition.partition import Partition
 
-__all__ = ["Partitioner", "equal_shares"]
+__all__ = ["Partitioner", "check_one_per_example", "equal_shares"]
 
 
 class Partitioner(ABC):
@@ -47,10 +48,6 @@ class Partitioner(ABC):
 
         Returns:
             The partition; every client owns at least one example.
-
-        Raises:
-            ValueError: If there are more clients than examples, or the labels are missing, are not integers or
-                are not one per example.
         """
         name = type(self).__name__
         if self.num_clients > num_examples:
@@ -72,14 +69,7 @@ class Partitioner(ABC):
 def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Client ids in random order with their shares; the first ``num_examples % num_clients`` get an extra example.
 
-    Args:
-        num_examples: Examples to deal.
-        num_clients: Clients to deal them to.
-        generator: CPU generator of the order.
-
-    Returns:
-        Client ids in the order in which they are served, and the share of each in that order; both int64 of
-        shape ``(num_clients,)``.
+    Both are int64 of shape ``(num_clients,)``.
 
     Example:
         >>> order, sizes = equal_shares(11, 4, torch.Generator().manual_seed(0))
@@ -98,3 +88,19 @@ def _check_labels(labels: Tensor, num_examples: int) -> None:
         )
     if labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"`labels` must be integers, got {labels.dtype}; pass class indices.")
+
+
+def check_one_per_example(argument: str, entries: Any) -> None:
+    """Raise ``TypeError`` for entries without an order: a mapping would be read as its keys, a string as its letters.
+
+    Example:
+        >>> check_one_per_example("keys", "user")
+        Traceback (most recent call last):
+        TypeError: `keys` must list one entry per example, got 'user'; if it is a column, write keys=table['user'].
+    """
+    if isinstance(entries, str):
+        remedy = f"; if it is a column, write {argument}=table[{entries!r}]"
+        raise TypeError(f"`{argument}` must list one entry per example, got {entries!r}{remedy}.")
+    if isinstance(entries, Mapping | set | frozenset | type) or not isinstance(entries, Iterable):
+        shown = f"a {type(entries).__name__}" if isinstance(entries, Mapping | set | frozenset) else repr(entries)
+        raise TypeError(f"`{argument}` must list one entry per example, in the order of the data set, got {shown}.")

@@ -21,14 +21,8 @@ CountLaw: TypeAlias = Callable[[Ints, int, np.random.Generator], Ints]
 def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: torch.Generator) -> Partition:
     """Deal all examples to clients, which are served one after another, in random order.
 
-    Args:
-        labels: Class of each example, integers, shape ``(num_examples,)``.
-        num_clients: Clients to deal them to; sizes differ by at most one.
-        draw: How many of each class a client gets; only the classes that are present, in sorted order.
-        generator: CPU generator, the only source of randomness.
-
-    Returns:
-        The partition; within a class, examples are assigned at random.
+    Sizes differ by at most one. ``draw`` says how many examples of each class a client gets, of only the classes that
+    are present, in sorted order; within a class, examples are assigned at random.
 
     Example:
         >>> def first_come(left, num_draws, rng):
@@ -52,16 +46,9 @@ def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: t
 
 
 def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng: np.random.Generator) -> Ints:
-    """Draw the class of every slot, for clients served in the given order.
+    """Draw the class of every slot, client by client, for clients served in the given order.
 
-    Args:
-        class_sizes: Examples of each class, shape ``(K,)``.
-        client_sizes: Examples each client gets, shape ``(C,)``; their sum is at most that of ``class_sizes``.
-        draw: How many of each class a client gets.
-        rng: Source of randomness.
-
-    Returns:
-        Class indices, shape ``(sum of client_sizes,)``, client by client.
+    There are as many slots as the sum of ``client_sizes``, which is at most that of ``class_sizes``.
 
     Example:
         >>> def one_of_each(left, num_draws, rng):
@@ -80,5 +67,5 @@ def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng
 
 
 def _numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """A numpy generator seeded by a torch one, because torch's public gamma draw takes no generator."""
+    # torch's public gamma draw takes no generator
     return np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))

@@ -65,7 +65,6 @@ class DirichletPartitioner(Partitioner):
         check_fields(self, num_clients=Whole(at_least=1), alpha=alpha, symmetric=flag)
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-        """Draw the class of every slot of every client, then fill the slots with examples of that class."""
         assert labels is not None, "__call__ checks it"
         sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
         draw = partial(draw_dirichlet_counts, class_concentration(sizes, self.alpha, self.symmetric))
@@ -73,15 +72,7 @@ class DirichletPartitioner(Partitioner):
 
 
 def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
-    """Concentration of a Dirichlet prior over classes.
-
-    Args:
-        sizes: Examples of each class, shape ``(K,)``.
-        total: Sum of the concentration over classes, or the concentration of each class if it is symmetric.
-        symmetric: Whether it is the same for every class instead of proportional to ``sizes``.
-
-    Returns:
-        Positive numbers, shape ``(K,)``.
+    """Concentration of a prior over classes: as their sizes, with the sum ``total``, or ``total`` for each class.
 
     Example:
         >>> class_concentration(np.array([3, 1]), 2.0, symmetric=False)
@@ -92,21 +83,7 @@ def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
 
 
 def draw_dirichlet_counts(concentration: Floats, left: Ints, num_draws: int, rng: np.random.Generator) -> Ints:
-    """Draw a client's prior, and from it how many examples of each class the client gets.
-
-    Args:
-        concentration: Concentration of each class, shape ``(K,)``.
-        left: Examples of each class that no client has yet, shape ``(K,)``.
-        num_draws: Examples that the client gets.
-        rng: Source of randomness.
-
-    Returns:
-        Counts, shape ``(K,)``, at most ``left``, summing to ``num_draws``.
-
-    Example:
-        >>> draw_dirichlet_counts(np.ones(2), np.array([2, 1]), 3, np.random.default_rng(0))
-        array([2, 1])
-    """
+    """Draw a client's prior, and from it how many examples of each class the client gets, of those that are left."""
     return draw_class_counts(log_dirichlet(concentration, rng), left, num_draws, rng)
 
 
@@ -117,17 +94,14 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
     renormalised prior of the classes that still have examples is the same as drawing from the full prior and skipping
     the labels of classes that have run out. So all missing labels are drawn at once: the first ``supply`` of each class
     are accepted and the others skipped, whatever their order. The skipped labels are then drawn again. From here on
-    every label of an exhausted class would be skipped, so these classes are left out.
+    every label of an exhausted class would be skipped, so these classes are left out. If the prior has no mass left on
+    the classes that have examples, the rest is a uniform draw from the remaining examples.
 
     Args:
         log_prior: Logarithm of the class probabilities up to a constant, shape ``(K,)``; ``-inf`` is zero.
         supply: Examples of each class, shape ``(K,)``.
         num_draws: Labels to draw, at most the sum of ``supply``.
         rng: Source of randomness.
-
-    Returns:
-        Counts, shape ``(K,)``, at most ``supply``, summing to ``num_draws``. If the prior has no mass left
-        on the classes that have examples, the rest is a uniform draw from the remaining examples.
 
     Example:
         >>> draw_class_counts(np.log([0.5, 0.5]), np.array([1, 9]), 8, np.random.default_rng(0))
@@ -150,16 +124,9 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
     """Logarithm of a Dirichlet draw, up to a constant, even where the draw itself would underflow.
 
-    A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U``
-    is a standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all
-    classes.
-
-    Args:
-        concentration: Positive, shape ``(K,)``; zero (an underflow) gives ``-inf``.
-        rng: Source of randomness.
-
-    Returns:
-        Unnormalised log probabilities, shape ``(K,)``.
+    A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U`` is a
+    standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all classes. Only
+    ``a = 0``, itself an underflow, gives ``-inf``.
 
     Example:
         >>> log_q = log_dirichlet(np.full(3, 1e-6), np.random.default_rng(0))

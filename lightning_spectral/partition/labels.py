@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_spectral.partition.per_example import check_one_per_example
+from lightning_spectral.partition.base import check_one_per_example
 
 __all__ = ["Labels", "class_indices", "dataset_labels", "labels_in_examples"]
 
@@ -25,9 +25,6 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
     tensor of a :class:`~torch.utils.data.TensorDataset`, and inside :class:`~torch.utils.data.Subset` and
     :class:`~torch.utils.data.ConcatDataset`. Otherwise it reads every example once and takes its last element,
     which runs the data set's transforms and may draw from the global generators.
-
-    Args:
-        dataset: Data set with a length.
 
     Returns:
         Labels, int64, shape ``(len(dataset),)``. Stored labels are those before any ``target_transform``.
@@ -48,13 +45,8 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
 def labels_in_examples(dataset: Dataset[Any], labels: Tensor) -> Tensor:
     """What `dataset_labels` found, after the ``target_transform`` that the data set applies to what it stores.
 
-    Args:
-        dataset: Data set with a length. The transform is called once for each class.
-        labels: Its labels from `dataset_labels`.
-
-    Returns:
-        Labels as a training step sees them, int64, shape ``(len(dataset),)``. Those that become anything but one
-        integer, such as a one-hot vector, are unchanged.
+    The transform is called once for each class. Labels that become anything but one integer, such as a one-hot vector,
+    are unchanged.
 
     Example:
         >>> class Letters(list):  # as torchvision has them
@@ -84,7 +76,7 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
     Args:
         labels: Integers, or class names, which are numbered in sorted order: a tensor, an array, a list, or a
             column of a table, shape ``(num_examples,)``.
-        num_examples: Number of examples.
+        num_examples: Length of the data set.
 
     Returns:
         Class indices, int64, shape ``(num_examples,)``, on the CPU.
@@ -125,7 +117,6 @@ def _stored(dataset: Any) -> Tensor | None:
 
 
 def _read(dataset: Any) -> Tensor:
-    """Labels from the examples themselves."""
     labels = []
     for index in range(len(dataset)):
         example = dataset[index]

@@ -73,7 +73,6 @@ class PachinkoPartitioner(Partitioner):
         )
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-        """Draw the class of every slot of every client, then fill the slots with examples of that class."""
         assert labels is not None, "__call__ checks it"
         classes, class_sizes = np.unique(labels.cpu().numpy(), return_counts=True)
         if classes[0] < 0 or classes[-1] >= len(self.superclasses):
@@ -91,16 +90,11 @@ class TwoStages:
 
     This is equivalent to drawing one label after another, each a superclass and then a class: a superclass runs out
     exactly when all its classes have, so the draw of superclasses does not depend on that of their classes.
-
-    Attributes:
-        members: Positions of the classes of each superclass.
-        over_superclasses: Concentration of each superclass, shape ``(S,)``.
-        over_classes: For each superclass, the concentration of its classes.
     """
 
-    members: Sequence[Ints]
-    over_superclasses: Floats
-    over_classes: Sequence[Floats]
+    members: Sequence[Ints]  # positions of the classes of each superclass
+    over_superclasses: Floats  # concentration of each superclass, shape (S,)
+    over_classes: Sequence[Floats]  # for each superclass, the concentration of its classes
 
     def __call__(self, left: Ints, num_draws: int, rng: np.random.Generator) -> Ints:
         """Draw a client's priors, and from them its counts, shape ``(K,)``, at most ``left``."""
@@ -113,17 +107,7 @@ class TwoStages:
 
 
 def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float, symmetric: bool) -> TwoStages:
-    """Create the law for one data set.
-
-    Args:
-        class_sizes: Examples of each class, shape ``(K,)``.
-        superclasses: Superclass of each class, shape ``(K,)``.
-        alpha: Concentration over superclasses.
-        beta: Concentration over the classes of a superclass.
-        symmetric: Whether these hold for each superclass or class, instead of being sums.
-
-    Returns:
-        The law.
+    """Create the law for classes of given sizes and superclasses, both of shape ``(K,)``.
 
     Example:
         >>> two_stages(np.array([2, 1, 3]), np.array([5, 5, 7]), 2.0, 3.0, symmetric=False)

@@ -1,4 +1,4 @@
-"""The record of which client owns which examples."""
+"""The record of which client owns which examples, and of which of them are held out."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Partition"]
+__all__ = ["Partition", "hold_out"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -19,8 +19,7 @@ class Partition:
     Examples owned by no client are absent.
 
     Attributes:
-        indices: Example indices, one client after another, int64, shape ``(num_assigned,)``, on the
-            CPU.
+        indices: Example indices, one client after another, int64, shape ``(num_assigned,)``, on the CPU.
         offsets: Client c owns ``indices[offsets[c]:offsets[c + 1]]``, int64, shape ``(num_clients + 1,)``.
 
     Example:
@@ -50,18 +49,7 @@ class Partition:
 
     @classmethod
     def from_lists(cls, lists: Sequence[Sequence[int] | Tensor]) -> "Partition":
-        """Create a partition from the example indices of each client, kept in the given order.
-
-        Args:
-            lists: One sequence of example indices per client; may be empty.
-
-        Returns:
-            The partition.
-
-        Example:
-            >>> Partition.from_lists([[0, 3], [1]]).offsets
-            tensor([0, 2, 3])
-        """
+        """Create a partition from the example indices of each client, kept in the given order."""
         rows = [torch.as_tensor(row, dtype=torch.int64) for row in lists]
         indices = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         return cls(indices, _offsets(torch.tensor([row.numel() for row in rows], dtype=torch.int64)))
@@ -73,9 +61,6 @@ class Partition:
         Args:
             client_of_example: Client ids, integers, shape ``(num_examples,)``; -1 for an example without an owner.
             num_clients: Number of clients; those that do not occur own nothing.
-
-        Returns:
-            The partition.
 
         Example:
             >>> list(Partition.from_assignment(torch.tensor([1, 0, -1, 1]), num_clients=2))
@@ -120,16 +105,7 @@ class Partition:
         return sizes
 
     def fingerprint(self) -> str:
-        """Short stable hash that identifies the split in a checkpoint; computed once.
-
-        Returns:
-            16 hexadecimal digits; equal for equal splits on every platform.
-
-        Example:
-            >>> split, swapped = Partition.from_lists([[0], [1]]), Partition.from_lists([[1], [0]])
-            >>> split.fingerprint() == swapped.fingerprint()
-            False
-        """
+        """Hash of 16 hexadecimal digits that identifies the split in a checkpoint, the same on every platform."""
         return self._digest
 
     @cached_property
@@ -157,3 +133,44 @@ class Partition:
 def _offsets(sizes: Tensor) -> Tensor:
     """Start of each row and end of the last one, from the row lengths."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+
+def hold_out(partition: Partition, fraction: float, generator: torch.Generator) -> tuple[Partition, Partition]:
+    """Split each client's examples at random into those that it trains on and those that are held out.
+
+    A client with two examples or more has at least one of each kind; a client with a single example trains on it.
+
+    Args:
+        partition: The partition to split.
+        fraction: Share to hold out, in ``[0, 1)``, rounded to whole examples client by client.
+        generator: CPU generator, the only source of randomness; not drawn from if ``fraction`` is 0.
+
+    Returns:
+        Two partitions of the same clients: the training examples, in their order in ``partition``, and the others.
+
+    Example:
+        >>> whole = Partition.from_lists([range(10), range(10, 30), [30]])
+        >>> training, held_out = hold_out(whole, 0.1, torch.Generator().manual_seed(0))
+        >>> training.sizes, held_out.sizes
+        (tensor([ 9, 18,  1]), tensor([1, 2, 0]))
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"The share of examples to hold out must be in [0, 1), got {fraction}.")
+    sizes = partition.sizes
+    if fraction == 0:
+        return partition, Partition(partition.indices[:0], _offsets(torch.zeros_like(sizes)))
+    counts = (sizes.double() * fraction).round().long().clamp(min=1).minimum((sizes - 1).clamp(min=0))
+    is_held_out = _chosen(partition, counts, generator)
+    training = Partition(partition.indices[~is_held_out], _offsets(sizes - counts))
+    return training, Partition(partition.indices[is_held_out], _offsets(counts))
+
+
+def _chosen(partition: Partition, counts: Tensor, generator: torch.Generator) -> Tensor:
+    """Whether each of the partition's entries is among those drawn from its client, shape ``(num_assigned,)``."""
+    owner = torch.arange(partition.num_clients).repeat_interleave(partition.sizes)
+    shuffled = torch.randperm(partition.num_assigned, generator=generator)
+    by_client = shuffled[torch.argsort(owner[shuffled], stable=True)]  # each client's entries in random order
+    place = torch.arange(partition.num_assigned) - partition.offsets[owner]
+    is_chosen = torch.empty(partition.num_assigned, dtype=torch.bool)
+    is_chosen[by_client] = place < counts[owner]
+    return is_chosen

@@ -26,10 +26,8 @@ class PartitionReport:
 
     Attributes:
         counts: Examples per client, int64, shape ``(num_clients,)``.
-        histogram: Examples per client and class, int64, shape ``(num_clients, num_classes)``; ``None``
-            without labels.
-        classes: Label of each column of ``histogram``, ascending, shape ``(num_classes,)``; ``None`` without
-            labels.
+        histogram: Examples per client and class, int64, shape ``(num_clients, num_classes)``; ``None`` without labels.
+        classes: Label of each column of ``histogram``, ascending, shape ``(num_classes,)``; ``None`` without labels.
 
     Example:
         >>> partition = Partition.from_lists([[0, 1], [2, 3, 4]])
@@ -48,11 +46,7 @@ class PartitionReport:
     def mean_classes(self, min_share: float = 0.0) -> float:
         """Number of classes with more than a given share of a client's examples, averaged over the clients.
 
-        Args:
-            min_share: Share in ``[0, 1)``; 0 counts the classes that are present.
-
-        Returns:
-            The average; a client without examples counts 0 classes.
+        By default it counts the classes that are present; a client without examples has none.
 
         Example:
             >>> report(Partition.from_lists([[0, 1], [2]]), torch.tensor([0, 1, 1])).mean_classes()
@@ -63,14 +57,7 @@ class PartitionReport:
         return float((self.histogram > min_share * self.counts[:, None]).sum(1).double().mean())
 
     def plot(self, path_or_ax: "str | os.PathLike[str] | Axes") -> "Axes":
-        """Plot stacked bars, one bar per client (the first 100) and one colour per class.
-
-        Args:
-            path_or_ax: File to write, its format by the suffix, or the matplotlib axes to draw on.
-
-        Returns:
-            The axes.
-        """
+        """Plot stacked bars, one per client (the first 100), a colour per class, to a file or on given axes."""
         if isinstance(path_or_ax, str | os.PathLike):
             with from_extra("examples"):
                 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the process
@@ -115,7 +102,6 @@ class PartitionReport:
         return f"{client:6d}  {int(self.counts[client]):8d}  {self._mixture(client)}".rstrip()
 
     def _mixture(self, client: int) -> str:
-        """The client's classes and their counts, largest first."""
         if self.histogram is None or self.classes is None:
             return ""
         counts, columns = self.histogram[client].sort(descending=True, stable=True)
@@ -128,10 +114,7 @@ def report(partition: Partition, labels: Tensor | None = None) -> PartitionRepor
 
     Args:
         partition: The split.
-        labels: Class of each example of the whole data set, integers, shape ``(num_examples,)``; optional.
-
-    Returns:
-        The report.
+        labels: Class of each example of the whole data set, integers, shape ``(num_examples,)``.
 
     Example:
         >>> report(Partition.from_lists([[0, 1], [2]])).counts

@@ -27,10 +27,7 @@ A run and those that resumed it count as one run.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Command-line arguments, without the name of the program; those of this process by default.
+    """Run the command with some arguments, by default those of this process.
 
     Returns:
         0, or 1 if no report could be made; the reason is then on standard error.

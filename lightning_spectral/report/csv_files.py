@@ -19,17 +19,11 @@ DASHBOARD = "dashboard"  # the folder next to the metrics
 
 
 class Cells(NamedTuple):
-    """A CSV file.
-
-    Attributes:
-        columns: Names of the columns.
-        rows: The rows, as long as ``columns``.
-        is_whole: Whether the last row ends; otherwise it is left out.
-    """
+    """A CSV file, whose rows are all as long as ``columns``."""
 
     columns: list[str]
     rows: list[list[str]]
-    is_whole: bool
+    is_whole: bool  # or the last row was cut off and is left out
 
 
 def read_csv(path: Path) -> LoggedRun:

@@ -27,18 +27,11 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 class Canvas:
-    """A figure to draw on.
-
-    Attributes:
-        figure: The figure of matplotlib.
-        theme: Colours of everything but the data.
-        narrow: Whether it is as wide as a phone, with one panel below another.
-        tips: Texts shown while a pointer rests on an artist, by the artist's id.
-    """
+    """A figure to draw on; a narrow one is as wide as a phone, with one panel below another."""
 
     def __init__(self, figure: Figure, theme: Theme, narrow: bool) -> None:
         self.figure, self.theme, self.narrow = figure, theme, narrow
-        self.tips: dict[str, str] = {}
+        self.tips: dict[str, str] = {}  # by the id of the artist
 
     def tip(self, artist: Artist, text: str) -> None:
         """Show a text while a pointer rests on an artist."""
@@ -60,17 +53,10 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that can be drawn in several widths and themes.
+    """A figure that can be drawn in several widths and themes."""
 
-    Attributes:
-        name: Name of its file, without a suffix.
-        description: What it shows, for readers who cannot see it.
-        draw: Function that draws it.
-        size: Height of the figure.
-    """
-
-    name: str
-    description: str
+    name: str  # of its file, without a suffix
+    description: str  # for readers who cannot see it
     draw: Callable[[Canvas], None] = field(repr=False)
     size: Size
 
@@ -119,8 +105,8 @@ def _drawing(theme: Theme) -> Iterator[None]:
 def _as_part(text: str, prefix: str, attributes: str) -> str:
     """SVG with ids that are unique in the page, in a size and colours that the page decides."""
     text = re.sub(r"<[^<>]+>", lambda tag: _as_own_tag(tag[0], prefix), text)  # names between tags stay as they are
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
-    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    for _ in ("width", "height"):
+        text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
     return text.replace("<svg", f"<svg {attributes}", 1)
 
 

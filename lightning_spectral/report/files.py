@@ -45,13 +45,7 @@ def read_bytes(path: Path, megabytes: int, folder: Path | None = None) -> bytes:
 
 
 def check_file(path: Path, megabytes: int, folder: Path | None = None) -> None:
-    """Check that a file may be read.
-
-    Args:
-        path: The file.
-        megabytes: The largest size to accept.
-        folder: The folder that it must be in, after links are followed; any by default.
-    """
+    """Check that a file may be read: one of at most so many megabytes, in the folder after links are followed."""
     if folder is not None:
         check_inside(path, folder)
     try:

@@ -17,17 +17,11 @@ from lightning_spectral.report.settings import ABSENT, differing, flat_settings,
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that are repetitions of each other.
+    """Runs that are repetitions of each other."""
 
-    Attributes:
-        label: The settings in which they differ from all others.
-        runs: The repetitions.
-        index: Position among the groups, which decides colour and marker.
-    """
-
-    label: str
+    label: str  # the settings in which they differ from all others
     runs: tuple[LoggedRun, ...]
-    index: int
+    index: int  # among the groups; it decides colour and marker
 
     def each(self, of: Callable[[LoggedRun], Curve | None]) -> list[Curve]:
         """A curve of each run that has it."""
@@ -36,27 +30,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Band:
-    """A metric over the rounds that all repetitions have.
-
-    Attributes:
-        rounds: Shape ``(R,)``.
-        mean: Mean over the repetitions, shape ``(R,)``.
-        std: Sample standard deviation, shape ``(R,)``; 0 for a single repetition.
-    """
+    """A metric over the rounds that all repetitions have."""
 
     rounds: Numbers
     mean: Numbers
-    std: Numbers
+    std: Numbers  # of a sample; 0 for a single repetition
 
 
 def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
     """Group runs by the settings in which they differ, apart from seeds.
 
-    A run without settings is a group of its own, since it is not known what it repeats.
-
-    Args:
-        runs: At least one.
-        by: Names of the settings to group by instead, or the last parts of these names.
+    ``by`` names the settings to group by instead, or the last parts of their names. A run without settings is
+    a group of its own, since it is not known what it repeats.
 
     Returns:
         The groups in order of their first runs, and the names of the settings by which they differ.

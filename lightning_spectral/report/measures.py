@@ -32,14 +32,9 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the rounds that have it.
+    """One metric over the communication rounds that have it."""
 
-    Attributes:
-        rounds: Communication rounds, from 0, shape ``(R,)``.
-        values: The metric, shape ``(R,)``.
-    """
-
-    rounds: Numbers
+    rounds: Numbers  # from 0
     values: Numbers
 
     @property
@@ -49,16 +44,10 @@ class Curve:
 
 
 def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
-    """A metric over rounds, or ``None`` without it; with several models, the mean over the models.
-
-    Args:
-        run: The run.
-        metric: Name of the metric, without a model.
-        of_all: Whether all of several models must have it; otherwise the mean is over those that do.
+    """A metric over rounds, or ``None`` without it; with several models, the mean over all, or over those that have it.
 
     Example:
         >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
-        >>> from pathlib import Path
         >>> curve(LoggedRun("r", Path("r"), {}, rows), "acc").values
         array([0.3])
     """
@@ -141,15 +130,11 @@ def clients_at_end(run: LoggedRun, metric: str) -> tuple[float, float, float] | 
 def with_metric(
     runs: Sequence[LoggedRun], wanted: str | None, kept: Collection[Path] = ()
 ) -> tuple[Sequence[LoggedRun], list[str]]:
-    """Leave out runs that have no evaluation metric, such as those that were killed before the first evaluation.
-
-    Args:
-        runs: The runs.
-        wanted: The metric that they must have; by default any that was measured in an evaluation.
-        kept: Files of runs to keep in any case.
+    """Leave out runs without the metric, or without any, such as those that were killed before the first evaluation.
 
     Returns:
-        The other runs, and the reason for each that is left out; all runs, if none has a metric.
+        The runs to report, with those in the files ``kept``, and why each other one is left out; all runs, if none has
+        a metric.
     """
     measured = [run for run in runs if run.path in kept or _has_metric(run, wanted)]
     if not measured:

@@ -10,12 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LoggedTable:
-    """A logged table.
-
-    Attributes:
-        columns: Names of the columns.
-        rows: One tuple per row, as long as ``columns``.
-    """
+    """A logged table, whose rows are all as long as ``columns``."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -28,12 +23,7 @@ class LoggedTable:
 
 @dataclass(frozen=True)
 class LoggedHistogram:
-    """A logged histogram.
-
-    Attributes:
-        edges: Edges of the bins, ascending, one more than there are bins.
-        counts: Number of values in each bin.
-    """
+    """A logged histogram; its edges ascend."""
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]

@@ -1,7 +1,5 @@
 """The names that the report looks for in a run, which are those under which callbacks log."""
 
-from __future__ import annotations
-
 ROUND = "fl/round"
 BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
 VISITED = "fl/terms_visited"

@@ -17,14 +17,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(title: str, summary: Sequence[str], warnings: Sequence[str], sections: Sequence[Section]) -> str:
-    """Make a complete HTML document.
-
-    Args:
-        title: Title and first heading.
-        summary: Paragraphs below the heading.
-        warnings: Problems with some runs, one paragraph each.
-        sections: The sections, in order.
-    """
+    """Make a complete HTML document; the summary and the warnings are paragraphs below its title."""
     style = (files("lightning_spectral.report") / "style.css").read_text(encoding="utf-8")
     body = [
         f"<h1>{escape(title)}</h1>",

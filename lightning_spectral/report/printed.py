@@ -22,15 +22,9 @@ LABEL = 44  # letters in a line of a legend
 
 @contextmanager
 def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on, which is written when the block ends.
+    """A figure to draw on, in inches, which is written when the block ends.
 
-    Args:
-        path: The file; the suffix decides its format, and missing folders are created.
-        width: Width in inches.
-        height: Height in inches.
-
-    Yields:
-        The figure, without axes.
+    The suffix of the path decides the format; missing folders are created.
     """
     with matplotlib.rc_context(settings(PRINTED)):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -52,15 +46,7 @@ def draw_spread(axes: Axes, x: Any, low: Any, high: Any, look: Look) -> None:
 
 
 def draw_seeds(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], look: Look, label: str) -> None:
-    """Draw the mean of some repetitions, and a band from the lowest to the highest; nothing without repetitions.
-
-    Args:
-        axes: Where to draw.
-        x: Horizontal coordinates, shape ``(R,)``.
-        runs: The repetitions, each of shape ``(R,)``.
-        look: Look of the curve.
-        label: Label in the legend.
-    """
+    """Draw the mean of some repetitions, and a band from the lowest to the highest; nothing without repetitions."""
     if runs:
         values = np.asarray(runs)
         draw_line(axes, x, values.mean(axis=0), look, label)

@@ -34,11 +34,7 @@ EXPECTED = (
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
-    """Read all runs under some paths.
-
-    Args:
-        paths: Paths of runs: a ``.wandb`` file, a ``metrics.csv``, an event file of TensorBoard, a JSON file of
-            `RoundHistory.save`; or of folders, which are searched for all kinds but the last.
+    """Read the runs at some paths; folders are searched for all kinds but JSON files.
 
     Returns:
         The runs, each once, and the reasons why other runs found in a folder are left out.
@@ -64,12 +60,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
 
 
 def read_run(path: Path, within: Path | None = None) -> LoggedRun:
-    """Read one run from its file.
-
-    Args:
-        path: The file.
-        within: A folder that it must not lead out of.
-    """
+    """Read one run from its file, which must not lead out of the folder ``within``."""
     try:
         if within is not None:
             check_file(path, LOG_MEGABYTES, within)

@@ -19,19 +19,12 @@ FLOAT32 = 1e-6  # relative tolerance: TensorBoard keeps no more digits
 
 
 class Part(NamedTuple):
-    """A run on the disk, and the data that decide which run it is part of.
-
-    Attributes:
-        run: The run as it was read.
-        settings: Settings of the run, flattened.
-        since: The first round that it trained; infinite if it only evaluated.
-        place: Place of its path in the order of names, in which 10 comes after 9.
-    """
+    """A run on the disk, and the data that decide which run it is part of."""
 
     run: LoggedRun
     settings: Mapping[str, str]
-    since: float
-    place: list[str | int]
+    since: float  # the first round that it trained; infinite if it only evaluated
+    place: list[str | int]  # of its path in the order of names, in which 10 comes after 9
 
 
 def join_resumed(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
@@ -43,13 +36,7 @@ def join_resumed(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
     in the same TensorBoard folder, need only the same seeds. From its first round on, a part replaces the run's earlier
     record of those rounds, which a crash has undone. If a part might belong to several runs, it is assigned to the one
     with its own id, then to the one that loses the fewest rounds to it, then to the last one before it in the order of
-    names.
-
-    Args:
-        runs: The runs as they were read.
-
-    Returns:
-        The runs in the order of their first parts, each under the name of its earliest part.
+    names. Runs come in the order of their first parts, each under the name of its earliest part.
     """
     chains: list[list[Part]] = []
     for part in sorted(map(_part, runs), key=lambda part: ((part.since > 0) + math.isinf(part.since), part.place)):
@@ -69,7 +56,6 @@ def _part(run: LoggedRun) -> Part:
 
 
 def _place(path: Path) -> list[str | int]:
-    """Text and numbers in alternation, to sort by."""
     return [int(piece) if index % 2 else piece for index, piece in enumerate(re.split(r"(\d+)", str(path)))]
 
 

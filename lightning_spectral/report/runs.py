@@ -24,27 +24,16 @@ MAX_NAME = 200  # letters of a run's name
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: Name given by its author, or that of its folder.
-        path: The file that it was read from.
-        config: Settings of the run.
-        rows: The numbers of each round, ascending by ``fl/round``.
-        media: Tables and histograms by name, then by round.
-        from_clients: Names of metrics that were logged with the round itself, that is, while clients trained.
-        notes: Remarks on the file for readers of the report.
-        identity: Something that only files of this run have, such as its wandb id; empty if there is none.
-    """
-
-    name: str
-    path: Path
+    name: str  # given by its author, or that of its folder
+    path: Path  # of the file that it was read from
     config: Mapping[str, Any]
-    rows: tuple[Mapping[str, float], ...]
-    media: Mapping[str, Mapping[int, Media]] = field(default_factory=dict)
-    from_clients: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-    identity: str = ""
+    rows: tuple[Mapping[str, float], ...]  # the numbers of each round, ascending by `fl/round`
+    media: Mapping[str, Mapping[int, Media]] = field(default_factory=dict)  # by name, then by round
+    from_clients: frozenset[str] = frozenset()  # metrics logged with the round itself, while clients trained
+    notes: tuple[str, ...] = ()  # remarks on the file, for readers of the report
+    identity: str = ""  # something that only files of this run have, such as its wandb id
 
     @cached_property
     def names(self) -> set[str]:
@@ -63,13 +52,8 @@ class LoggedRun:
 def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> LoggedRun:
     """Arrange what was logged, in order, in one row per round.
 
-    Rows without a round belong to that of their epoch, or otherwise to the round before them.
-
-    Args:
-        name: Name given by the run's author.
-        path: The file that it was read from.
-        config: Settings of the run.
-        logged: Entries that were written together: numbers, or `Media`. Anything else is ignored.
+    An entry was written together: numbers, or `Media`; anything else is ignored. Entries without a round belong to that
+    of their epoch, or otherwise to the round before them.
     """
     rows: dict[int, dict[str, float]] = {}
     media: dict[str, dict[int, Media]] = {}
@@ -153,7 +137,6 @@ def as_cell(text: str) -> str | float:
 
 
 def _round_of(path: Path, numbers: Mapping[str, float], before: int) -> int:
-    """The round of an entry: its own, or that of its epoch, or that of the entry before it."""
     known = [name for name in (ROUND, "epoch") if math.isfinite(numbers.get(name, math.nan))]
     if not known:
         return before

@@ -33,32 +33,18 @@ MAX_CLIENTS = 200
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page under a heading of its own.
-
-    Attributes:
-        title: The heading.
-        lead: What there is to see, in a sentence or two.
-        picture: The figure, if there is one.
-        tables: Tables of numbers, each under a caption; they are collapsed if there is a picture.
-        remark: What to switch on, if there is nothing to show.
-    """
+    """A part of the page under a heading of its own."""
 
     title: str
-    lead: str = ""
+    lead: str = ""  # what there is to see
     picture: Picture | None = None
-    tables: tuple[tuple[str, LoggedTable], ...] = ()
-    remark: str = ""
+    tables: tuple[tuple[str, LoggedTable], ...] = ()  # each under a caption
+    remark: str = ""  # what to switch on, if there is nothing to show
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The subject of the sections.
-
-    Attributes:
-        groups: The runs.
-        metric: The evaluation metric.
-        minimise: Whether lower values are better.
-    """
+    """The subject of the sections."""
 
     groups: Sequence[Group]
     metric: str
@@ -68,11 +54,6 @@ class Contents:
     def runs(self) -> list[LoggedRun]:
         """All runs, group by group."""
         return [run for group in self.groups for run in group.runs]
-
-    @property
-    def rows(self) -> int:
-        """Number of lines of a legend with one column."""
-        return len(self.groups)
 
 
 def all_sections(contents: Contents) -> list[Section]:
@@ -157,7 +138,7 @@ def seconds_section(contents: Contents) -> Section:
     if not stages:
         return Section("Where the time went", remark=SWITCH_ON["seconds"])
     rows = tuple((name, *(_short(one.get(stage, 0.0)) for stage in stages)) for name, one in times.items())
-    height = 1.2 + 0.45 * contents.rows
+    height = 1.2 + 0.45 * len(contents.groups)
     draw = partial(figures.seconds, groups=contents.groups)
     return Section(
         "Where the time went",
@@ -192,10 +173,7 @@ def clients_section(contents: Contents) -> Section:
     if not tables:
         return Section("Clients", remark=SWITCH_ON["table"])
     shown = tuple(
-        (
-            ", ".join(part for part in (run.name, model, f"round {index + 1}") if part),
-            _first_clients(table),
-        )
+        (", ".join(filter(None, (run.name, model, f"round {index + 1}"))), _first_clients(table))
         for run, model, index, table in tables
     )
     more = any(len(table.rows) > MAX_CLIENTS for *_, table in tables)
@@ -225,7 +203,7 @@ def _runs_table(contents: Contents) -> LoggedTable:
 
 def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
     """Make a picture with room for the legend above it."""
-    lines = contents.rows if legend else 0
+    lines = len(contents.groups) if legend else 0
     return Picture(name, description, draw, Size(size.wide + 0.2 * -(-lines // 3), size.narrow + 0.2 * lines))
 
 

@@ -15,17 +15,11 @@ FONT_POINTS = 9.0
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of everything but the data.
+    """Colours of everything but the data."""
 
-    Attributes:
-        ink: Text and axes.
-        grid: Lines of the grid.
-        paper: Lines between areas that touch.
-    """
-
-    ink: str
+    ink: str  # text and axes
     grid: str
-    paper: str
+    paper: str  # lines between areas that touch
 
 
 PRINTED = Theme(ink="#1a1a1a", grid="#d5d5d5", paper="#ffffff")

@@ -33,12 +33,9 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def read_wandb(path: Path) -> LoggedRun:
-    """Read an offline run.
+    """Read an offline run, with the tables in the folder ``files`` next to it.
 
     If the end of a file is missing, as for a run that was killed, its whole records up to there are read.
-
-    Args:
-        path: The ``.wandb`` file. Tables are looked up in the folder ``files`` next to it.
     """
     content = read_bytes(path, LOG_MEGABYTES)
     if content[: len(FILE_HEADER)] != FILE_HEADER:
@@ -70,11 +67,7 @@ def read_wandb(path: Path) -> LoggedRun:
 
 
 def whole_records(content: bytes) -> Iterator[bytes]:
-    """The records of a log up to its end, or up to the first one that is not whole.
-
-    Args:
-        content: The file, including its header of 7 bytes.
-    """
+    """The records of a log, which begins with its header, up to its end or the first one that is not whole."""
     start, pieces = len(FILE_HEADER), bytearray()
     while start + PIECE.size <= len(content):
         left_in_block = BLOCK_BYTES - start % BLOCK_BYTES

@@ -60,7 +60,6 @@ def write_report(
 def _made(
     runs: Sequence[str | Path], metric: str | None, mode: str | None, group_by: Sequence[str], title: str | None
 ) -> tuple[str, list[Section]]:
-    """The page, and its sections with the figures."""
     found, left_out = read_runs(map(Path, runs))
     read, without_metric = with_metric(join_resumed(found), metric, set(map(Path, runs)))
     chosen = choose_metric(read, metric)
@@ -94,7 +93,6 @@ def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
 
 
 def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
-    """A sentence on how runs were grouped."""
     sizes = sorted({len(group.runs) for group in groups})
     repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
     differ = f", which differ in {', '.join(f'`{name}`' for name in names)}" if names and len(groups) > 1 else ""

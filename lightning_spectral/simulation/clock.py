@@ -1,4 +1,4 @@
-"""A virtual clock, which predicts how long clients take without waiting for them."""
+"""How long clients take, predicted without waiting for them."""
 
 from __future__ import annotations
 
@@ -94,14 +94,8 @@ class VirtualClock:
 
     Example:
         >>> phone = DeviceProfile(downlink=1e6, uplink=1e5, macs_per_second=1e9)
-        >>> task = SimulatedTask(
-        ...     keep_ratio=0.5,
-        ...     num_examples=100,
-        ...     local_epochs=2,
-        ...     num_parameters=10**6,
-        ...     downlink_bytes=4 * 10**6,
-        ...     uplink_bytes=4 * 10**6,
-        ... )
+        >>> sizes = {"num_parameters": 10**6, "downlink_bytes": 4 * 10**6, "uplink_bytes": 4 * 10**6}
+        >>> task = SimulatedTask(keep_ratio=0.5, num_examples=100, local_epochs=2, **sizes)
         >>> VirtualClock(phone).seconds(phone, task)  # 4 s down, 3 * 10**6 * 200 / 10**9 = 0.6 s of work, 40 s up
         44.6
     """

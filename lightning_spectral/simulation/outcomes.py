@@ -1,4 +1,4 @@
-"""Which clients of a round report back: decided before training, so that no client trains in vain."""
+"""Which clients of a round report back, and when: decided before training, so that no client trains in vain."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from lightning_spectral.errors import check_is
 from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.rng import derived_seed
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.simulation.clock import DeviceProfile, SimulatedTask, VirtualClock
-from lightning_spectral.simulation.dropout import drops_out
+from lightning_spectral.simulation.dropout import ClientDropout, drops_out
 
-__all__ = ["SimulatedOutcome", "SimulatedRound", "Simulation"]
+__all__ = ["Conditions", "SimulatedOutcome", "SimulatedRound", "Simulation"]
 
 Key = tuple[int, str]
 
@@ -69,10 +70,6 @@ class Simulation:
 
         A client without data reports so at once; one that drops out never reports. Of the others, in the order in which
         they finish, the first `VirtualClock.keep_first` are kept, unless they are late.
-
-        Args:
-            round_idx: Communication round, from 0.
-            tasks: What each unit is asked to do.
         """
         outcomes = {unit.key: self._outcome_alone(round_idx, unit, task) for unit, task in tasks.items()}
         if self.clock is None:
@@ -88,17 +85,13 @@ class Simulation:
         """The outcome as far as it depends on this unit alone: everything but being surplus."""
         if task.num_examples == 0:
             return SimulatedOutcome("no_data")
-        if self._drops_out(round_idx, unit):
+        chance = 0.0 if self.probabilities is None else self.probabilities.of(unit.client_id)
+        if drops_out(chance, self.seed, round_idx, unit):
             return SimulatedOutcome("dropped_out")
         if self.clock is None or self.profiles is None:
             return SimulatedOutcome()
         seconds = self.clock.seconds(self.profiles.of(unit.client_id), task)
         return SimulatedOutcome("late" if seconds > self.clock.deadline else None, seconds)
-
-    def _drops_out(self, round_idx: int, unit: WorkUnit) -> bool:
-        if self.probabilities is None:
-            return False
-        return drops_out(self.probabilities.of(unit.client_id), self.seed, round_idx, unit)
 
     def _tie_break(self, round_idx: int, unit: WorkUnit) -> int:
         """Order among devices that finish at the same time: drawn, so that it does not depend on client ids."""
@@ -113,3 +106,45 @@ def _round_seconds(clock: VirtualClock, outcomes: Collection[SimulatedOutcome]) 
     if is_missed and not is_enough and clock.deadline < math.inf:
         return clock.deadline
     return max(kept, default=0.0)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The user's choice of simulated dropout and device speed.
+
+    Attributes:
+        dropout: Which clients drop out; ``None`` if none do.
+        clock: How long clients take; ``None`` if time plays no part.
+    """
+
+    dropout: ClientDropout | None = None
+    clock: VirtualClock | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in {"dropout": ClientDropout, "clock": VirtualClock}.items():
+            if getattr(self, name) is not None:
+                check_is(name, getattr(self, name), kind)
+
+    def check(self, num_clients: int, clients_per_round: int) -> None:
+        """Raise ``ValueError`` if the conditions do not fit the federation."""
+        if self.dropout is not None:
+            self.dropout.check(num_clients)
+        if self.clock is not None:
+            self.clock.check(num_clients, clients_per_round)
+
+    @property
+    def exclusion_reasons(self) -> tuple[ExclusionReason, ...]:
+        """The reasons for which clients may be left out under these conditions."""
+        possible: dict[ExclusionReason, bool] = {
+            "dropped_out": self.dropout is not None,
+            "late": self.clock is not None and self.clock.deadline < math.inf,
+            "surplus": self.clock is not None and self.clock.keep_first is not None,
+        }
+        return tuple(reason for reason, is_possible in possible.items() if is_possible)
+
+    def prepare(self, num_clients: int, seed: int) -> Simulation:
+        """Assign probabilities and devices to clients, once for all rounds."""
+        probabilities = None if self.dropout is None else self.dropout.assign(num_clients, seed)
+        if self.clock is None:
+            return Simulation(seed, probabilities)
+        return Simulation(seed, probabilities, self.clock, self.clock.assign(num_clients, seed))

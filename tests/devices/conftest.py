@@ -15,20 +15,15 @@ from typing import Any
 import pretend_device
 import pytest
 import torch
-from federation import Fit, Fitted
+from federation import HARDLY_MOVED, Fit, Fitted
 
 
 @dataclass(frozen=True)
 class Device:
-    """The device on which these tests train.
-
-    Attributes:
-        torch: The device, as torch names it.
-        trainer: Gives the arguments of a Trainer that uses it.
-    """
+    """The device on which these tests train."""
 
     torch: torch.device
-    trainer: Callable[[], dict[str, Any]]
+    trainer: Callable[[], dict[str, Any]]  # makes the options of a Trainer that uses it
 
     @property
     def is_pretended(self) -> bool:
@@ -42,6 +37,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device", None) is not None:
+        for harmless in (HARDLY_MOVED, "ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"):
+            config.addinivalue_line("filterwarnings", harmless)
     if config.getoption("--device", None) == "pretended":
         pretend_device.install()
 

@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from federation import HARDLY_MOVED, Fit, seeded
+from federation import Fit, seeded
 from slow_cases import slow_but
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -16,13 +17,10 @@ import lightning_spectral as ls
 from lightning_spectral import models
 
 HALF, RANKS, NORM = {0.4: 0.5, 0.8: 0.5}, {1: 0.5, 3: 0.5}, ["net.1.*"]
-pytestmark = [
-    pytest.mark.filterwarnings(HARDLY_MOVED),
-    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
-]
 ALGORITHMS: dict[str, ls.Algorithm] = {
     "FedAvg": ls.FedAvg(),
     "store": Remembering(),
+    "Scaffold": ls.Scaffold(),
     "StaleUpdates": ls.StaleUpdates(),
     "StaleUpdates, terms": ls.StaleUpdates(num_terms=1, unseen="mean", beta=0.5),
     "MIFA": ls.StaleUpdates.mifa(),
@@ -62,12 +60,8 @@ SLOW |= {"RollingChannels", "LoRA, TruncatedProducts", "LoRA, FrozenA", "LoRA, P
 
 @pytest.mark.parametrize("name", slow_but(ALGORITHMS.keys() - SLOW, ALGORITHMS))
 def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
-    one, two = (run(seeded(LitSmall), data, algorithm=ALGORITHMS[name], max_epochs=2) for run in (fit, there))
-    agree(one, two)
-
-
-def test_scaffold_is_the_same(data: Any, fit: Fit, there: Fit, agree: Any) -> None:
-    agree(*(run(seeded(LitSmall, momentum=0.0), data, algorithm=ls.Scaffold(), max_epochs=2) for run in (fit, there)))
+    lit = partial(seeded, LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
+    agree(*(run(lit(), data, algorithm=ALGORITHMS[name], max_epochs=2) for run in (fit, there)))
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -88,10 +82,7 @@ KEPT = [("cnn", "bits"), ("resnet", "spectral"), ("cct", "adapters"), ("gpt", "w
 PAIRS = list(itertools.product(NETS, OF_NETS))
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm"),
-    slow_but([("cnn", "bits"), ("resnet", "spectral"), ("cct", "adapters"), ("gpt", "width")], PAIRS),
-)
+@pytest.mark.parametrize(("name", "algorithm"), slow_but(KEPT, PAIRS))
 def test_a_model_is_the_same(name: str, algorithm: str, fit: Fit, there: Fit, agree: Any) -> None:
     options = {"algorithm": OF_NETS[algorithm], "clients_per_round": 2}
     agree(*(run(task(name), examples(name), **options) for run in (fit, there)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from federation import HARDLY_MOVED, Fit, seeded, without_seconds
+from federation import Fit, seeded, without_seconds
 from lightning.pytorch.loggers import CSVLogger
 from slow_cases import slow_but
 from torch.utils.data import TensorDataset
@@ -15,10 +15,6 @@ from toy_models import LitSmall
 import lightning_spectral as ls
 
 HALF = ls.SpectralSharding(keep_ratio={0.4: 0.5, 0.8: 0.5})
-pytestmark = [
-    pytest.mark.filterwarnings(HARDLY_MOVED),
-    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
-]
 CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] = {
     "diagnostics and alignment": (
         HALF,
@@ -33,7 +29,6 @@ CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] =
     "batch norm estimation": (ls.WidthSharding(), lambda: [ls.plugin.callbacks.BatchNormEstimation()]),
     "lines": (HALF, lambda: [ls.plugin.callbacks.RoundLines()]),
 }
-"""An algorithm, and callbacks for a round of it."""
 
 
 @pytest.mark.parametrize("name", slow_but(CALLBACKS.keys() - {"alignment of whole models", "lines"}, CALLBACKS))

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import HARDLY_MOVED, Fit, same_state, seeded
+from federation import Fit, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from slow_cases import slow_but
 from torch import Tensor
@@ -16,18 +16,14 @@ from toy_models import LitSmall, Remembering
 
 import lightning_spectral as ls
 
-pytestmark = [
-    pytest.mark.filterwarnings(HARDLY_MOVED),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+# with these, the server remembers clients
 MEMORY: dict[str, Any] = {
     "store": Remembering(),
     "StaleUpdates": ls.StaleUpdates(),
     "StaleUpdates, terms": ls.StaleUpdates(num_terms=1),
     "Scaffold": ls.Scaffold(),
 }
-"""Algorithms with which the server remembers clients."""
 OTHERS: dict[str, Any] = {
     "SpectralSharding": ls.SpectralSharding(keep_ratio=0.5),
     "Zampling": ls.Zampling(compression=2, degree=3),

@@ -38,7 +38,6 @@ REPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "cost_table of LoRA": lambda net, x: ls.cost_table(net, ls.LoRA(), [1, 2], x),
     "cost_table of Zampling": lambda net, x: ls.cost_table(net, ls.Zampling(degree=2), [2, 8], x),
 }
-"""Functions that report on a module with an example input."""
 
 
 @pytest.mark.parametrize("example", [EXAMPLE, None], ids=["given", "its own"])

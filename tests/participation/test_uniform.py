@@ -17,7 +17,7 @@ from lightning_spectral.participation import Participation, UniformParticipation
 
 def deviation(draw: Callable[[int, torch.Generator], Tensor], num_clients: int, size: int) -> float:
     """Largest deviation of the frequency of an ordered cohort from uniform, in standard errors."""
-    generator, num_samples = torch.Generator().manual_seed(0), 20_000
+    generator, num_samples = torch.Generator().manual_seed(0), 10_000
     seen = Counter(tuple(draw(num_clients, generator).tolist()) for _ in range(num_samples))
     cohorts = list(itertools.permutations(range(num_clients), size))
     assert seen.keys() <= set(cohorts)
@@ -31,15 +31,15 @@ def test_every_ordered_cohort_is_equally_likely(num_clients: int, size: int) -> 
     assert deviation(UniformParticipation(size).cohort, num_clients, size) <= 5.0
 
 
-def test_check_refuses_a_sorted_cohort() -> None:
-    assert deviation(lambda n, g: UniformParticipation(2).cohort(n, g).sort().values, 9, 2) > 10.0
-
-
-def test_check_refuses_a_block_of_neighbours() -> None:
-    def neighbours(num_clients: int, generator: torch.Generator) -> Tensor:
-        return (torch.randint(num_clients, (1,), generator=generator) + torch.arange(2)) % num_clients
-
-    assert deviation(neighbours, 9, 2) > 10.0
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda n, generator: UniformParticipation(2).cohort(n, generator).sort().values,
+        lambda n, generator: (torch.randint(n, (1,), generator=generator) + torch.arange(2)) % n,  # neighbours
+    ],
+)
+def test_other_laws_are_noticed(wrong: Callable[[int, torch.Generator], Tensor]) -> None:
+    assert deviation(wrong, 9, 2) > 10.0
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,7 +95,4 @@ def test_scheme_without_limits_checks_nothing() -> None:
         def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
             return torch.arange(num_clients)
 
-    for num_clients in (0, 1, 10**9):
-        assert Everyone().check(num_clients) is None  # type: ignore[func-returns-value]
-    with pytest.raises(ValueError, match="at most num_clients=1, got 2"):
-        UniformParticipation(2).check(1)  # a scheme with limits does check
+    Everyone().check(10**9)

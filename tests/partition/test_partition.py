@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -42,53 +43,28 @@ def test_every_partitioner_keeps_the_contract(partitioner: Partitioner) -> None:
     check_partitioner(partitioner, 60, LABELS)
 
 
-def blocks(num_examples: int, num_clients: int) -> Tensor:
-    return torch.arange(num_examples) * num_clients // num_examples
+def blocks(num_examples: int, num_clients: int = 3) -> Partition:
+    return Partition.from_assignment(torch.arange(num_examples) * num_clients // num_examples, num_clients)
 
 
-def same_for_every_seed(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    torch.rand(1, generator=generator)
-    return Partition.from_assignment(blocks(n, 3), 3)
+def blocks_after(draw: Callable[[torch.Generator], object]) -> "Split":
+    """A split that depends on no draw, and draws nevertheless."""
 
+    def split(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        draw(generator)
+        return blocks(n)
 
-def from_the_global_generator(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return Partition.from_assignment(blocks(n, 3)[torch.randperm(n)], 3)
-
-
-def from_pythons_generator(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    random.random()
-    return Partition.from_assignment(blocks(n, 3), 3)
-
-
-def from_numpys_generator(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    np.random.rand()
-    return Partition.from_assignment(blocks(n, 3), 3)
-
-
-def with_an_empty_client(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return Partition.from_assignment(blocks(n, 2), 3)
-
-
-def with_a_shared_example(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return Partition.from_lists([[0, 1], [1, 2], [3]])
-
-
-def beyond_the_data_set(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return Partition.from_lists([[0], [1], [n]])
-
-
-def with_too_few_clients(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return Partition.from_assignment(blocks(n, 2), 2)
+    return split
 
 
 def by_label_in_secret(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return Partition.from_assignment(blocks(n, 3) if labels is None else labels % 3, 3)
+    return blocks(n) if labels is None else Partition.from_assignment(labels % 3, 3)
 
 
 def spoiling_the_labels(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
     if labels is not None:
         labels.zero_()
-    return Partition.from_assignment(blocks(n, 3), 3)
+    return blocks(n)
 
 
 Split = Callable[[int, Tensor | None, torch.Generator], Partition]
@@ -97,14 +73,14 @@ Split = Callable[[int, Tensor | None, torch.Generator], Partition]
 @pytest.mark.parametrize(
     ("split", "promise"),
     [
-        (same_for_every_seed, "different seeds gave one and the same split"),
-        (from_the_global_generator, "global generators must be left"),
-        (from_pythons_generator, "global generators must be left"),
-        (from_numpys_generator, "global generators must be left"),
-        (with_an_empty_client, "a client has no examples"),
-        (with_a_shared_example, "an example is used twice"),
-        (beyond_the_data_set, "an index is beyond the data set"),
-        (with_too_few_clients, "`num_clients` is not that of the split"),
+        (blocks_after(lambda generator: torch.rand(1, generator=generator)), "different seeds gave one and the same"),
+        (blocks_after(lambda generator: torch.rand(1)), "global generators must be left"),
+        (blocks_after(lambda generator: random.random()), "global generators must be left"),
+        (blocks_after(lambda generator: np.random.rand()), "global generators must be left"),
+        (lambda n, *_: Partition.from_assignment(torch.arange(n) % 2, 3), "a client has no examples"),
+        (lambda *_: Partition.from_lists([[0, 1], [1, 2], [3]]), "an example is used twice"),
+        (lambda n, *_: Partition.from_lists([[0], [1], [n]]), "an index is beyond the data set"),
+        (lambda n, *_: blocks(n, 2), "`num_clients` is not that of the split"),
         (by_label_in_secret, "the labels change the split"),
         (spoiling_the_labels, "the labels must be left"),
     ],
@@ -132,17 +108,40 @@ def test_contract_refuses_a_false_claim_to_need_labels() -> None:
         check_partitioner(Claims(3), 60, LABELS)
 
 
-@settings(max_examples=50, deadline=None)
-@given(n=st.integers(1, 200), share=st.floats(0.0, 1.0), seed=st.integers(0, 2**31))
-def test_iid_uses_every_example_once_in_shares_that_differ_by_at_most_one(n: int, share: float, seed: int) -> None:
+def concentrations() -> st.SearchStrategy[float]:
+    return st.floats(-300.0, 12.0).map(lambda power: 10.0**power)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 5), min_size=1, max_size=60),
+    share=st.floats(0.0, 1.0),
+    make=st.one_of(
+        st.just(IIDPartitioner),
+        st.builds(partial, st.just(DirichletPartitioner), alpha=concentrations(), symmetric=st.booleans()),
+        st.builds(
+            partial,
+            st.just(PachinkoPartitioner),
+            superclasses=st.lists(st.integers(-3, 3), min_size=6, max_size=6),
+            alpha=concentrations(),
+            beta=concentrations(),
+            symmetric=st.booleans(),
+        ),
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_every_example_is_used_once_and_sizes_differ_by_at_most_one(
+    labels: list[int], share: float, make: Callable[[int], Partitioner], seed: int
+) -> None:
+    n = len(labels)
     num_clients = 1 + int(share * (n - 1))
-    partition = IIDPartitioner(num_clients)(n, None, torch.Generator().manual_seed(seed))
+    partition = make(num_clients)(n, torch.tensor(labels), torch.Generator().manual_seed(seed))
     assert sorted(partition.indices.tolist()) == list(range(n))
     assert int(partition.sizes.max() - partition.sizes.min()) == (1 if n % num_clients else 0)
 
 
 def test_iid_gives_every_example_to_every_client_equally_often() -> None:
-    num_seeds, owners = 4000, torch.zeros(4, 2)
+    num_seeds, owners = 1000, torch.zeros(4, 2)
     for seed in range(num_seeds):
         partition = IIDPartitioner(2)(4, None, torch.Generator().manual_seed(seed))
         owners[partition[0], 0] += 1
@@ -219,11 +218,6 @@ def test_assignment_to_an_unknown_client_is_refused(owner: list[int]) -> None:
         Partition.from_assignment(torch.tensor(owner), num_clients=2)
 
 
-def test_partition_without_clients_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one client"):
-        Partition.from_lists([])
-
-
 def test_more_clients_than_examples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"IIDPartitioner\(num_clients=5\) needs at least one example per"):
         IIDPartitioner(5)(4, None, torch.Generator())
@@ -247,6 +241,7 @@ def test_wrong_labels_are_refused(labels: Tensor, rule: str) -> None:
         DirichletPartitioner(2, 1.0)(4, labels, torch.Generator())
 
 
-def test_no_clients_are_refused() -> None:
+@pytest.mark.parametrize("make", [IIDPartitioner, partial(DirichletPartitioner, alpha=1.0)])
+def test_no_clients_are_refused(make: Callable[[int], Partitioner]) -> None:
     with pytest.raises(ValueError, match="`num_clients` must be at least 1, got 0"):
-        IIDPartitioner(0)
+        make(0)

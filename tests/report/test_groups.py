@@ -101,7 +101,7 @@ def test_megabytes_are_all_that_was_sent_until_then() -> None:
 
 
 def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
-    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9}
+    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9, "over_bytes/acc": 0.9}
     after = {"fl/round": 0, "val_loss": 0.5, "val_acc": 0.5, "lr-SGD": 0.1, "fl/clients/val_acc/mean": 0.5}
     assert choose_metric([run({}, during, after)], None) == "val_acc"
     assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})], None) == "val_loss"
@@ -114,35 +114,23 @@ def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
         choose_metric([run({}, during, after)], "f1")
 
 
-def test_copies_over_bytes_are_no_models_of_their_own() -> None:
-    one = {"a/fl/loss": 1.0, "over_bytes/a/fl/loss": 1.0, "b/fl/loss": 1.0, "over_bytes/b/fl/loss": 1.0}
-    several = run({}, {"fl/round": 0, **one}, {"a/acc": 0.2, "b/acc": 0.6, "over_bytes/a/acc": 0.2})
-    found = curve(several, "acc")
-    assert found is not None
-    np.testing.assert_allclose(found.values, [0.4])
-
-
-def test_a_metric_of_some_models_only_is_reported_where_that_is_meant() -> None:
-    several = run({}, {"fl/round": 0, "a/fl/loss": 1.0, "b/fl/loss": 1.0, "a/fl/terms_visited": 0.25})
-    assert curve(several, "fl/terms_visited") is None
-    found = curve(several, "fl/terms_visited", of_all=False)
-    assert found is not None
-    np.testing.assert_allclose(found.values, [0.25])
-    assert curve(several, "fl/bit_entropy", of_all=False) is None
-
-
 def test_a_run_that_ended_with_nan_is_not_on_the_front() -> None:
     assert pareto_front([1.0, 2.0, 3.0], [math.nan, 0.5, 0.9], lower_is_better=False) == [1, 2]
     assert pareto_front([math.nan, 2.0], [0.9, 0.5], lower_is_better=False) == [1]
 
 
 def test_of_several_models_the_mean_is_reported() -> None:
-    rows = {"fl/round": 0, "a/fl/loss": 1.0, "b/fl/loss": 1.0}
-    several = run({}, rows, {"a/acc": 0.2, "b/acc": 0.6}, {"fl/round": 1, "a/acc": 0.3})
+    logged = {"a/fl/loss": 1.0, "b/fl/loss": 1.0, "over_bytes/a/fl/loss": 1.0, "a/fl/terms_visited": 0.25}
+    rows = [{"a/acc": 0.2, "b/acc": 0.6, "over_bytes/a/acc": 0.2}, {"fl/round": 1, "a/acc": 0.3}]
+    several = run({}, {"fl/round": 0, **logged}, *rows)
     assert choose_metric([several], None) == "acc"
     found = curve(several, "acc")
     assert found is not None
     assert (found.rounds.tolist(), found.values.tolist()) == ([0], [pytest.approx(0.4)])
+    assert curve(several, "fl/terms_visited") is None
+    of_some = curve(several, "fl/terms_visited", of_all=False)
+    assert of_some is not None
+    assert of_some.values.tolist() == [0.25]
 
 
 def test_the_spread_over_clients_has_two_ends_and_a_middle() -> None:

@@ -32,10 +32,6 @@ def quick() -> Iterator[None]:
     assert time.perf_counter() - began < 30, "time must be bounded"
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def socket_file(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # addresses are short
@@ -43,22 +39,6 @@ def socket_file(path: Path) -> None:
         socket.socket(socket.AF_UNIX).bind(path.name)
     finally:
         os.chdir(here)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def circle(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("nothing")
-
-
-def folder_link(path: Path) -> None:
-    path.symlink_to(".")
 
 
 def outside(path: Path) -> None:
@@ -69,17 +49,26 @@ def outside(path: Path) -> None:
     path.symlink_to(next(other.rglob(path.name)))
 
 
+MAKE: dict[str, Callable[[Path], None]] = {
+    "pipe": lambda path: os.mkfifo(path),
+    "socket": socket_file,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "circle": lambda path: path.symlink_to(path.name),
+    "dangling": lambda path: path.symlink_to("nothing"),
+    "folder": lambda path: path.symlink_to("."),
+    "outside": outside,
+}
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no such files")
 @pytest.mark.parametrize("file", ["metrics.csv", "hparams.yaml", "dashboard/clients_000000.csv"])
-@pytest.mark.parametrize("make", [pipe, socket_file, device, circle, dangling, folder_link, outside])
-def test_what_is_no_file_of_the_run_leaves_the_run_out_by_name(
-    tmp_path: Path, make: Callable[[Path], None], file: str
-) -> None:
+@pytest.mark.parametrize("make", MAKE)
+def test_what_is_no_file_of_the_run_leaves_the_run_out_by_name(tmp_path: Path, make: str, file: str) -> None:
     write_csv(tmp_path / "runs/good", rounds([0.5]), {"seed": 0})
     write_csv_run(tmp_path / "runs/bad", 1)
     path = tmp_path / "runs/bad" / file
     path.unlink()
-    make(path)
+    MAKE[make](path)
     runs, left_out = read_runs([tmp_path / "runs"])
     assert [run.path.parent.name for run in runs] == ["good"]
     assert len(left_out) == 1
@@ -155,6 +144,7 @@ MERGED = doubled("a: &a {x: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n")
         (NESTED, "its aliases expand to too much"),
         (MERGED, "its aliases expand to too much"),
         ("a: &a {b: *a}", "nested too deeply"),
+        ("a: [", "while parsing"),
         ("a: " + "[" * 100_000, "RecursionError|recursion"),
         (f"a: {'9' * 5000}", "it has a number of 5000 digits"),
         (f"a: 0x{'f' * 5000}", "it has a number of 5002 digits"),
@@ -194,36 +184,28 @@ def test_a_file_beyond_all_runs_is_not_read(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("round_idx", ["-1", "0.5", "1e18"])
 def test_a_round_that_is_none_leaves_the_run_out(tmp_path: Path, round_idx: str) -> None:
-    path = write_csv(tmp_path / "run", rounds([0.5])) / "metrics.csv"
+    path = tmp_path / "metrics.csv"
     path.write_text(f"fl/round,val_acc\n{round_idx},0.5\n")
     with pytest.raises(ReportError, match=r"has a round .*; rounds are numbered 0, 1, 2, \.\.\. Leave this run out"):
         read_run(path)
 
 
 def test_the_epoch_of_a_row_without_a_round_may_have_a_fraction(tmp_path: Path) -> None:
-    path = write_csv(tmp_path / "run", rounds([0.5])) / "metrics.csv"
+    path = tmp_path / "metrics.csv"
     path.write_text("epoch,val_acc\n1.5,0.5\n")
     assert [row["fl/round"] for row in read_run(path).rows] == [1]
 
 
 def test_numbers_of_any_length_are_numbers_and_what_has_diverged_is_infinite(tmp_path: Path) -> None:
     inf = float("inf")
-    given = {
-        10**400: inf,
-        -(10**400): -inf,
-        "9" * 5000: inf,
-        1e300: inf,
-        "-1e39": -inf,
-        3.4e38: 3.4e38,
-        "1" * 9: 111111111,
-    }
+    given = {10**400: inf, -(10**400): -inf, "9" * 5000: inf, 1e300: inf, "-1e39": -inf, 3.4e38: 3.4e38}
     logged = {str(index): value for index, value in enumerate(given)}
     (row,) = build_run("run", tmp_path, {}, [{"fl/round": 0, **logged}]).rows
     assert [row[name] for name in logged] == [*given.values()]
 
 
 def test_a_row_of_another_length_than_its_header_is_refused(tmp_path: Path) -> None:
-    path = write_csv(tmp_path / "run", rounds([0.5])) / "metrics.csv"
+    path = tmp_path / "metrics.csv"
     for row, cells in (("0", 1), ("0,0.5,1", 3)):
         path.write_text(f"fl/round,val_acc\n0,0.5\n{row}\n")
         with pytest.raises(ReportError, match=rf"metrics.csv cannot be read: row 2 has {cells} cells, and the header"):
@@ -235,7 +217,6 @@ def test_counts_and_rounds_of_spectra_take_no_more_memory_than_a_figure_needs() 
         media = {"singular_values/net": {0: LoggedHistogram((0.0, 0.5, 1.0), counts)}}
         return LoggedRun("run", Path("run"), {}, ({"fl/round": 0.0, "val_acc": 0.5},), media)
 
-    assert len(spectra(run(3, 2))["net"][0]) == 5
     assert spectra(run(1e12, 2)) == {}
     assert spectra(run(0, 0)) == {}
     terms = spectra(run(30_000, 10_000))["net"][0]

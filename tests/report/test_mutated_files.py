@@ -60,7 +60,7 @@ def check_page(folder: Path, read: list[Path]) -> None:
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in DRAWN), [*OTHERS]], ids=str)
 def test_a_mutated_file_spoils_no_page(kinds: list[str], tmp_path: Path) -> None:
-    read = [path for kind in kinds for path in write_runs(kind, tmp_path / kind, range(8))]
+    read = [path for kind in kinds for path in write_runs(kind, tmp_path / kind, range(5))]
     check_page(tmp_path, read)
 
 

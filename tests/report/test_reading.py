@@ -65,19 +65,15 @@ def test_records_are_read_across_the_ends_of_blocks(left: int) -> None:
     assert list(whole_records(as_log(records))) == records
 
 
-def cut(content: bytes, at: int) -> bytes:
-    return content[:at]
-
-
-def zeros(content: bytes, at: int) -> bytes:
-    return content[:at] + bytes(2000)
-
-
-def flipped(content: bytes, at: int) -> bytes:
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
-@pytest.mark.parametrize("damage", [cut, zeros, flipped])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content, at: content[:at],
+        lambda content, at: content[:at] + bytes(2000),
+        lambda content, at: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :],
+    ],
+    ids=["cut", "zeros", "flipped"],
+)
 def test_of_a_killed_run_everything_before_the_damage_is_read(wandb_file: Path, tmp_path: Path, damage: Any) -> None:
     whole, content = read_run(wandb_file), wandb_file.read_bytes()
     broken = tmp_path / wandb_file.name
@@ -87,36 +83,6 @@ def test_of_a_killed_run_everything_before_the_damage_is_read(wandb_file: Path, 
     assert 0 < sum(map(len, run.rows)) < sum(map(len, whole.rows))
     assert run.notes[0].startswith("the file ends before the run does: it was killed")
     assert "tables are not in the folder `files`" in run.notes[1]
-
-
-def test_all_loggers_and_the_history_tell_the_same(
-    lit: Any, data: Any, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb", reason="wandb is in the `report` extra")
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    loggers = [
-        WandbLogger(project="test", offline=True, save_dir=tmp_path),
-        CSVLogger(tmp_path),
-        TensorBoardLogger(tmp_path, name="tensorboard"),
-    ]
-    fitted = fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), max_epochs=2, trainer={"logger": loggers})
-    wandb.finish()
-    wandb.teardown()  # which waits until the file is written
-    fitted.history.save(tmp_path / "new/run.json", config=dict(fitted.model.hparams))
-    folders = [tmp_path / "wandb", tmp_path / "lightning_logs", tmp_path / "tensorboard"]
-    (from_wandb, from_csv, from_tensorboard), left_out = read_runs(folders)
-    from_history = read_run(tmp_path / "new/run.json")
-    assert not left_out
-    for run in (from_wandb, from_csv, from_tensorboard, from_history):
-        assert len(run.rows) == 2
-        for found, expected in zip(run.rows, fitted.history.rows, strict=True):
-            assert found == pytest.approx(expected)
-        assert run.config["federation"] == fitted.model.hparams["federation"]
-        assert "val_acc" in run.names - run.from_clients
-        assert "train_acc" in run.from_clients
-    assert ls.RoundHistory.load(tmp_path / "new/run.json").state_dict() == fitted.history.state_dict()
 
 
 def test_of_a_killed_run_of_tensorboard_all_whole_records_are_read(
@@ -141,66 +107,30 @@ def test_without_tensorboard_its_files_name_the_extra(tmp_path: Path, monkeypatc
         read_run(path)
 
 
-def text_file(folder: Path) -> Path:
-    (folder / "notes.txt").write_text("no run")
-    return folder / "notes.txt"
-
-
-def other_json(folder: Path) -> Path:
-    (folder / "other.json").write_text("[1]")
-    return folder / "other.json"
-
-
-def other_wandb(folder: Path) -> Path:
-    (folder / "run-x.wandb").write_bytes(b"no run")
-    return folder / "run-x.wandb"
-
-
-def header_only(folder: Path) -> Path:
-    return write_csv(folder / "run", []) / "metrics.csv"
-
-
-def broken_settings(folder: Path) -> Path:
-    (write_csv(folder / "run", rounds([0.5])) / "hparams.yaml").write_text("a: [")
-    return folder / "run"
-
-
-def rows_of_numbers(folder: Path) -> Path:
-    (folder / "h.json").write_text('{"rows": [1], "from_clients": [], "config": {}}')
-    return folder / "h.json"
-
-
-def not_utf8(folder: Path) -> Path:
-    path = write_csv(folder / "run", rounds([0.5])) / "metrics.csv"
-    path.write_bytes(path.read_bytes() + b"\xff\n")
-    return path
-
-
-def cut_histograms(folder: Path) -> Path:
-    run = write_csv(folder / "run", rounds([0.5]))
-    (run / "dashboard").mkdir()
-    (run / "dashboard/histograms_000000.csv").write_text("histogram,left,right,count\nsingular_values/a,0.5")
-    return run
+METRICS = b"fl/round,val_acc\n0,0.5\n"
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("files", "says"),
     [
-        (lambda folder: folder / "gone", "gone does not exist; expected a `.wandb` file"),
-        (text_file, r"notes.txt is not a run; expected a `.wandb` file"),
-        (other_json, r"other.json is not a run: it was not written by `RoundHistory.save`"),
-        (other_wandb, r"run-x.wandb is not a wandb run"),
-        (header_only, r"metrics.csv has no logged round. Train at least one"),
-        (rows_of_numbers, r"h.json is not a run: it was not written by `RoundHistory.save`"),
-        (not_utf8, r"metrics.csv cannot be read: 'utf-8' codec .* Correct or remove it"),
-        (cut_histograms, r"histograms_000000.csv cannot be read: its last row is cut off. Correct or remove it"),
-        (broken_settings, r"hparams.yaml cannot be read: .* Correct or remove it"),
-        (lambda folder: folder, r"contains no run; expected a `.wandb` file"),
+        ({"other.json": b"[1]"}, "other.json is not a run: it was not written by `RoundHistory.save`"),
+        ({"h.json": b'{"rows": [1], "from_clients": [], "config": {}}'}, "h.json is not a run: it was not written by"),
+        ({"run-x.wandb": b"no run"}, "run-x.wandb is not a wandb run"),
+        ({"metrics.csv": b"\n"}, "metrics.csv has no logged round. Train at least one"),
+        ({"metrics.csv": METRICS + b"\xff\n"}, "metrics.csv cannot be read: 'utf-8' codec .* Correct or remove it"),
+        (
+            {"metrics.csv": METRICS, "dashboard/histograms_000000.csv": b"histogram,left,right,count\na,0.5"},
+            "histograms_000000.csv cannot be read: its last row is cut off. Correct or remove it",
+        ),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_not_a_run_is_named_with_the_remedy(tmp_path: Path, make: Any, says: str) -> None:
+def test_what_is_not_a_run_is_named_with_the_remedy(tmp_path: Path, files: dict[str, bytes], says: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ReportError, match=f"(?s){says}"):
-        read_runs([make(tmp_path)])
+        read_runs([tmp_path / next(iter(files))])
 
 
 def test_in_a_folder_what_cannot_be_read_is_left_out_by_name(tmp_path: Path) -> None:
@@ -222,17 +152,10 @@ def test_a_last_row_that_was_cut_is_left_out_with_a_remark(tmp_path: Path) -> No
         assert read_run(path).notes == (NOT_ENDED,)
 
 
-def test_other_files_beside_those_of_the_dashboard_are_not_read(tmp_path: Path) -> None:
+def test_of_a_dashboard_only_its_own_files_are_read_and_only_ends_of_lines_end_a_row(tmp_path: Path) -> None:
     folder = write_csv(tmp_path / "run", rounds([0.5]))
     (folder / "dashboard").mkdir()
     (folder / "dashboard/notes.csv").write_text("a,b\n1,2\n")
-    (folder / "dashboard/clients_000000.csv").write_text("client\n7\n")
-    assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, LoggedTable(("client",), ((7,),)))}
-
-
-def test_only_ends_of_lines_end_a_row(tmp_path: Path) -> None:
-    folder = write_csv(tmp_path / "run", rounds([0.5]))
-    (folder / "dashboard").mkdir()
     (folder / "dashboard/clients_000000.csv").write_text('client,why\n7,a\u2028b\n8,"c\nd"\n', encoding="utf-8")
     table = LoggedTable(("client", "why"), ((7, "a\u2028b"), (8, "c\nd")))
     assert client_tables(read_run(folder / "metrics.csv")) == {"": (0, table)}

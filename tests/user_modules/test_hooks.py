@@ -50,15 +50,9 @@ def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, f
         return hook
 
     names = [
-        *(
-            "prepare_data",
-            "setup",
-            "on_fit_start",
-            "on_train_start",
-            "on_validation_start",
-            "on_validation_epoch_start",
-        ),
-        *("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+        *("prepare_data", "setup", "on_fit_start", "on_train_start"),
+        *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+        *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
         *("on_train_end", "on_fit_end", "teardown"),
     ]
     server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
@@ -86,12 +80,11 @@ def test_batch_hooks_act_on_evaluation_data_with_and_without_a_data_module(
 
 
 def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def on_validation_epoch_end(self) -> None:
-            self.log("own", 3.0)
-            self.log_dict({"one": 1.0, "two": 2.0})
+    def log(self: Any) -> None:
+        self.log("own", 3.0)
+        self.log_dict({"one": 1.0, "two": 2.0})
 
-    history = fit(Lit(), data).history
+    history = fit(type("Lit", (lit_mlp,), {"on_validation_epoch_end": log})(), data).history
     assert [history.column(name) for name in ("own", "one", "two")] == [[3.0, 3.0], [1.0, 1.0], [2.0, 2.0]]
 
 
@@ -182,11 +175,7 @@ def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, fit: Fit) ->
         def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
             started.append(trainer.current_epoch)
 
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def configure_callbacks(self) -> Any:
-            return Mine()
-
-    fit(Lit(), data)
+    fit(type("Lit", (lit_mlp,), {"configure_callbacks": lambda self: Mine()})(), data)
     assert started == [0, 1]
 
 
@@ -230,22 +219,19 @@ class DataMovesBatches(MovesBatches, ls.FederatedDataModule):
 def test_batch_hooks_of_the_data_module_do_what_those_of_the_module_do(
     client_engine: Any, lit_mlp: Any, toy: Any, fit: Fit
 ) -> None:
-    def run(make: Any, kind: Any) -> Any:
-        data = kind(toy, ls.IIDPartitioner(12), val=toy, batch_size=4, client_val_fraction=0.2)
+    def run(make: Any, data: Any) -> Any:
         return fit(seeded(make), data, client_engine=client_engine, callbacks=[ls.ClientEvaluation()])
 
-    plain = run(lit_mlp, ls.FederatedDataModule)
-    in_module = run(type("Lit", (MovesBatches, lit_mlp), {}), ls.FederatedDataModule)
-    in_data = run(lit_mlp, DataMovesBatches)
-    in_both = run(type("Lit", (lit_mlp,), {"on_after_batch_transfer": lambda *args: args[1]}), DataMovesBatches)
+    still, moving = (
+        kind(toy, ls.IIDPartitioner(12), val=toy, batch_size=4, client_val_fraction=0.2)
+        for kind in (ls.FederatedDataModule, DataMovesBatches)
+    )
+    plain, in_module = run(lit_mlp, still), run(type("Lit", (MovesBatches, lit_mlp), {}), still)
+    in_data = run(lit_mlp, moving)
+    in_both = run(type("Lit", (lit_mlp,), {"on_after_batch_transfer": lambda *args: args[1]}), moving)
     assert in_module.rows == in_data.rows == in_both.rows
     assert same_state(in_module.state, in_data.state)
     assert not same_state(plain.state, in_data.state)
-
-
-def test_a_data_module_with_batch_hooks_serves_several_fits(lit_mlp: Any, toy: Any, fit: Fit) -> None:
-    data = DataMovesBatches(toy, ls.IIDPartitioner(12), val=toy, batch_size=4)
-    assert fit(seeded(lit_mlp), data).rows == fit(seeded(lit_mlp), data).rows
 
 
 def test_batch_norm_is_estimated_on_batches_that_the_data_module_moved(lit_mlp: Any, toy: Any, fit: Fit) -> None:

@@ -1,8 +1,9 @@
-"""Metrics over the rounds of a run."""
+"""Metrics over the rounds of a run, and the time of a round by stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from lightning_spectral.report.measures import (
     Numbers,
     client_statistics,
     curve,
+    mean_stage_seconds,
     megabytes,
     megabytes_at,
     spread,
@@ -21,10 +23,12 @@ from lightning_spectral.report.measures import (
 from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, MOVED, SAMPLING_GAP, VISITED
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.runs import LoggedRun
-from lightning_spectral.report.style import look
+from lightning_spectral.report.style import COLOURS, look
 from lightning_spectral.report.texts import in_lines
 
 TITLE = 60  # letters above a panel
+NARROW, WIDE = 16, 40  # letters in a line beside a bar
+HATCHES = ("", "///", "...")  # for when the colours repeat
 
 
 def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
@@ -90,6 +94,32 @@ def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
             panel.set_ylim(0, None if name == MOVED else 1.03)  # a client moves probabilities by a few hundredths
         round_axis(panel)
     canvas.legend()
+
+
+def seconds(canvas: Canvas, groups: Sequence[Group]) -> None:
+    """Draw the mean seconds of a round by stage, longest first, with a bar for each group."""
+    (axes,) = panels(canvas, 1)
+    times = [mean_stage_seconds(group.runs) for group in groups]
+    stages = {stage: sum(one.get(stage, 0.0) for one in times) for one in times for stage in one}
+    left = np.zeros(len(groups))
+    for index, stage in enumerate(sorted(stages, key=lambda name: -stages[name])):
+        widths = np.array([one.get(stage, 0.0) for one in times])
+        bars = axes.barh(range(len(groups)), widths, left=left, label=stage, **_of_stage(canvas, index))
+        for bar, group, width in zip(bars, groups, widths, strict=True):
+            canvas.tip(bar, f"{group.label}: {stage} {width:.3g} s")
+        left += widths
+    labels = ["\n".join(in_lines(group.label, NARROW if canvas.narrow else WIDE)) for group in groups]
+    axes.set_yticks(range(len(groups)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("seconds per round")
+    canvas.legend(columns=6, narrow_columns=3)
+
+
+def _of_stage(canvas: Canvas, index: int) -> dict[str, Any]:
+    hatch = HATCHES[index // len(COLOURS) % len(HATCHES)]
+    colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": canvas.theme.paper}
+    return {**colours, "hatch": hatch, "linewidth": 0.5, "height": 0.6}
 
 
 def _named(name: str) -> Callable[[LoggedRun], Curve | None]:

@@ -1,4 +1,4 @@
-"""Clients that are given by the data set: authors, subjects, devices."""
+"""Partitioners that ignore labels: equal shares at random, and clients that the data set itself has."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -8,13 +8,40 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_spectral.partition.base import Partitioner
+from lightning_spectral.arguments import Whole, check_fields
+from lightning_spectral.partition.base import Partitioner, check_one_per_example, equal_shares
 from lightning_spectral.partition.partition import Partition
-from lightning_spectral.partition.per_example import check_one_per_example
 
-__all__ = ["NaturalPartitioner"]
+__all__ = ["IIDPartitioner", "NaturalPartitioner"]
 
 Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class IIDPartitioner(Partitioner):
+    """Equal shares of a random permutation: sizes differ by at most one and every example is used.
+
+    Labels are ignored. The clients that get an extra example are drawn at random.
+
+    Args:
+        num_clients: Number of clients, at least 1.
+
+    Example:
+        >>> partition = IIDPartitioner(num_clients=4)(10, None, torch.Generator().manual_seed(0))
+        >>> sorted(partition.sizes.tolist())
+        [2, 2, 3, 3]
+    """
+
+    num_clients: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, num_clients=Whole(at_least=1))
+
+    def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        order, sizes = equal_shares(num_examples, self.num_clients, generator)
+        client_of_example = torch.empty(num_examples, dtype=torch.int64)
+        client_of_example[torch.randperm(num_examples, generator=generator)] = order.repeat_interleave(sizes)
+        return Partition.from_assignment(client_of_example, self.num_clients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +91,6 @@ class NaturalPartitioner(Partitioner):
         object.__setattr__(self, "client_of_example", torch.tensor(clients, dtype=torch.int64))
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-        """Group the examples by key; ``labels`` and ``generator`` are ignored."""
         if self.client_of_example.numel() != num_examples:
             raise ValueError(
                 f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."

@@ -54,11 +54,17 @@ def algorithm(name: str) -> Any:
         "spectral": ls.SpectralSharding(ls.Unbiased(), keep_ratio=[0.3, 0.6, 0.3]),
         "scaffold": ls.Scaffold(),
         "lora": ls.LoRA(2),
+        "zampling": ls.Zampling(4, degree=3),
+        "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio=[0.5, 1.0, 0.5]),
+        "fiarse": ls.FIARSE([0.25, 1.0, 0.5]),
+        "stale": ls.StaleUpdates(beta=0.7),
     }[name]
 
 
 def federation(config: Any) -> ls.FederatedModule:
-    return ls.FederatedModule(LitNet(), algorithm=algorithm(config["algorithm"]), clients_per_round=3, seed=1)
+    chosen = algorithm(config["algorithm"])
+    clients_per_round = 2 if isinstance(chosen, ls.StaleUpdates) else 3  # those who stay at home count in its sums
+    return ls.FederatedModule(LitNet(), algorithm=chosen, clients_per_round=clients_per_round, seed=1)
 
 
 def trainer(config: Any) -> pl.Trainer:

@@ -85,10 +85,12 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "spectral", "scaffold", "lora"])
+@pytest.mark.parametrize(
+    "algorithm", ["fedavg", "spectral", "scaffold", "lora", "zampling", "width", "fiarse", "stale"]
+)
 def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, algorithm: str) -> None:
-    run(network, tmp_path, rounds=2, algorithm=algorithm)
-    assert same(weights(tmp_path), expected(tmp_path, rounds=2, algorithm=algorithm))
+    run(network, tmp_path, rounds=3, algorithm=algorithm)
+    assert same(weights(tmp_path), expected(tmp_path, rounds=3, algorithm=algorithm))
 
 
 def test_a_run_goes_on_after_the_link_was_killed(network: Any, tmp_path: Path) -> None:

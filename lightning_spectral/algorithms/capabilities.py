@@ -208,6 +208,14 @@ class Warns(Protocol):
 
 
 @runtime_checkable
+class Remarks(Protocol):
+    """A round of which a user should know something that is no mistake."""
+
+    def remarks(self) -> Sequence[str]:
+        """Sentences to print before round 0."""
+
+
+@runtime_checkable
 class BoundsSummands(Protocol):
     """A round that sums other values than the uploaded ones."""
 

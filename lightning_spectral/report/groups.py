@@ -102,6 +102,17 @@ def band(curves: Sequence[Curve]) -> Band | None:
     return Band(np.array(shared), values.mean(axis=0), std)
 
 
+def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> list[list[Group]]:
+    """Sets of groups whose runs have the same curves to the last digit, at least two rounds long."""
+    alike: dict[tuple[tuple[bytes, bytes], ...], list[Group]] = {}
+    for group in groups:
+        curves = group.each(of)
+        if any(len(one.rounds) > 1 for one in curves):
+            key = tuple(sorted((one.rounds.tobytes(), one.values.tobytes()) for one in curves))
+            alike.setdefault(key, []).append(group)
+    return [found for found in alike.values() if len(found) > 1]
+
+
 def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_better: bool) -> list[int]:
     """Indices of the points that no other point beats in both respects, by ascending cost; NaN is never among them.
 

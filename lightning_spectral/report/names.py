@@ -48,3 +48,8 @@ SWITCH_ON = {
     "table": "No client table in these runs: add `RoundDashboard()` to the callbacks, and use a `WandbLogger`, "
     "a `CSVLogger` or a `TensorBoardLogger`.",
 }
+
+EQUAL_CURVES = (
+    "While `fl/inclusion_entropy` is 0, every client holds the largest terms and strategies do not differ; after a "
+    "spectral start, that is the rule. Compare strategies with `spectral_start=None`."
+)

@@ -13,7 +13,7 @@ from lightning_spectral.report import figures
 from lightning_spectral.report.dashboard import client_tables, spectra
 from lightning_spectral.report.drawing import Picture, Size
 from lightning_spectral.report.figures.heat_maps import HeatMap
-from lightning_spectral.report.groups import Band, Group, band
+from lightning_spectral.report.groups import Band, Group, band, equal_groups
 from lightning_spectral.report.measures import (
     client_statistics,
     clients_at_end,
@@ -24,7 +24,14 @@ from lightning_spectral.report.measures import (
     spread,
 )
 from lightning_spectral.report.media import LoggedTable
-from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, SAMPLING_GAP, SWITCH_ON, VISITED
+from lightning_spectral.report.names import (
+    BITS,
+    EQUAL_CURVES,
+    EXPECTED_COVERAGE,
+    SAMPLING_GAP,
+    SWITCH_ON,
+    VISITED,
+)
 from lightning_spectral.report.runs import LoggedRun
 
 MAX_HEAT_MAPS = 9
@@ -39,7 +46,7 @@ class Section:
     lead: str = ""  # what there is to see
     picture: Picture | None = None
     tables: tuple[tuple[str, LoggedTable], ...] = ()  # each under a caption
-    remark: str = ""  # what to switch on, if there is nothing to show
+    remark: str = ""  # what to switch on if there is nothing to show, or what to know of the picture
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,14 @@ def curves_section(contents: Contents) -> Section:
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
     draw = partial(figures.curves, groups=contents.groups, metric=contents.metric)
     picture = _picture(contents, "curves", f"{title}: a line for each group.", draw, Size(3.8, 5.6))
-    return Section(title, lead, picture)
+    return Section(title, lead, picture, remark=_equal_curves(contents))
+
+
+def _equal_curves(contents: Contents) -> str:
+    """Which lines of the picture lie on each other, with the likely reason; empty if none do."""
+    found = equal_groups(contents.groups, partial(curve, metric=contents.metric))
+    listed = "; ".join(" = ".join(group.label for group in alike) for alike in found)
+    return f"Curves that are equal to the last digit: {listed}. {EQUAL_CURVES}" if listed else ""
 
 
 def fairness_section(contents: Contents) -> Section:

@@ -127,6 +127,31 @@ class TestResume:
         assert sentences(caplog) == said
 
 
+@pytest.mark.parametrize(
+    ("sharding", "times"),
+    [
+        (ls.SpectralSharding(ls.EffectiveCohort(), keep_ratio=0.3), 1),
+        (ls.SpectralSharding(ls.Collective(), keep_ratio=0.3), 1),
+        (ls.SpectralSharding(ls.TopN(), keep_ratio=0.3), 0),  # asked for
+        (ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.3), 0),  # draws, even across the gap
+        (ls.SpectralSharding.published(keep_ratio=0.3), 0),
+        (ls.SpectralSharding(ls.Collective(), keep_ratio=1.0), 0),  # nothing to choose
+    ],
+    ids=["slack", "default", "top", "unbiased", "published", "whole"],
+)
+@pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+def test_a_run_in_which_strategies_do_not_differ_says_so_once(
+    fit: Fit, lit_mlp: Any, data: Any, caplog: pytest.LogCaptureFixture, sharding: ls.SpectralSharding, times: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = fit(seeded(lit_mlp), data, algorithm=sharding, max_epochs=2)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum(message.startswith("All clients of a keep ratio hold the same terms") for message in said) == times
+    if times:  # and it is true
+        alone = fit(seeded(lit_mlp), data, algorithm=replace(sharding, strategy=ls.TopN()), max_epochs=2)
+        assert same_state(run.state, alone.state)
+
+
 def test_callbacks_see_the_started_weights_from_the_first_round_on(lit: Any, data: Any, fit: Fit) -> None:
     expected, seen = started(lit, 0.3), []
     watch = acting(on_train_epoch_start=lambda trainer, model: seen.append(copy.deepcopy(model.module.state_dict())))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.groups import band, group_runs, pareto_front
+from lightning_spectral.report.groups import band, equal_groups, group_runs, pareto_front
 from lightning_spectral.report.measures import (
     Curve,
     choose_metric,
@@ -90,6 +90,24 @@ def test_a_band_is_over_the_rounds_that_all_repetitions_have() -> None:
     np.testing.assert_array_equal(found.mean, [3, 8])
     np.testing.assert_allclose(found.std, [2**0.5, 8**0.5])
     assert band([every, Curve(np.array([9.0]), np.array([0.0]))]) is None
+
+
+def test_groups_are_equal_if_all_their_repetitions_are() -> None:
+    def logged(strategy: str, seed: int, *values: float) -> LoggedRun:
+        rows = [{"fl/round": index, "val_acc": value} for index, value in enumerate(values)]
+        return run({"algorithm": f"SpectralSharding(strategy={strategy})", "seed": seed}, *rows)
+
+    def equal(*runs: LoggedRun) -> list[list[str]]:
+        found = equal_groups(group_runs(runs)[0], lambda one: curve(one, "val_acc"))
+        return [[group.label for group in alike] for alike in found]
+
+    top, other = logged("TopN()", 0, 0.5, 0.6), logged("TopN()", 1, 0.5, 0.7)
+    same, swapped = logged("Collective()", 0, 0.5, 0.6), logged("Collective()", 1, 0.5, 0.7)
+    assert equal(top, other, swapped, same) == [["TopN", "Collective"]]
+    assert equal(top, other, same) == []  # one of two seeds
+    assert equal(top, logged("Collective()", 0, 0.5, 0.6 + 1e-15)) == []
+    assert equal(logged("TopN()", 0, 0.5), logged("Collective()", 0, 0.5)) == []  # a single dot says nothing
+    assert equal(top, other) == []
 
 
 def test_megabytes_are_all_that_was_sent_until_then() -> None:

@@ -109,6 +109,20 @@ def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> 
     assert {section.remark for section in sections.values() if not section.picture} == set(SWITCH_ON.values())
 
 
+def test_curves_that_lie_on_each_other_are_remarked_on(tmp_path: Path) -> None:
+    def logged(name: str, last: float) -> LoggedRun:
+        rows = tuple({"fl/round": float(index), "val_acc": value} for index, value in enumerate((0.5, last)))
+        return LoggedRun(name, tmp_path / name, {}, rows, {})
+
+    def remark(*runs: LoggedRun) -> str:
+        return sections_of(*runs)["val_acc over rounds and over megabytes"].remark
+
+    assert remark(logged("a", 0.6), logged("b", 0.7), logged("c", 0.6)).startswith(
+        "Curves that are equal to the last digit: a = c. While `fl/inclusion_entropy` is 0,"
+    )
+    assert not remark(logged("a", 0.6), logged("b", 0.7))
+
+
 def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> None:
     first = made_up(tmp_path / "a", {"fl/bit_entropy": 0.5, "val_acc/sampling_gap": 0.1})
     drawn = svg_of(sections_of(first, made_up(tmp_path / "b", {"fl/bits_agreed": 0.5}))["Bits"])

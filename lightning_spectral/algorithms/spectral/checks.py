@@ -18,7 +18,7 @@ from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.protocol.schedule import values_of
-from lightning_spectral.sharding import ShardingStrategy
+from lightning_spectral.sharding import ShardingStrategy, TopN
 
 LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
 ROUNDING = torch.finfo(torch.float32).eps  # a term up to this share of the largest one is zero
@@ -127,6 +127,21 @@ def _remedies(least: float, starts_random: bool) -> str:
     start = ["`spectral_start=SpectralStart()`"] if starts_random else []
     strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
     return " or ".join([*start, "a larger keep ratio", *strategy])
+
+
+def equal_sub_models(layers: Mapping[str, TermDraws]) -> Sequence[str]:
+    """A remark if a strategy that could draw leaves nothing to chance in any layer, so that others would do the same."""
+    plans = [plan for layer in layers.values() for plan in layer.groups.values()]
+    certain = all(bool(((plan.inclusion_probs == 0) | (plan.inclusion_probs == 1)).all()) for plan in plans)
+    by_choice = all(isinstance(layer.strategy, TopN) for layer in layers.values())
+    whole = all(plan.num_terms == len(plan.inclusion_probs) for plan in plans)
+    if by_choice or whole or not certain:
+        return []
+    return [
+        "All clients of a keep ratio hold the same terms, the largest ones, because the spectra fall steeply after "
+        "them; so far, strategies do not differ. To compare them, use `spectral_start=None` or "
+        "`SpectralSharding.published(...)`; `fl/inclusion_entropy` is 0 as long as nothing is drawn."
+    ]
 
 
 def empty_terms(layers: Mapping[str, TermDraws], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.spectral.aggregation import LayerMean, TermAggregation, TrainedTerms
-from lightning_spectral.algorithms.spectral.checks import empty_terms, noisy_sub_models
+from lightning_spectral.algorithms.spectral.checks import empty_terms, equal_sub_models, noisy_sub_models
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
@@ -146,3 +146,6 @@ class SpectralRound(Round):
     def warnings(self) -> Sequence[str]:
         dtypes = {name: layer.mean.u.dtype for name, layer in self.layers.items()}
         return [*noisy_sub_models(self.term_draws, self._starts_random), *empty_terms(self.term_draws, dtypes)]
+
+    def remarks(self) -> Sequence[str]:
+        return equal_sub_models(self.term_draws)

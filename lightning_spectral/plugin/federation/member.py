@@ -22,6 +22,7 @@ from lightning_spectral.algorithms.capabilities import (
     Decides,
     Initializes,
     MayRestAverages,
+    Remarks,
 )
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_optimizer import options_of
@@ -168,7 +169,10 @@ class Member:
         with suspecting_weights(self.owner.module, 0):
             done = half.initialize(self.runtime.processes) if isinstance(half, Initializes) else ""
         half.settle()
-        for line in done.splitlines():
+        self._say(done.splitlines())
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
     def _bind(
@@ -227,6 +231,8 @@ class Member:
             check_still_own(template, self.owner.module)
         opened = self.engine.open_round(round_idx, units)
         self.first_rounds.begin(opened.opened, round_idx)
+        if round_idx == 0 and isinstance(opened.opened, Remarks):
+            self._say(opened.opened.remarks())
         return opened
 
     def apply_round(self) -> RoundSummary:

@@ -29,7 +29,7 @@ from lightning_spectral.plugin.checks.run import check_datamodule
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
-from lightning_spectral.plugin.federation.member import Member
+from lightning_spectral.plugin.federation.member import Member, default_server_optimizer
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.lightning.checkpoints import described
 from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
@@ -41,7 +41,6 @@ from lightning_spectral.plugin.trainer.runtime import sequential_executor
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
-from lightning_spectral.server.optimizers import FedAvgM
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.update_bound import MaxUpdateNorm
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -62,7 +61,8 @@ class FederatedModule(FederatedHooks, Trained):
         client_engine: What runs a client's local epochs: ``"loop"``, which is fast, or ``"trainer"``, a quiet Trainer,
             for several optimizers, manual optimisation and hooks that the loop refuses.
         server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
-            pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for SGD with learning rate 1, which is plain averaging.
+            pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for the algorithm's own: plain averaging, or for
+            `SpectralSharding` momentum.
         local_hooks: Hooks that act while clients train, in the order given: on gradients before each step, e.g.
             ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
@@ -191,7 +191,7 @@ class FederatedModule(FederatedHooks, Trained):
 
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
-        optimizer = FedAvgM(momentum=0.0) if self.server_optimizer is None else self.server_optimizer
+        optimizer = self.server_optimizer or default_server_optimizer(self.algorithm)
         return {
             **config_of(self, ("algorithm", "local_epochs", "client_engine", "local_hooks", "seed", "faults")),
             **({} if self.update_bound is None else {"update_bound": as_config(self.update_bound)}),

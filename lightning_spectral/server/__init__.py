@@ -2,10 +2,11 @@
 
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
-from lightning_spectral.server.optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
 from lightning_spectral.server.update_bound import MaxUpdateNorm
 
 __all__ = [
+    "BoundedMomentum",
     "Executor",
     "Faults",
     "FedAdagrad",

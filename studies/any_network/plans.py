@@ -126,6 +126,15 @@ def momentum(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
+def default(best: BestRates) -> Iterator[Spec]:
+    """The default, which has bounded momentum at the server; three seeds."""
+    settings = (("MNIST", NEAR_IID, 0.1), ("MNIST", EXTREME, 0.1), ("MNIST", SKEWED, 0.1))
+    more = (("MNIST", NEAR_IID, 0.2), ("Fashion", NEAR_IID, 0.1))
+    for places, seed in ((settings, 0), (settings, 1), (settings, 2), (more, 0), (more, 1), (more, 2)):
+        for (data, split, keep_ratio), net in product(places, NETS):
+            yield chosen(best, data, split, net, "default", keep_ratio, seed)
+
+
 def averages(best: BestRates) -> Iterator[Spec]:
     """BatchNorm's averages estimated on all data, instead of averaged over clients; three seeds."""
     where = ((NEAR_IID, 0.1), (NEAR_IID, 0.2), (SKEWED, 0.1), (EXTREME, 0.1))
@@ -160,6 +169,7 @@ PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
         others,
         matrices,
         momentum,
+        default,
         averages,
         ratios,
         long,
@@ -193,7 +203,7 @@ def rate(best: BestRates, split: str, net: str, setup: str, keep_ratio: KeepRati
 
     Where none was tried on clients with that split, it is the one for nearly IID clients.
     """
-    bounded = "start" in setup or "dense" in setup
+    bounded = any(word in setup for word in ("start", "dense", "default"))
     dense = "FedAvg" in setup or setup in OTHER_SYSTEMS
     like = setup if setup in MAIN else "FedAvg" if dense else MAIN[1] if bounded else "Collective"
     keys = [(where, net, like, ratio(like, 0.1)) for where in (split, NEAR_IID)]

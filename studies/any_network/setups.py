@@ -29,6 +29,7 @@ class Setup:
         options: Further options of `SpectralSharding`.
         start: The spectral start; ``None`` for none.
         momentum: Momentum of the server optimizer.
+        bounded: Its momentum, if its steps are bounded.
         fading: Share that terms lose in a round in which no client holds them.
         dense_rounds: Number of first rounds in which clients train the whole model; a multiple of the rounds between
             evaluations.
@@ -40,6 +41,7 @@ class Setup:
     options: tuple[tuple[str, Any], ...] = ()
     start: ls.algorithms.SpectralStart | None = None
     momentum: float = 0.0
+    bounded: float = 0.0
     fading: float = 0.0
     dense_rounds: int = 0
     estimated: bool = False
@@ -52,14 +54,16 @@ class Setup:
             return self.system(ratio, module)
         if self.strategy is None:
             return ls.FedAvg()
-        given = {"spectral_start": self.start, **dict(self.options)}
+        given = {"spectral_start": self.start, "server_momentum": 0.0, **dict(self.options)}
         if self.fading:
             given["aggregation"] = FadingTerms(self.fading)
         return ls.SpectralSharding(self.strategy, ratio, **given)
 
     @property
     def server_optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
-        """The server optimizer; ``None`` for plain averaging without momentum."""
+        """The server optimizer; ``None`` for that of the algorithm."""
+        if self.bounded:
+            return ls.server.BoundedMomentum(self.bounded)
         return ls.server.FedAvgM(lr=1.0, momentum=self.momentum) if self.momentum else None
 
 
@@ -177,6 +181,13 @@ SETUPS: dict[str, Setup] = {
     "start, PriSM": Setup(ls.PriSM(), start=START),
     "start, Unbiased": Setup(ls.Unbiased(), start=START),
     "start, Collective": Setup(ls.Collective(), start=START),
+    "default": Setup(ls.Collective(), options(server_momentum=0.8), START),
+    "default, estimated": Setup(ls.Collective(), options(server_momentum=0.8), START, estimated=True),
+    "default, momentum 0.5": Setup(ls.Collective(), options(server_momentum=0.5), START),
+    "default, matrices": Setup(
+        ls.Collective(), options(server_momentum=0.8, aggregation=ls.algorithms.MatrixMeans()), START
+    ),
+    "FedAvg, bounded momentum": Setup(None, bounded=0.8),
     "start, coordinated": Setup(ls.Collective(), options(design=ls.designs.Coordinated()), START),
     "start, TopN, then Collective": Setup(TOP_THEN_COLLECTIVE, start=START),
     # a fit of federated averaging, then one that continues from its weights; trained weights need ``trained=True``

@@ -38,6 +38,10 @@ from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 
+MOMENTUM = Number(at_least=0, below=1, hint="it is the share of the past that the server keeps")
+AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None, "server_momentum": 0.0}
+
+
 @dataclass(frozen=True)
 class SpectralSharding(ByKeepRatio):
     """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
@@ -59,7 +63,9 @@ class SpectralSharding(ByKeepRatio):
             with a traced forward pass if the module has an ``example_input_array``.
         clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
             nominal one; ``float("inf")`` for none. Without a bound, the weight moves along a term of singular value s
-            at 2 omega^2 s times the rate of a dense layer; with 1, never faster than in a dense layer.
+            at 2 omega^2 s times the rate of a dense layer; with 1, not faster than in a dense layer. That is exact for a
+            client's first step, for which the bound is computed, and for SGD: factors that grow during a turn move
+            faster, and adaptive optimizers undo it.
         spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
             train from the weights as they are. Weights that look trained are unchanged.
         weigh_clients: Whether the strategy is given Kish's effective number of clients, which accounts for unequal
@@ -69,6 +75,8 @@ class SpectralSharding(ByKeepRatio):
             where it is stored.
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM.
+        server_momentum: Momentum of the server's steps, which are never longer than the clients' mean change
+            (`BoundedMomentum`); 0 for plain averaging. A ``server_optimizer`` of the user's takes its place.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -105,6 +113,7 @@ class SpectralSharding(ByKeepRatio):
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation = field(default_factory=TermMeans)
+    server_momentum: float = 0.8
 
     def __post_init__(self) -> None:
         check_fields(
@@ -114,6 +123,7 @@ class SpectralSharding(ByKeepRatio):
             frobenius_decay=Number(at_least=0),
             weigh_clients=flag,
             clip_weight_lr=WEIGHT_LR,
+            server_momentum=MOMENTUM,
             exclude=as_patterns,
         )
         check_by_round(self.strategy, self.design)
@@ -135,14 +145,14 @@ class SpectralSharding(ByKeepRatio):
         keep_ratio: PerClient[float] = 0.2,
         **options: Any,
     ) -> SpectralSharding:
-        """The paper's recipe: weights as they are initialised, and no bound on the learning rate of the weight.
+        """The paper's recipe: initial weights, steps of clients and averages as they are.
 
         Example:
             >>> SpectralSharding.published(keep_ratio=0.1).spectral_start is None
             True
         """
         chosen = Collective() if strategy is None else strategy
-        return cls(chosen, keep_ratio, **{"clip_weight_lr": math.inf, "spectral_start": None, **options})
+        return cls(chosen, keep_ratio, **{**AS_PUBLISHED, **options})
 
     def plan(self, server: nn.Module) -> ModulePlan:
         """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import ServerHalf
@@ -20,6 +20,7 @@ from lightning_spectral.algorithms.capabilities import (
     ChecksOptimizers,
     ChecksServerOptimizer,
     Decides,
+    HasServerMomentum,
     Initializes,
     MayRestAverages,
     Remarks,
@@ -45,6 +46,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import suspecting_weights
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.first_rounds import FirstRounds
+from lightning_spectral.server.optimizers import BoundedMomentum, FedAvgM, FedOptimizer
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run
 from lightning_spectral.simulation import Conditions
@@ -135,7 +137,7 @@ class Member:
                 f"{type(owner.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
             )
         parameters += [] if owner.state is None else [p for p in owner.state.parameters() if p.requires_grad]
-        server = SGD(parameters, lr=1.0) if owner.server_optimizer is None else owner.server_optimizer(parameters)
+        server = (owner.server_optimizer or default_server_optimizer(owner.algorithm))(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
         if isinstance(owner.algorithm, ChecksServerOptimizer):
@@ -266,3 +268,9 @@ class Member:
     def end_fit(self) -> None:
         """Drop what exists only while fitting."""
         self._engine, self.optimizers = None, []
+
+
+def default_server_optimizer(algorithm: Algorithm) -> FedOptimizer:
+    """What steps the server if the user does not say: plain averaging, unless the algorithm asks for momentum."""
+    momentum = algorithm.server_momentum if isinstance(algorithm, HasServerMomentum) else 0.0
+    return BoundedMomentum(momentum) if momentum else FedAvgM(momentum=0.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
 DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
+ADDED = (re.compile(r", server_momentum=[^,)]+"),)  # settings that older checkpoints lack; the optimizer's state has them
 REMOVED = {"ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()"}  # choices as older checkpoints name them
 
 
@@ -24,6 +26,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
         )
     for old, new in REMOVED.items():
         saved = {name: value.replace(old, new) if isinstance(value, str) else value for name, value in saved.items()}
+    configuration = {name: _as_saved(value, saved.get(name)) for name, value in configuration.items()}
     uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
     before = {name: DEFAULTS.get(name.rpartition(": ")[2]) for name in configuration} | saved
     changed = [
@@ -36,6 +39,14 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "The checkpoint is of another configuration, and resuming it would continue neither run; "
             "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
         )
+
+
+def _as_saved(value: Any, saved: Any) -> Any:
+    """A setting of today in the words of a checkpoint, which may be older."""
+    if isinstance(value, str) and isinstance(saved, str):
+        for setting in ADDED:
+            value = value if setting.search(saved) else setting.sub("", value)
+    return value
 
 
 def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_has_stepped: bool) -> None:

@@ -3,6 +3,7 @@
 The files were written by the version at commit f47c3b8, after two rounds of the federations below.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ pytestmark = [
 
 def run(name: str, fit: Fit, rounds: int, ckpt_path: Path | None = None) -> dict[str, Any]:
     lit = seeded(LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
+    algorithm = ALGORITHMS[name]
+    if name == "Collective" and ckpt_path is None:
+        algorithm = replace(algorithm, server_momentum=0.0)  # as it was; the file says so to a resumed run
     options: dict[str, Any] = {"seed": 3, "max_epochs": rounds, "ckpt_path": ckpt_path}
-    return fit(lit, uneven_data(), algorithm=ALGORITHMS[name], **options).model.state_dict()
+    return fit(lit, uneven_data(), algorithm=algorithm, **options).model.state_dict()
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other releases of torch draw other numbers")

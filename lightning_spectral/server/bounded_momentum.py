@@ -10,40 +10,56 @@ from torch.optim import Optimizer
 
 
 class BoundedMomentumSGD(Optimizer):
-    r"""Nesterov's momentum on the clients' mean change, with steps no longer than that change.
+    r"""Nesterov's momentum on the clients' mean change, with steps no longer than what is new in that change.
 
     .. math::
         v_t = \beta v_{t-1} + \Delta_t , \qquad d_t = \Delta_t + \beta v_t , \qquad
-        x_{t+1} = x_t + \min(1, \|\Delta_t\| / \|d_t\|)\, d_t
+        x_{t+1} = x_t + \eta \min\!\Big(1, \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big)
+        \frac{\|\Delta_t\|}{\|d_t\|}\Big)\, d_t
 
-    with the norm over all parameters; the pseudo-gradient is :math:`-\Delta_t`. The first step is plain averaging, to
-    the last bit, and so are all of them with :math:`\beta = 0`.
+    with norms and the cosine over all parameters; the pseudo-gradient is :math:`-\Delta_t`. At learning rate 1 the first
+    step is plain averaging, to the last bit, and so are all of them with :math:`\beta = 0`.
 
     Args:
         params: The server's parameters.
+        lr: Learning rate eta; that of a group acts after the bound, which is one for all groups.
         momentum: The share beta of the past that is kept.
     """
 
-    def __init__(self, params: Iterable[Tensor], momentum: float) -> None:
-        super().__init__(params, {"lr": 1.0, "momentum": momentum})
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the server's parameters at the end of a round."""
         loss = closure() if closure is not None else None
-        groups = [(group["momentum"], [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        parameters = [parameter for _, found in groups for parameter in found]
-        if parameters:
-            changes = [parameter.grad for parameter in parameters]
-            directions = [self._direction(p, momentum) for momentum, found in groups for p in found]
-            share = (_norm(changes) / _norm(directions)).clamp(max=1.0).nan_to_num(nan=1.0)  # nothing over nothing
-            torch._foreach_sub_(parameters, [share * direction for direction in directions])
+        moved = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if moved:
+            changes = [change for _, change, _ in moved]
+            agreement = self._agreement(moved)
+            directions = [self._direction(p, change, group["momentum"]) for p, change, group in moved]
+            share = (1 + agreement.clamp(max=0.0)) * _norm(changes) / _norm(directions)
+            share = share.clamp(max=1.0).nan_to_num(nan=1.0)  # nothing over nothing
+            rates = [group["lr"] * share for *_, group in moved]
+            torch._foreach_sub_([p for p, *_ in moved], list(map(torch.mul, directions, rates)))
         return loss
 
-    def _direction(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Return minus the direction d of one parameter, and remember its past."""
-        change, state = parameter.grad, self.state[parameter]
-        assert change is not None, "parameters without a gradient do not move"
+    def _agreement(self, moved: Sequence[tuple[Tensor, Tensor, dict[str, float]]]) -> Tensor:
+        """The cosine of the angle between the changes and the past; 0 if there is none."""
+        pasts = [self.state[p].get("momentum_buffer") for p, *_ in moved]
+        pairs = [
+            (change.double(), past.double())
+            for (_, change, _), past in zip(moved, pasts, strict=True)
+            if past is not None
+        ]
+        if not pairs:
+            return moved[0][1].new_zeros((), dtype=torch.float64)
+        product = torch.stack([(change * past).sum() for change, past in pairs]).sum()
+        return (product / (_norm([c for c, _ in pairs]) * _norm([p for _, p in pairs]))).nan_to_num(nan=0.0)
+
+    def _direction(self, parameter: Tensor, change: Tensor, momentum: float) -> Tensor:
+        """Minus the direction d of one parameter, whose past is updated."""
+        state = self.state[parameter]
         if momentum == 0.0:
             return change
         if "momentum_buffer" not in state:
@@ -53,6 +69,6 @@ class BoundedMomentumSGD(Optimizer):
         return change + momentum * past
 
 
-def _norm(tensors: Sequence[Tensor | None]) -> Tensor:
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of all entries together; in float64, in which no entry of a change overflows when it is squared."""
-    return torch.stack([tensor.double().norm() for tensor in tensors if tensor is not None]).norm()
+    return torch.stack([tensor.double().norm() for tensor in tensors]).norm()

@@ -70,18 +70,21 @@ class BoundedMomentum(FedOptimizer):
 
     .. math::
         v_t = \beta v_{t-1} + \Delta_t , \qquad d_t = \Delta_t + \beta v_t , \qquad
-        x_{t+1} = x_t + \min(1, \|\Delta_t\| / \|d_t\|)\, d_t
+        x_{t+1} = x_t + \eta \min\!\Big(1, \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big)
+        \frac{\|\Delta_t\|}{\|d_t\|}\Big)\, d_t
 
-    :math:`\Delta_t` is the clients' mean change in round t, and norms are over all parameters. `FedAvgM` makes steps up
-    to :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round undoes part of the last
-    one, it diverges at learning rates at which plain averaging does not.
+    :math:`\Delta_t` is the clients' mean change in round t; norms and the cosine are over all parameters. A step is no
+    longer than that change, and shorter if the change undoes what the rounds before it did. `FedAvgM` makes steps up to
+    :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round undoes part of the last one,
+    it diverges at learning rates at which plain averaging does not.
 
     Args:
+        lr: Server learning rate eta.
         momentum: The share beta of the past that is kept, in ``[0, 1)``; 0 is plain averaging.
 
     Raises:
-        TypeError: If the argument has the wrong type.
-        ValueError: If it is out of range.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
 
     Note:
         A round in which no client's training changes anything changes nothing, whatever the rounds before it did.
@@ -93,7 +96,7 @@ class BoundedMomentum(FedOptimizer):
     Example:
         >>> import torch
         >>> weight = nn.Parameter(torch.zeros(2))
-        >>> optimizer = BoundedMomentum(0.5)([weight])
+        >>> optimizer = BoundedMomentum(momentum=0.5)([weight])
         >>> for change in ([3.0, 4.0], [3.0, 4.0], [0.0, 0.0]):
         ...     weight.grad = -torch.tensor(change)
         ...     optimizer.step()
@@ -101,14 +104,15 @@ class BoundedMomentum(FedOptimizer):
         tensor([6., 8.])
     """
 
+    lr: float = 1.0
     momentum: float = 0.8
 
     def __post_init__(self) -> None:
-        check_fields(self, momentum=DECAY)
+        check_fields(self, lr=POSITIVE, momentum=DECAY)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Create the optimizer of the server's parameters."""
-        return BoundedMomentumSGD(parameters, self.momentum)
+        return BoundedMomentumSGD(parameters, self.lr, self.momentum)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Setup:
     def server_optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
         """The server optimizer; ``None`` for that of the algorithm."""
         if self.bounded:
-            return ls.server.BoundedMomentum(self.bounded)
+            return ls.server.BoundedMomentum(momentum=self.bounded)
         return ls.server.FedAvgM(lr=1.0, momentum=self.momentum) if self.momentum else None
 
 

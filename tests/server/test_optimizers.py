@@ -24,7 +24,13 @@ ADAPTIVE: list[Any] = [
     ls.server.FedYogi(lr=0.2, betas=(0.8, 0.7), tau=0.1),
     ls.server.FedYogi(),
 ]
-ALL: list[Any] = [ls.server.FedAvgM(lr=0.5, momentum=0.6), ls.server.BoundedMomentum(0.6), ADAPTIVE[0], ADAPTIVE[2], ADAPTIVE[4]]
+ALL: list[Any] = [
+    ls.server.FedAvgM(lr=0.5, momentum=0.6),
+    ls.server.BoundedMomentum(momentum=0.6),
+    ADAPTIVE[0],
+    ADAPTIVE[2],
+    ADAPTIVE[4],
+]
 
 SECOND_MOMENT: dict[type, Callable[[float, float, float], float]] = {
     ls.server.FedAdagrad: lambda v, delta, beta: v + delta**2,
@@ -41,6 +47,7 @@ def oracle(choice: Any, start: float, deltas: list[float]) -> float:
             velocity = choice.momentum * velocity + delta
             start += choice.lr * velocity
         return start
+    assert not isinstance(choice, ls.server.BoundedMomentum), "its step depends on all weights together"
     beta1, beta2 = (choice.momentum, 0.0) if isinstance(choice, ls.server.FedAdagrad) else choice.betas
     m, v, x = 0.0, choice.tau**2, start
     for delta in deltas:
@@ -70,19 +77,24 @@ class TestBoundedMomentum:
         return [[noisy(3, 2), noisy(4)] for _ in range(8)]
 
     def test_steps_are_those_of_its_definition(self) -> None:
-        """Number by number, with a norm over all parameters; both cases of the minimum happen."""
-        changes, beta = self.changes(3.0), 0.6
-        changes[-1] = [-delta for delta in changes[-1]]
-        x, v, shares = np.zeros(10), np.zeros(10), []
-        for change, seen in zip(changes, self.steps(ls.server.BoundedMomentum(beta), changes), strict=True):
+        """Number by number, with norms and cosines over all parameters; every case of the two minima happens."""
+        changes, beta = self.changes(1.0), 0.6
+        changes[-2:] = [[-delta for delta in change] for change in changes[-2:]]
+        x, v, shares, cosines = np.zeros(10), np.zeros(10), [], [0.0]
+        norm = lambda vector: float(np.sqrt((vector**2).sum()))  # noqa: E731
+        for change, seen in zip(changes, self.steps(ls.server.BoundedMomentum(0.7, beta), changes), strict=True):
             delta = nn.utils.parameters_to_vector(change).numpy()
+            if shares:
+                cosines.append(float((delta * v).sum()) / (norm(delta) * norm(v)))
             v = beta * v + delta
-            direction = delta if not shares else delta + beta * v
-            shares.append(min(1.0, float(np.sqrt((delta**2).sum()) / np.sqrt((direction**2).sum()))))
-            x = x + shares[-1] * direction
+            direction = delta + beta * v if shares else delta
+            shares.append(min(1.0, (1 + min(0.0, cosines[-1])) * norm(delta) / norm(direction)))
+            x = x + 0.7 * shares[-1] * direction
             np.testing.assert_allclose(seen.numpy(), x, rtol=1e-13, atol=1e-13)
-        assert (shares[0], shares[-1]) == (1.0, 1.0)
-        assert max(shares[1:-1]) < 0.7
+        assert shares[0] == 1.0
+        assert max(shares[1:]) < 0.9
+        assert min(cosines) < -0.1
+        assert max(cosines) > 0.1
 
     def test_no_step_is_longer_than_the_mean_change(self) -> None:
         """FedAvgM's are, so the test can fail."""
@@ -96,19 +108,21 @@ class TestBoundedMomentum:
                 for length, change in zip(lengths, changes, strict=True)
             )
 
-        assert stretched(ls.server.BoundedMomentum(0.8)) <= 1 + 1e-12
+        assert stretched(ls.server.BoundedMomentum(momentum=0.8)) <= 1 + 1e-12
         assert stretched(ls.server.FedAvgM(momentum=0.8)) > 3
 
     def test_without_momentum_and_in_the_first_round_it_is_plain_averaging(self) -> None:
         changes = [[delta.float().double() for delta in change] for change in self.changes(0.0)]
         plain = self.steps(ls.server.FedAvgM(momentum=0.0), changes)
-        for choice in (ls.server.BoundedMomentum(0.0), ls.server.BoundedMomentum(0.8)):
+        for choice in (ls.server.BoundedMomentum(momentum=0.0), ls.server.BoundedMomentum(momentum=0.8)):
             assert torch.equal(self.steps(choice, changes)[0], plain[0])
-        assert torch.equal(torch.stack(self.steps(ls.server.BoundedMomentum(0.0), changes)), torch.stack(plain))
+        assert torch.equal(
+            torch.stack(self.steps(ls.server.BoundedMomentum(momentum=0.0), changes)), torch.stack(plain)
+        )
 
     def test_a_round_without_changes_changes_nothing(self) -> None:
         changes = [*self.changes(0.0)[:2], [torch.zeros(3, 2).double(), torch.zeros(4).double()]]
-        *_, before, after = self.steps(ls.server.BoundedMomentum(0.8), changes)
+        *_, before, after = self.steps(ls.server.BoundedMomentum(momentum=0.8), changes)
         assert torch.equal(after, before)
         *_, before, after = self.steps(ls.server.FedAvgM(momentum=0.8), changes)
         assert not torch.equal(after, before)
@@ -116,13 +130,13 @@ class TestBoundedMomentum:
     def test_nan_is_not_hidden(self) -> None:
         changes = self.changes(0.0)[:2]
         changes[1][0][0, 0] = float("nan")
-        assert self.steps(ls.server.BoundedMomentum(0.8), changes)[-1].isnan().any()
+        assert self.steps(ls.server.BoundedMomentum(momentum=0.8), changes)[-1].isnan().any()
 
     def test_it_is_the_default_of_spectral_sharding_alone(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         def after(algorithm: ls.Algorithm, **options: Any) -> Any:
             return fit(seeded(lit_mlp), data, algorithm=algorithm, max_epochs=3, **options).state
 
-        bounded, plain = ls.server.BoundedMomentum(0.8), ls.server.FedAvgM(momentum=0.0)
+        bounded, plain = ls.server.BoundedMomentum(momentum=0.8), ls.server.FedAvgM(momentum=0.0)
         default, without = ls.SpectralSharding(keep_ratio=0.3), ls.SpectralSharding(keep_ratio=0.3, server_momentum=0.0)
         assert same_state(after(default), after(without, server_optimizer=bounded))
         assert same_state(after(without), after(default, server_optimizer=plain))
@@ -180,7 +194,7 @@ def test_groups_keep_their_own_learning_rate(choice: Any) -> None:
     [
         (lambda: ls.server.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
         (lambda: ls.server.FedAvgM(momentum=1.0), "`momentum` must be in"),
-        (lambda: ls.server.BoundedMomentum(1.0), "`momentum` must be in"),
+        (lambda: ls.server.BoundedMomentum(momentum=1.0), "`momentum` must be in"),
         (lambda: ls.server.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
         (lambda: ls.server.FedAdagrad(lr=float("nan")), "`lr` must be positive and finite, got nan"),
         (lambda: ls.server.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
@@ -208,7 +222,9 @@ class LitLine(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("choice", ALL, ids=repr)
+@pytest.mark.parametrize(
+    "choice", [choice for choice in ALL if not isinstance(choice, ls.server.BoundedMomentum)], ids=repr
+)
 def test_the_server_steps_on_the_mean_change_of_the_clients(choice: Any, toy: Any, fit: Fit) -> None:
     module = LitLine().double()
     central = copy.deepcopy(module)

@@ -37,7 +37,6 @@ from lightning_spectral.protocol.per_client import PerClient, check_per_client, 
 from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
-
 MOMENTUM = Number(at_least=0, below=1, hint="it is the share of the past that the server keeps")
 AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None, "server_momentum": 0.0}
 

@@ -273,4 +273,4 @@ class Member:
 def default_server_optimizer(algorithm: Algorithm) -> FedOptimizer:
     """What steps the server if the user does not say: plain averaging, unless the algorithm asks for momentum."""
     momentum = algorithm.server_momentum if isinstance(algorithm, HasServerMomentum) else 0.0
-    return BoundedMomentum(momentum) if momentum else FedAvgM(momentum=0.0)
+    return BoundedMomentum(momentum=momentum) if momentum else FedAvgM(momentum=0.0)

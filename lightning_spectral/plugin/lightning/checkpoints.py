@@ -9,7 +9,9 @@ from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
 DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
-ADDED = (re.compile(r", server_momentum=[^,)]+"),)  # settings that older checkpoints lack; the optimizer's state has them
+ADDED = (
+    re.compile(r", server_momentum=[^,)]+"),
+)  # settings that older checkpoints lack; the optimizer's state has them
 REMOVED = {"ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()"}  # choices as older checkpoints name them
 
 

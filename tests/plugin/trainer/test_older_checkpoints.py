@@ -62,13 +62,20 @@ def run(name: str, fit: Fit, rounds: int, ckpt_path: Path | None = None) -> dict
     return fit(lit, uneven_data(), algorithm=algorithm, **options).model.state_dict()
 
 
+def with_products(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state with the product of each adapter's factors in their place."""
+    products = {key: value @ state[f"{key[:-1]}A"] for key, value in state.items() if key.endswith(".B")}
+    return {key: products.get(key, value) for key, value in state.items() if not key.endswith(".A")}
+
+
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other releases of torch draw other numbers")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_run_goes_on_as_if_it_had_not_been_interrupted(name: str, fit: Fit) -> None:
     whole, resumed, start = run(name, fit, 3), run(name, fit, 3, FILES / f"{name}.ckpt"), run(name, fit, 2)
     assert list(resumed) == list(whole)
+    whole, resumed, start = map(with_products, (whole, resumed, start))
     for key, value in whole.items():
-        # another machine wrote the file: its rounding differs
+        # another machine wrote the file: its rounding differs, and so may the signs of singular vectors
         torch.testing.assert_close(resumed[key], value, rtol=1e-4, atol=1e-5)
     assert any(not torch.allclose(start[key], value, rtol=1e-3, atol=1e-4) for key, value in whole.items())
 

@@ -130,7 +130,7 @@ def _remedies(least: float, starts_random: bool) -> str:
 
 
 def equal_sub_models(layers: Mapping[str, TermDraws]) -> Sequence[str]:
-    """A remark if a strategy that could draw leaves nothing to chance in any layer, so that others would do the same."""
+    """A remark if a strategy that could draw leaves nothing to chance in any layer, as others then would."""
     plans = [plan for layer in layers.values() for plan in layer.groups.values()]
     certain = all(bool(((plan.inclusion_probs == 0) | (plan.inclusion_probs == 1)).all()) for plan in plans)
     by_choice = all(isinstance(layer.strategy, TopN) for layer in layers.values())

@@ -62,9 +62,9 @@ class SpectralSharding(ByKeepRatio):
             with a traced forward pass if the module has an ``example_input_array``.
         clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
             nominal one; ``float("inf")`` for none. Without a bound, the weight moves along a term of singular value s
-            at 2 omega^2 s times the rate of a dense layer; with 1, not faster than in a dense layer. That is exact for a
-            client's first step, for which the bound is computed, and for SGD: factors that grow during a turn move
-            faster, and adaptive optimizers undo it.
+            at 2 omega^2 s times the rate of a dense layer; with 1, not faster than in a dense layer. That is exact for
+            SGD and a client's first step, for which the bound is computed: factors that grow during a turn move faster,
+            and adaptive optimizers undo it.
         spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
             train from the weights as they are. Weights that look trained are unchanged.
         weigh_clients: Whether the strategy is given Kish's effective number of clients, which accounts for unequal

@@ -17,8 +17,8 @@ class BoundedMomentumSGD(Optimizer):
         x_{t+1} = x_t + \eta \min\!\Big(1, \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big)
         \frac{\|\Delta_t\|}{\|d_t\|}\Big)\, d_t
 
-    with norms and the cosine over all parameters; the pseudo-gradient is :math:`-\Delta_t`. At learning rate 1 the first
-    step is plain averaging, to the last bit, and so are all of them with :math:`\beta = 0`.
+    with norms and the cosine over all parameters; the pseudo-gradient is :math:`-\Delta_t`. At learning rate 1 the
+    first step is plain averaging, to the last bit, and so are all of them with :math:`\beta = 0`.
 
     Args:
         params: The server's parameters.
@@ -46,16 +46,12 @@ class BoundedMomentumSGD(Optimizer):
 
     def _agreement(self, moved: Sequence[tuple[Tensor, Tensor, dict[str, float]]]) -> Tensor:
         """The cosine of the angle between the changes and the past; 0 if there is none."""
-        pasts = [self.state[p].get("momentum_buffer") for p, *_ in moved]
-        pairs = [
-            (change.double(), past.double())
-            for (_, change, _), past in zip(moved, pasts, strict=True)
-            if past is not None
-        ]
-        if not pairs:
+        pasts = {p: state["momentum_buffer"] for p, *_ in moved if "momentum_buffer" in (state := self.state[p])}
+        if not pasts:
             return moved[0][1].new_zeros((), dtype=torch.float64)
-        product = torch.stack([(change * past).sum() for change, past in pairs]).sum()
-        return (product / (_norm([c for c, _ in pairs]) * _norm([p for _, p in pairs]))).nan_to_num(nan=0.0)
+        changes = [change for p, change, _ in moved if p in pasts]
+        products = [(change.double() * past).sum() for change, past in zip(changes, pasts.values(), strict=True)]
+        return (torch.stack(products).sum() / (_norm(changes) * _norm(list(pasts.values())))).nan_to_num(nan=0.0)
 
     def _direction(self, parameter: Tensor, change: Tensor, momentum: float) -> Tensor:
         """Minus the direction d of one parameter, whose past is updated."""

@@ -9,9 +9,8 @@ from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
 DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
-ADDED = (
-    re.compile(r", server_momentum=[^,)]+"),
-)  # settings that older checkpoints lack; the optimizer's state has them
+# Settings that older checkpoints lack; this one is in the state of their optimizer.
+ADDED = (re.compile(r", server_momentum=[^,)]+"),)
 REMOVED = {"ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()"}  # choices as older checkpoints name them
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
 DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
-REMOVED = {"ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()"}  # choices as older checkpoints name them
+OLDER = {  # choices as older checkpoints name them: without options that are new, with some that are gone
+    "ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()",
+    "weigh_clients=False, clip_weight_lr=": "clip_weight_lr=",
+    "coordinated=False)": "coordinated=False, normal_scores=False)",
+    "coordinated=True)": "coordinated=True, normal_scores=False)",
+}
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
@@ -22,7 +27,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
             "module first: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])."
         )
-    for old, new in REMOVED.items():
+    for old, new in OLDER.items():
         saved = {name: value.replace(old, new) if isinstance(value, str) else value for name, value in saved.items()}
     uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
     before = {name: DEFAULTS.get(name.rpartition(": ")[2]) for name in configuration} | saved
